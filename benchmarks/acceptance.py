@@ -42,17 +42,17 @@ from typing import Any, Literal
 import torch
 from rich.console import Console
 
-from benchmarks.quality.acceptance_rows import DEFAULTS, LOOKUPS, rows, ways
+from benchmarks.quality.acceptance_rows import DEFAULTS, LOOKUPS, draft_configs, rows
 from benchmarks.quality.continuations import FACTS, TASKS
-from benchmarks.quality.drafting import DRAFTERS, LAYERED, PAGES, run
-from benchmarks.quality.prefilled import Subject
-from benchmarks.records.acceptance_tables import joined
+from benchmarks.quality.drafting import DRAFTERS, LAYER_DRAFTERS, PAGES, run
+from benchmarks.quality.prefill import EvalSetup
+from benchmarks.records.acceptance_tables import join_tasks
 from benchmarks.records.columns import terminal
-from benchmarks.records.declared import shown
+from benchmarks.records.declared import table_cells
 from benchmarks.records.rows import append
 from helix.config import MAX_QUERIES, SpeculationConfig
-from helix.schema import unknown
-from launch.inputs.arguments import helped, need_checkout, parse
+from helix.schema import unknown_message
+from launch.inputs.arguments import handle_help, need_checkout, parse
 from launch.job.report import provenance
 
 KEYS: dict[str, Any] = {
@@ -79,7 +79,7 @@ def _check(values: dict[str, Any], options: dict[str, list[Any]]) -> None:
     for name, given in ({key: values[key] for key in ("task", "policies") if key in values} | options).items():
         for value in given:
             if name in WORDS and value not in WORDS[name]:
-                raise ValueError(f"{name}: {unknown(str(value), [str(word) for word in WORDS[name]])}")
+                raise ValueError(f"{name}: {unknown_message(str(value), [str(word) for word in WORDS[name]])}")
             if name in RANGES and not RANGES[name](value):
                 raise ValueError(f"{name}={value:g} is out of range (see --help and docs/reference/config.md)")
 
@@ -90,7 +90,7 @@ def _layer(policies: list[str], path: Path | None) -> SpeculationConfig | None:
     Raises:
         ValueError: another policy cannot be beside it, or its layer is not named.
     """
-    layered = [policy for policy in policies if policy in LAYERED]
+    layered = [policy for policy in policies if policy in LAYER_DRAFTERS]
     if not layered:
         return None
     if len(layered) > 1 or {*policies} - {*layered, *LOOKUPS}:
@@ -111,14 +111,14 @@ def measure(values: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
     """
     options = {name: values.get(name, default) for name, default in OPTIONS.items()}
     _check(values, options)
-    policies = values.get("policies", [name for name in DRAFTERS if name not in LAYERED])
+    policies = values.get("policies", [name for name in DRAFTERS if name not in LAYER_DRAFTERS])
     layer = _layer(policies, values.get("layer"))
-    chosen = ways(policies, options)
+    configs = draft_configs(policies, options)
     tasks, lengths, kvps = values.get("task", [*TASKS]), values.get("length", [8192]), values.get("kvp", [1])
     prompts, new_tokens = values.get("prompts", 30), values.get("new_tokens", 128)
     if prompts < 2:
         raise ValueError(f"prompts={prompts} must be at least 2")
-    settings = {kvp: Subject.create(values["model"], kvp, values.get("dtype"), layer) for kvp in kvps}
+    settings = {kvp: EvalSetup.create(values["model"], kvp, values.get("dtype"), layer) for kvp in kvps}
     setting = settings[kvps[0]]
     spec, tokenizer = setting.spec(), setting.tokenizer()
     for length in lengths:
@@ -127,33 +127,35 @@ def measure(values: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
                 f"length={length} must be within the model's {spec.context}, and new_tokens={new_tokens} from "
                 f"{2 * FACTS} to half of it"
             )
-    for way in chosen:
-        if way.policy == "quest":
+    for config in configs:
+        if config.policy == "quest":
             for kvp in kvps:
-                way.budget.blocks(PAGES["quest"], kvp, max(lengths), way.gamma)
+                config.budget.blocks(PAGES["quest"], kvp, max(lengths), config.gamma)
     facts = provenance(torch.device(setting.device))
     for length in lengths:
-        room = length - new_tokens - MAX_QUERIES
-        given = [c for task in tasks for c in TASKS[task](tokenizer, room, prompts)]
-        for kvp, of_kvp in settings.items():
+        max_tokens = length - new_tokens - MAX_QUERIES
+        continuations = [c for task in tasks for c in TASKS[task](tokenizer, max_tokens, prompts)]
+        for kvp, kvp_setup in settings.items():
             began = time.perf_counter()
-            exact = of_kvp.device == "cpu" and of_kvp.dtype == torch.float32
-            found = run(of_kvp, given, new_tokens, chosen)
-            about = {**facts, "model": of_kvp.path.name, "dtype": str(of_kvp.dtype), "length": length, "kvp": kvp}
-            yield [about | {"new_tokens": new_tokens} | row for row in rows(found, [c.task for c in given], exact)]
-            took = time.perf_counter() - began
-            print(f"{length} tokens, kvp={kvp}: {len(chosen)} ways in {took:.1f} s", file=sys.stderr, flush=True)
+            exact = kvp_setup.device == "cpu" and kvp_setup.dtype == torch.float32
+            found = run(kvp_setup, continuations, new_tokens, configs)
+            about = {**facts, "model": kvp_setup.path.name, "dtype": str(kvp_setup.dtype), "length": length, "kvp": kvp}
+            yield [
+                about | {"new_tokens": new_tokens} | row for row in rows(found, [c.task for c in continuations], exact)
+            ]
+            elapsed_s = time.perf_counter() - began
+            print(f"{length} tokens, kvp={kvp}: {len(configs)} ways in {elapsed_s:.1f} s", file=sys.stderr, flush=True)
 
 
 def main() -> None:
     """Measures, prints the tables and appends the rows."""
-    if helped(sys.argv[1:], __doc__):
+    if handle_help(sys.argv[1:], __doc__):
         return
     need_checkout("helix acceptance")
     try:
         values = parse(sys.argv[1:], KEYS, ("model",), words=("model",))
         for found in measure(values):
-            table = terminal(shown("acceptance-sampled", joined(found)), "tokens an iteration")
+            table = terminal(table_cells("acceptance-sampled", join_tasks(found)), "tokens an iteration")
             Console(width=200).print(table)
             if "output" in values:
                 append(values["output"], found)

@@ -19,17 +19,17 @@ import yaml
 
 from benchmarks import jobs
 from benchmarks.cases import cases
-from benchmarks.runner import Benchmark, Given, Part, record, run
+from benchmarks.runner import BenchContext, Benchmark, Part, record, run
 from comm.emulated import is_emulated
-from helix.schema import unknown
-from launch.inputs.arguments import helped, need_checkout, parse
+from helix.schema import unknown_message
+from launch.inputs.arguments import handle_help, need_checkout, parse
 from launch.inputs.compose import ROOT
 from launch.job import spawn
 
 DECLARED: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("benchmarks.yaml").read_text("utf-8"))
 
 
-def _named(name: str, module: str) -> Any:
+def _resolve(name: str, module: str) -> Any:
     """What a benchmark is declared with, `NAME` of its module or `module:NAME`; a benchmark imports its own alone."""
     where, _, what = name.rpartition(":")
     return getattr(import_module(f"benchmarks.{where or module}"), what)
@@ -45,39 +45,39 @@ class Benchmarks(Mapping[str, Benchmark]):
         return len(DECLARED)
 
     def __getitem__(self, name: str) -> Benchmark:
-        of = DECLARED[name]
-        if "benchmark" in of:
-            found: Benchmark = _named(of["benchmark"], "")
+        entry = DECLARED[name]
+        if "benchmark" in entry:
+            found: Benchmark = _resolve(entry["benchmark"], "")
             return found
-        module = of["module"]
-        parts = [self._part(part, module) for part in of["parts"]]
-        texts = (import_module(f"benchmarks.{name}").__doc__ or "" for name in of.get("text", module).split())
+        module = entry["module"]
+        parts = [self._part(part, module) for part in entry["parts"]]
+        docstrings = (import_module(f"benchmarks.{name}").__doc__ or "" for name in entry.get("text", module).split())
         return Benchmark(
-            of["about"],
-            "\n".join(texts),
-            (*parts, *(_named(of["more"], module) if "more" in of else ())),
-            models=tuple(_named(of["models"], module)) if "models" in of else (),
-            emulated=of.get("emulated", False),
-            counted=of.get("counted", False),
-            summary=_named(of["summary"], module) if "summary" in of else None,
+            entry["about"],
+            "\n".join(docstrings),
+            (*parts, *(_resolve(entry["more"], module) if "more" in entry else ())),
+            models=tuple(_resolve(entry["models"], module)) if "models" in entry else (),
+            emulated=entry.get("emulated", False),
+            counted=entry.get("counted", False),
+            summary=_resolve(entry["summary"], module) if "summary" in entry else None,
         )
 
     @staticmethod
     def _part(part: dict[str, str], module: str) -> Part:
         if "cases" in part:
-            made = _named(part["cases"], module)
+            made = _resolve(part["cases"], module)
         elif "listed" in part:
-            made = partial(_listed, part["listed"])
+            made = partial(_listed_cases, part["listed"])
         else:
-            made = _once
-        return Part(made, _named(part["measure"], module), part["columns"], part.get("title"))
+            made = _single_case
+        return Part(made, _resolve(part["measure"], module), part["columns"], part.get("title"))
 
 
-def _listed(name: str, given: Given) -> list[tuple[Any, ...]]:
-    return cases(name, given.gpu)
+def _listed_cases(name: str, ctx: BenchContext) -> list[tuple[Any, ...]]:
+    return cases(name, ctx.gpu)
 
 
-def _once(given: Given) -> list[tuple[Any, ...]]:
+def _single_case(ctx: BenchContext) -> list[tuple[Any, ...]]:
     return [()]
 
 
@@ -94,19 +94,21 @@ def keys(benchmark: Benchmark) -> list[str]:
     return ["output", *["ranks"] * benchmark.emulated, *["models"] * bool(benchmark.models)]
 
 
-def taught(what: str | None) -> str:
+def help_text(what: str | None) -> str:
     """The list of subjects, or what one of them measures and takes."""
     if what is None:
-        listed = "\n".join(f"  {name:<15} {of.get('about') or BENCHMARKS[name].about}" for name, of in DECLARED.items())
+        listed = "\n".join(
+            f"  {name:<15} {entry.get('about') or BENCHMARKS[name].about}" for name, entry in DECLARED.items()
+        )
         return f"{__doc__}\n{listed}\n\nWithout a GPU the smallest case runs, to show that it does."
     benchmark = BENCHMARKS[what]
-    taken = "\n".join(f"  {key:<8} {KEYS[key][1]}" for key in keys(benchmark))
+    options = "\n".join(f"  {key:<8} {KEYS[key][1]}" for key in keys(benchmark))
     models = f"\n\nmodels: {', '.join(benchmark.models)}" if benchmark.models else ""
     example = f"helix bench {what}" + (f" models={benchmark.models[0]}" if benchmark.models else "")
-    return f"{benchmark.text.strip()}\n\n{taken}{models}\n\nexample: {example}"
+    return f"{benchmark.text.strip()}\n\n{options}{models}\n\nexample: {example}"
 
 
-def given(what: str, arguments: Sequence[str], gpus: int) -> tuple[Given, Path | None]:
+def parse_context(what: str, arguments: Sequence[str], gpus: int) -> tuple[BenchContext, Path | None]:
     """What a benchmark is given, and where its rows go.
 
     Raises:
@@ -122,21 +124,21 @@ def given(what: str, arguments: Sequence[str], gpus: int) -> tuple[Given, Path |
             raise ValueError("models: without a GPU the demo model runs, and no other: leave it out")
         for model in models:
             if model not in benchmark.models:
-                raise ValueError(f"models: {unknown(model, benchmark.models)}")
-    return Given(torch.device("cuda" if gpus else "cpu"), ranks or gpus or 2, models), values.get("output")
+                raise ValueError(f"models: {unknown_message(model, benchmark.models)}")
+    return BenchContext(torch.device("cuda" if gpus else "cpu"), ranks or gpus or 2, models), values.get("output")
 
 
 def main() -> None:
     """Runs a benchmark and appends a JSON line for each of its rows."""
     what, arguments = next(iter(sys.argv[1:]), "--help"), sys.argv[2:]
-    if helped([what, *arguments], taught(what if what in BENCHMARKS else None)):
+    if handle_help([what, *arguments], help_text(what if what in BENCHMARKS else None)):
         return
     need_checkout("helix bench")
     gpus = torch.cuda.device_count()
     try:
         if what not in BENCHMARKS:
-            raise ValueError(unknown(what, BENCHMARKS))
-        settings, output = given(what, arguments, gpus)
+            raise ValueError(unknown_message(what, BENCHMARKS))
+        settings, output = parse_context(what, arguments, gpus)
         if not gpus and not BENCHMARKS[what].counted:
             print("no GPU: the smallest case on the CPU, to show that it runs; the figures mean nothing")
         name = f"{what}.emulated-{settings.ranks}" if settings.emulated else what

@@ -44,16 +44,16 @@ from benchmarks.jobs import JobError
 from benchmarks.kernels import attention as bench_attention
 from benchmarks.kernels import comm as bench_comm
 from benchmarks.kernels import mla as bench_mla
+from benchmarks.kernels import offload as bench_offload
 from benchmarks.kernels import sparse as bench_sparse
-from benchmarks.kernels import tier as bench_tier
 from benchmarks.records.fit import errors, fit, quantiles
 from benchmarks.records.recorded_steps import Cell, halves, read_cells
-from benchmarks.runner import Given, Row
+from benchmarks.runner import BenchContext, Row
 from benchmarks.timer import ROTATED, seconds
 from helix.planner.hardware import MEASURED, PROVENANCE, Collective, Constant, Hardware
 from kernels.dense.linear import linear
 from kernels.dense.linear_sm90 import MAX_ROWS, MIN_ROWS
-from launch.inputs.arguments import helped, parse
+from launch.inputs.arguments import handle_help, parse
 from launch.inputs.files import write_atomically
 from launch.inputs.hardware import hardware_of, load_hardware, read_hardware
 from launch.job.report import provenance
@@ -66,7 +66,7 @@ TARGETS = (0.10, 0.20)  # median and p90 error of steps that were not fitted
 READ_BYTES = 4 << 30
 SQUARE = 8192
 PIECES = (128, 32, 512)  # blocks of 64 KB that a layer's step fetches
-CHOSEN = 32  # blocks, as conf/attention/block_sparse.yaml has it
+TOPK = 32  # blocks, as conf/attention/block_sparse.yaml has it
 ROWS = (1, MIN_ROWS, 8, 16, MAX_ROWS, MAX_ROWS + 1, 64)
 
 
@@ -106,9 +106,9 @@ def finding(device: torch.device) -> Iterator[Row]:
     """`select_blocks`, and `flash_decode` over its table, four query heads to a KV head."""
     for heads, batch, length in listed("calibrate-finding", device.type == "cuda"):
         s = bench_sparse.setting(4 * heads, heads, batch, length, device)
-        size = bench_sparse.read_bytes(heads, batch, length, CHOSEN)
-        took = seconds(s.choose_and_attend(CHOSEN), len(s.q), device)
-        row = {"kv_heads": heads, "batch": batch, "length": length, "topk": CHOSEN, "bytes": size, "seconds": took}
+        size = bench_sparse.read_bytes(heads, batch, length, TOPK)
+        took = seconds(s.choose_and_attend(TOPK), len(s.q), device)
+        row = {"kv_heads": heads, "batch": batch, "length": length, "topk": TOPK, "bytes": size, "seconds": took}
         yield row | {"bounds": bench_sparse.bounds_bytes(heads, batch, length)}
 
 
@@ -142,10 +142,10 @@ def launches(device: torch.device) -> Iterator[Row]:
 def link(device: torch.device) -> Iterator[Row]:
     """`copy_blocks` from host memory on all GPUs at once, and `resolve` of as many blocks as are missing."""
     gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if device.type == "cuda" else [device]
-    chosen, places = (37, 2048) if device.type == "cuda" else (5, 8)
-    (resolved,) = bench_tier.find(Given(gpus[0], 1), 1, chosen, places, False)
+    num_selected, num_resident = (37, 2048) if device.type == "cuda" else (5, 8)
+    (resolved,) = bench_offload.find(BenchContext(gpus[0], 1), 1, num_selected, num_resident, False)
     for pieces in PIECES if device.type == "cuda" else (4, 8):
-        size, took = bench_tier.fetch_at_once(gpus, pieces)
+        size, took = bench_offload.fetch_at_once(gpus, pieces)
         row = {"pieces": pieces, "gpus": len(gpus), "bytes": size, "seconds": took}
         yield row | {"resolve_seconds": resolved["us"] / 1e6}
 
@@ -168,8 +168,8 @@ FITTED = {
 }  # fmt: skip
 
 
-def measure(device: torch.device, keep: Callable[[str, list[Row]], None]) -> dict[str, list[Row]]:
-    """Rows by part; `keep` is told each part's as it ends. What fails is said, and left out."""
+def measure(device: torch.device, save: Callable[[str, list[Row]], None]) -> dict[str, list[Row]]:
+    """Rows by part; `save` is told each part's as it ends. What fails is said, and left out."""
     parts: dict[str, list[Row]] = {}
     for name, part in PARTS.items():
         rows: list[Row] = []
@@ -187,7 +187,7 @@ def measure(device: torch.device, keep: Callable[[str, list[Row]], None]) -> dic
             torch.cuda.empty_cache()
         if rows:
             parts[name] = rows
-            keep(name, rows)
+            save(name, rows)
         print(f"{name}: {len(rows)} rows in {time.perf_counter() - begin:.1f} s", flush=True)
     return parts
 
@@ -293,17 +293,17 @@ def calibrate(output: Path | None, base: Hardware | None) -> None:
         "gpus": torch.cuda.device_count(),
     }  # fmt: skip
 
-    def keep(part: str, rows: list[Row]) -> None:
+    def save(part: str, rows: list[Row]) -> None:
         if output is not None:
             with output.with_suffix(".jsonl").open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps({"name": "calibrate", "part": part, **notes, **row}) + "\n" for row in rows)
 
     if output is not None:  # now, and not after two minutes
         output.parent.mkdir(parents=True, exist_ok=True)
-        keep("start", [{}])
+        save("start", [{}])
     if device.type == "cpu":
         print("no GPU: the smallest sizes on the CPU, to show that it runs; the figures mean nothing")
-    parts = measure(device, keep)
+    parts = measure(device, save)
     memory = float(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else None
     hardware = assemble(base, name, max(torch.cuda.device_count(), 1), memory, parts)
     show(hardware)
@@ -373,25 +373,29 @@ def fit_steps(files: Sequence[Path], name: str | None, output: Path | None) -> N
     if output is not None:
         old = read_hardware(Path(name)).get("calibrated", {}) if name is not None and name.endswith(".yaml") else {}
         notes = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
-        held = {"cells": len(held_out), "median_error": round(median, 4), "p90_error": round(p90, 4)}
-        write(output, hardware, old | notes | {"fitted": {"split": split, "cells": len(fitted), "held_out": held}})
+        held_out_errors = {"cells": len(held_out), "median_error": round(median, 4), "p90_error": round(p90, 4)}
+        write(
+            output,
+            hardware,
+            old | notes | {"fitted": {"split": split, "cells": len(fitted), "held_out": held_out_errors}},
+        )
         print(f"wrote {output}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures, or fits; a wrong value ends with what is known."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if helped(arguments, __doc__):
+    if handle_help(arguments, __doc__):
         return
     try:
         if "RANK" in os.environ:
             raise ValueError("calibration starts its own ranks: run it without torchrun, once on a host")
-        given = parse(arguments, {"output": Path, "fit": list[str], "hardware": str})
-        output, name = given.get("output"), given.get("hardware")
+        options = parse(arguments, {"output": Path, "fit": list[str], "hardware": str})
+        output, name = options.get("output"), options.get("hardware")
         if output is not None and output.suffix != ".yaml":
             raise ValueError(f"output={output} must end in .yaml")
-        if "fit" in given:
-            fit_steps([Path(file) for file in given["fit"]], name, output)
+        if "fit" in options:
+            fit_steps([Path(file) for file in options["fit"]], name, output)
         else:
             calibrate(output, None if name is None else load_hardware(name))
     except (ValueError, OSError, JobError) as error:

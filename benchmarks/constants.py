@@ -13,7 +13,7 @@ from helix.planner.hardware import EXTRAPOLATED, MEASURED, Collective, Constant,
 Record = Mapping[str, Any]
 OPS = {"exchange": "all_to_all", "all_reduce_norm": "all_reduce", "all_gather": "all_gather"}
 SLOPE_BYTES = 65536  # least size of the largest message for a slope to show the rate
-LEAST_S = 1e-7  # least fixed time: noise could make it negative
+MIN_S = 1e-7  # least fixed time: noise could make it negative
 
 
 def line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
@@ -24,10 +24,10 @@ def line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float
     x, y = np.asarray(sizes, dtype=float), np.asarray(seconds, dtype=float)
     if len(set(sizes)) > 1:
         (fixed, slope), *_ = np.linalg.lstsq(np.stack([1 / y, x / y], 1), np.ones(len(x)), rcond=None)
-        if slope > 0 and fixed >= LEAST_S:
+        if slope > 0 and fixed >= MIN_S:
             return float(fixed), float(1 / slope)
     largest = int(np.argmax(x))
-    return LEAST_S, float(x[largest] / y[largest])
+    return MIN_S, float(x[largest] / y[largest])
 
 
 def attention(base: Hardware, rows: Sequence[Record]) -> Hardware:
@@ -41,13 +41,13 @@ def attention(base: Hardware, rows: Sequence[Record]) -> Hardware:
     )
 
 
-def prices(columns: Sequence[Sequence[float]], over: Sequence[float], took: Sequence[float]) -> list[float]:
-    """Fits a non-negative cost of each column, with the least squared error of `over` relative to `took`."""
+def fit_costs(columns: Sequence[Sequence[float]], excess: Sequence[float], took: Sequence[float]) -> list[float]:
+    """Fits a non-negative cost of each column, with the least squared error of `excess` relative to `took`."""
     left = list(range(len(columns)))
     weight = 1 / np.asarray(took, dtype=float)
     weighted, found = [np.asarray(column, dtype=float) * weight for column in columns], np.zeros(len(columns))
     while left:
-        fitted, *_ = np.linalg.lstsq(np.stack([weighted[i] for i in left], 1), np.asarray(over) * weight, rcond=None)
+        fitted, *_ = np.linalg.lstsq(np.stack([weighted[i] for i in left], 1), np.asarray(excess) * weight, rcond=None)
         if fitted.min() >= 0:
             found[left] = fitted
             break
@@ -61,14 +61,14 @@ def finding(base: Hardware, rows: Sequence[Record]) -> Hardware:
     Rows have bytes, bytes of bounds, sequences, seconds and topk.
     """
     rate, fixed = base.read_bytes_per_s.value, base.kernel_s.value
-    over = [row["seconds"] - row["bytes"] / rate - fixed for row in rows]
+    excess = [row["seconds"] - row["bytes"] / rate - fixed for row in rows]
     columns = [1.0 for _ in rows], [row["batch"] for row in rows], [row["bounds"] / rate for row in rows]
-    once, each, again = prices(columns, over, [row["seconds"] for row in rows])
-    chosen = "/".join(str(topk) for topk in sorted({row["topk"] for row in rows}))
-    source = f"select_blocks and flash_decode, {chosen} blocks, fit of {len(rows)}, {_range(r['bytes'] for r in rows)}"
+    once, each, again = fit_costs(columns, excess, [row["seconds"] for row in rows])
+    topks = "/".join(str(topk) for topk in sorted({row["topk"] for row in rows}))
+    source = f"select_blocks and flash_decode, {topks} blocks, fit of {len(rows)}, {_range(r['bytes'] for r in rows)}"
     return replace(
         base,
-        finding_s=Constant(max(once, LEAST_S), MEASURED, source),
+        finding_s=Constant(max(once, MIN_S), MEASURED, source),
         finding_sequence_s=Constant(each, MEASURED, source),
         bounds_share=Constant(1 / (1 + again), MEASURED, source),
     )
@@ -88,13 +88,15 @@ def link(base: Hardware, rows: Sequence[Record]) -> Hardware:
 
 def latents(base: Hardware, rows: Sequence[Record]) -> Hardware:
     """Sets MLA's share of the read rate (fewest heads, most bytes) and its FLOP/s (most heads); rows have flops too."""
-    fewest, most = min(row["heads"] for row in rows), max(row["heads"] for row in rows)
-    first = max((row for row in rows if row["heads"] == fewest), key=lambda row: row["bytes"])
-    busy = max(first["seconds"] - base.kernel_s.value, LEAST_S)
+    min_heads, max_heads = min(row["heads"] for row in rows), max(row["heads"] for row in rows)
+    first = max((row for row in rows if row["heads"] == min_heads), key=lambda row: row["bytes"])
+    busy = max(first["seconds"] - base.kernel_s.value, MIN_S)
     share = min(first["bytes"] / busy / base.read_bytes_per_s.value, 1.0)
-    base = replace(base, latent_share=Constant(share, MEASURED, f"mla_decode, {fewest} heads, {first['bytes']:.3g} B"))
-    if many := [row["flops"] / row["seconds"] for row in rows if row["heads"] == most > fewest]:
-        rate = Constant(float(np.median(many)), MEASURED, f"mla_decode, {most} heads: median")
+    base = replace(
+        base, latent_share=Constant(share, MEASURED, f"mla_decode, {min_heads} heads, {first['bytes']:.3g} B")
+    )
+    if many := [row["flops"] / row["seconds"] for row in rows if row["heads"] == max_heads > min_heads]:
+        rate = Constant(float(np.median(many)), MEASURED, f"mla_decode, {max_heads} heads: median")
         base = replace(base, latent_flops=rate)
     return base
 
@@ -104,9 +106,9 @@ def products(base: Hardware, rows: Sequence[Record]) -> Hardware:
     product_s = {}
     for count in sorted({row["rows"] for row in rows}):
         same = [r for r in rows if r["rows"] == count]
-        over = [row["seconds"] - row["bytes"] / base.read_bytes_per_s.value for row in same]
+        excess = [row["seconds"] - row["bytes"] / base.read_bytes_per_s.value for row in same]
         source = f"linear, median of {len(same)} matrices, {_range(row['bytes'] for row in same)}"
-        product_s[count] = Constant(max(float(np.median(over)), LEAST_S), MEASURED, source)
+        product_s[count] = Constant(max(float(np.median(excess)), MIN_S), MEASURED, source)
     return replace(base, product_s=product_s)
 
 
@@ -128,10 +130,10 @@ def collectives(rows: Sequence[Record], key: str) -> dict[str, Collective]:
             rate = replace(by_op["all_to_all"].bytes_per_s, level=EXTRAPOLATED, source="as all_to_all")
         latency = {}
         for width in widths:
-            least = min((x, y) for of, x, y in points if of == width)
-            sent, seconds = least
+            smallest = min((x, y) for of, x, y in points if of == width)
+            sent, seconds = smallest
             source = f"{name}, {sent:.0f} B sent, less their time at the rate"
-            latency[width] = Constant(max(seconds - sent / rate.value, LEAST_S), MEASURED, source)
+            latency[width] = Constant(max(seconds - sent / rate.value, MIN_S), MEASURED, source)
         by_op[op] = Collective(latency, rate, float(max(row["message_bytes"] for row in same)))
     exchange = by_op["all_to_all"]
     narrow = min(exchange.latency_s)

@@ -20,9 +20,9 @@ is an error: blocks are counted on the device.
              free       greedy text of each policy's own, up to the first token that is not dense attention's
              generated  as text; also with pages that become full behind the prefill never to be chosen (-frozen)
              hits       how many of the chosen blocks a cache of hot blocks would have had, by its share of the text's
-                        blocks and by layer; shares that do not hold one choice are left out. With kv.ahead: the same
-                        behind guesses, how much more comes then, and which share of the blocks that layers choose
-                        among more the guesses name (the first layer has none)
+                        blocks and by layer; shares that do not hold one choice are left out. With kv.offload_prefetch:
+                        the same behind guesses, how much more comes then, and which share of the blocks that layers
+                        choose among more the guesses name (the first layer has none)
   model      demo, or the directory of a checkpoint
   length     tokens of a text, prefill and steps, or of a prompt and its answer; several with commas (default 8192)
   steps      of each text, the last of its tokens (default 64, of free 128, of generated 1024)
@@ -50,14 +50,14 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.quality.fidelity_tasks import TASKS, FidelityTask, policies
-from benchmarks.quality.forced import Policy
 from benchmarks.quality.haystacks import KINDS
-from benchmarks.quality.prefilled import Subject
+from benchmarks.quality.prefill import EvalSetup
+from benchmarks.quality.teacher_forcing import Policy
 from benchmarks.records.columns import terminal
-from benchmarks.records.declared import shown
+from benchmarks.records.declared import table_cells
 from benchmarks.records.rows import append
-from helix.schema import unknown
-from launch.inputs.arguments import helped, need_checkout, parse
+from helix.schema import unknown_message
+from launch.inputs.arguments import handle_help, need_checkout, parse
 from launch.job.report import provenance
 
 KEYS: dict[str, Any] = {
@@ -71,21 +71,21 @@ HAYSTACKS = tuple(COUNTS)
 NOT_READ = dict.fromkeys(HAYSTACKS, ("steps",))
 
 
-def chosen_policies(values: dict[str, Any], length: int) -> tuple[Policy, ...]:
+def select_policies(values: dict[str, Any], length: int) -> tuple[Policy, ...]:
     """Dense attention and the policies of the command line.
 
     Raises:
         ValueError: a name is unknown, or a policy reads all of so short a text.
     """
-    known = {policy.name: policy for policy in policies()}
+    by_name = {policy.name: policy for policy in policies()}
     for name in values.get("policies", []):
-        if name not in known:
-            raise ValueError(f"policies: {unknown(name, known)}")
-    wanted = ["dense", *(name for name in values.get("policies", known) if name != "dense")]
+        if name not in by_name:
+            raise ValueError(f"policies: {unknown_message(name, by_name)}")
+    wanted = ["dense", *(name for name in values.get("policies", by_name) if name != "dense")]
     for name in wanted:
-        if (known[name].keys or 0) >= length:
+        if (by_name[name].keys or 0) >= length:
             raise ValueError(f"{name} reads all of a text of length={length}: set length higher, or policies=...")
-    return tuple(replace(known[name], choice=values.get("choice", "local")) for name in wanted)
+    return tuple(replace(by_name[name], choice=values.get("choice", "local")) for name in wanted)
 
 
 def measure(values: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
@@ -96,7 +96,7 @@ def measure(values: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
         RuntimeError: a policy that was to leave blocks out has read them all.
     """
     task, lengths = values.get("task", "text"), values.get("length", [8192])
-    setting = Subject.create(values["model"], values.get("kvp", 1), values.get("dtype"))
+    setting = EvalSetup.create(values["model"], values.get("kvp", 1), values.get("dtype"))
     spec, kvp, dtype = setting.spec(), setting.layout.kvp, str(setting.dtype)
     steps, count = values.get("steps", STEPS.get(task, 64)), values.get("count", COUNTS.get(task, 5))
     for key in NOT_READ.get(task, ("haystack",)):
@@ -109,16 +109,16 @@ def measure(values: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
         raise ValueError(f"count={count} must be at least 1")
     haystacks = values.get("haystack", ["code"])
     if unknown_kinds := {*haystacks} - {*KINDS}:
-        raise ValueError(f"haystack: {unknown(min(unknown_kinds), KINDS)}")
-    chosen = {length: chosen_policies(values, length) for length in lengths}
+        raise ValueError(f"haystack: {unknown_message(min(unknown_kinds), KINDS)}")
+    selected = {length: select_policies(values, length) for length in lengths}
     tokenizer = setting.tokenizer()
     facts = provenance(torch.device(setting.device))
     for length in lengths:
         for haystack in haystacks if task in HAYSTACKS else haystacks[:1]:
             began = time.perf_counter()
-            given = FidelityTask(setting, tokenizer, chosen[length], length, steps, count, haystack)
+            task_args = FidelityTask(setting, tokenizer, selected[length], length, steps, count, haystack)
             shared = {"kind": task, **facts, "model": setting.path.name, "length": length, "kvp": kvp}
-            yield [shared | {"dtype": dtype} | row for row in TASKS[task](given)]
+            yield [shared | {"dtype": dtype} | row for row in TASKS[task](task_args)]
             what = f"{task}, {length} tokens" + f", {haystack}" * (task in HAYSTACKS)
             print(f"{what}: {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
 
@@ -126,12 +126,12 @@ def measure(values: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
 def tables(rows: Sequence[dict[str, Any]]) -> Iterator[Table]:
     """A table for each kind of row."""
     for kind, same in groupby(sorted(rows, key=lambda row: row["kind"]), key=lambda row: row["kind"]):
-        yield terminal(shown(f"fidelity-{kind}", list(same)), kind)
+        yield terminal(table_cells(f"fidelity-{kind}", list(same)), kind)
 
 
 def main() -> None:
     """Measures, prints the tables and appends the rows."""
-    if helped(sys.argv[1:], __doc__):
+    if handle_help(sys.argv[1:], __doc__):
         return
     need_checkout("helix fidelity")
     try:

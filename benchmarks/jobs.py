@@ -15,7 +15,7 @@ from launch.client.supervisor import cause
 from launch.job import spawn
 
 COMMAND = ("-m", "benchmarks.entry")
-LOOK_S = 0.2
+POLL_S = 0.2
 
 
 class JobError(RuntimeError):
@@ -33,7 +33,7 @@ def measure(ranks: int, overrides: Sequence[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         record = Path(directory) / "record.json"
         backend = ["comm.backend=emulated"] if emulated else []
-        with spawn.heard() as lines:
+        with spawn.captured_stderr() as lines:
             code = spawn.run([*COMMAND, *backend, *overrides, f"record={record}"])
         if code == spawn.INTERRUPTED:
             raise KeyboardInterrupt
@@ -54,12 +54,12 @@ def points(ranks: int, overrides: Sequence[str]) -> Iterator[dict[str, Any]]:
         output = Path(directory) / "points.jsonl"
         output.touch()
         command = [*COMMAND, *backend, *overrides, f"bench.output={output}"]
-        with spawn.heard() as lines, spawn.started(command) as job, output.open(encoding="utf-8") as file:
+        with spawn.captured_stderr() as lines, spawn.started(command) as job, output.open(encoding="utf-8") as file:
             ended = False
             while not ended:
                 ended = job.poll() is not None  # what was written before it ended is read below
                 yield from map(json.loads, _whole_lines(file))
-                time.sleep(0 if ended else LOOK_S)
+                time.sleep(0 if ended else POLL_S)
         if job.returncode:
             raise JobError(cause(lines) or f"exit code {job.returncode}")
 
@@ -82,7 +82,7 @@ def rows(overrides: Sequence[str], command: Sequence[str] = COMMAND, **variables
     Raises:
         JobError: it failed.
     """
-    with spawn.heard() as lines, spawn.started([*command, *overrides], subprocess.PIPE, **variables) as job:
+    with spawn.captured_stderr() as lines, spawn.started([*command, *overrides], subprocess.PIPE, **variables) as job:
         assert job.stdout is not None
         for line in job.stdout:
             if line.startswith("{"):

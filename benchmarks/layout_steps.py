@@ -22,15 +22,15 @@ import torch
 from benchmarks import jobs
 from benchmarks.models.steps import measure, measure_sparse
 from benchmarks.models.workloads import WORKLOADS, Workload
-from benchmarks.runner import Given, record
-from benchmarks.schema import BenchConfig, bench_points, composed
+from benchmarks.runner import BenchContext, record
+from benchmarks.schema import BenchConfig, bench_points, compose_config
 from helix.setup.parts import make_layout
-from launch.inputs.arguments import helped
+from launch.inputs.arguments import handle_help
 from launch.inputs.auto_layout import budget
 from launch.inputs.compose import ROOT
 from launch.inputs.shapes import spec_of
 
-OWN = ("points", "keep", "model")
+OPTIONS = ("points", "keep", "model")
 KNOWN = {(work.model, work.batch, work.length): work for work in WORKLOADS}
 LAYOUT = ("layout=", "layout.")
 
@@ -38,24 +38,24 @@ LAYOUT = ("layout=", "layout.")
 def main() -> None:
     """Runs a job, and appends a JSON line for each of its points."""
     arguments = sys.argv[1:]
-    if helped(arguments or ["--help"], __doc__ or ""):
+    if handle_help(arguments or ["--help"], __doc__ or ""):
         return
     name, *rest = arguments
-    own = {key: text for key, _, text in (word.partition("=") for word in rest) if key in OWN}
-    overrides = [word for word in rest if word.partition("=")[0] not in OWN]
+    options = {key: text for key, _, text in (word.partition("=") for word in rest) if key in OPTIONS}
+    overrides = [word for word in rest if word.partition("=")[0] not in OPTIONS]
     try:
         gpus = torch.cuda.device_count()
-        config = composed([f"model={own['model']}", *overrides])
+        config = compose_config([f"model={options['model']}", *overrides])
         layout = make_layout(config.layout)
-        given = Given(torch.device("cuda" if gpus else "cpu"), layout.world_size, [own["model"]])
-        points = bench_points(replace(BenchConfig(), points=own["points"].split(",")))
-        works = [KNOWN.get((own["model"], *point), Workload(own["model"], *point)) for point in points]
+        ctx = BenchContext(torch.device("cuda" if gpus else "cpu"), layout.world_size, [options["model"]])
+        points = bench_points(replace(BenchConfig(), points=options["points"].split(",")))
+        works = [KNOWN.get((options["model"], *point), Workload(options["model"], *point)) for point in points]
         overrides = [word for word in overrides if not word.startswith(LAYOUT)]
-        spec = spec_of(own["model"], *(word for word in overrides if word.startswith("model.")))
-        rows = (measure if budget(config) is None else measure_sparse)(given, works, spec, layout, overrides)
-        kept = dict(word.split(":") for word in own.get("keep", "").split(",") if word)
+        spec = spec_of(options["model"], *(word for word in overrides if word.startswith("model.")))
+        rows = (measure if budget(config) is None else measure_sparse)(ctx, works, spec, layout, overrides)
+        extra_columns = dict(word.split(":") for word in options.get("keep", "").split(",") if word)
         to = Path(os.environ.get("ROWS", ROOT / "benchmarks" / "results")) / f"{name}.jsonl"
-        record(name, (row | kept for row in rows), given, to)
+        record(name, (row | extra_columns for row in rows), ctx, to)
     except KeyError as error:
         sys.exit(f"error: {error.args[0]}=... is missing")
     except (ValueError, jobs.JobError, OSError) as error:

@@ -14,13 +14,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.records import sparse_bill
+from benchmarks.records import sparse_cost_model
 from benchmarks.records.columns import terminal
-from benchmarks.records.declared import shown
+from benchmarks.records.declared import table_cells
 from benchmarks.records.planner_check import drafted_errors, regrets, summary
 from benchmarks.records.recorded_steps import DRAFTED, read_cells
-from helix.schema import unknown
-from launch.inputs.arguments import helped, need_checkout
+from helix.schema import unknown_message
+from launch.inputs.arguments import handle_help, need_checkout
 
 
 def check(files: Sequence[str]) -> None:
@@ -29,7 +29,7 @@ def check(files: Sequence[str]) -> None:
         need_checkout("helix planner check without files")
     cells = read_cells([Path(file) for file in files]) if files else read_cells()
     rows = regrets(cells)
-    Console(width=max(130, Console().width), highlight=False).print(terminal(shown("planner", rows)))
+    Console(width=max(130, Console().width), highlight=False).print(terminal(table_cells("planner", rows)))
     print(summary(rows))
     if (off := drafted_errors(cells if files else read_cells(DRAFTED))) is not None:
         print(off)
@@ -39,11 +39,15 @@ def bill(files: Sequence[str]) -> None:
     """Prints what recorded steps pay for bytes, overhead and finding (default: those of benchmarks/results)."""
     if not files:
         need_checkout("helix planner bill without files")
-    found = sparse_bill.accounts(read_cells([Path(file) for file in files])) if files else sparse_bill.recorded()
-    tables = {"sparse-bill": sparse_bill.rows(found), "sparse-crossover": sparse_bill.rows_by_batch(found)}
-    for table in [shown(name, rows) for name, rows in tables.items()] if found else ():
+    found = (
+        sparse_cost_model.accounts(read_cells([Path(file) for file in files]))
+        if files
+        else sparse_cost_model.recorded()
+    )
+    tables = {"sparse-bill": sparse_cost_model.rows(found), "sparse-crossover": sparse_cost_model.rows_by_batch(found)}
+    for table in [table_cells(name, rows) for name, rows in tables.items()] if found else ():
         Console(width=max(150, Console().width), highlight=False).print(terminal(table))
-    print(sparse_bill.summary(found))
+    print(sparse_cost_model.summary(found))
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"check": check, "bill": bill}
@@ -52,12 +56,12 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"check": check, "bill": 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs one of the commands; a wrong value ends with what is known."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if helped(arguments or ["--help"], __doc__):
+    if handle_help(arguments or ["--help"], __doc__):
         return
     name, *files = arguments
     try:
         if name not in COMMANDS:
-            raise ValueError(unknown(name, COMMANDS))
+            raise ValueError(unknown_message(name, COMMANDS))
         COMMANDS[name](files)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")

@@ -13,10 +13,10 @@ from benchmarks.ranks.tuning_file import check_tuning
 from benchmarks.ranks.variants import variants
 from benchmarks.schema import LabConfig, bench_points, lab
 from helix.config import Config
+from launch.inputs.command_parser import Command
 from launch.inputs.flags import MODEL_FLAGS
-from launch.inputs.front import Command
-from launch.inputs.prompts import PromptLine
-from launch.inputs.work import Program, Work, work_of
+from launch.inputs.job_kinds import JobKind, Program, select_job_kind
+from launch.inputs.prompt_files import PromptLine
 
 # By bench.kind, the module whose `run` is the work of a job, which imports its own alone.
 MODULES = {
@@ -32,7 +32,7 @@ MODULES = {
 LOADED = (*schema.POINTED, "tune")  # with bench.points
 
 
-def work(config: Config) -> Work:
+def work(config: Config) -> JobKind:
     """The work of a job.
 
     Raises:
@@ -40,13 +40,13 @@ def work(config: Config) -> Work:
     """
     config = lab(config)
     schema.check(config)
-    bench, own = config.bench, work_of(config)
+    bench, base = config.bench, select_job_kind(config)
     files = {"bench.output": bench.output} if bench.output is not None else {}
     if bench.kind == "none":
-        return replace(own, files=files, check=partial(_check, config))
-    load = max(bench_points(bench), key=lambda point: point[0] * point[1]) if bench.kind in LOADED else own.load
+        return replace(base, files=files, check=partial(_check, config))
+    load = max(bench_points(bench), key=lambda point: point[0] * point[1]) if bench.kind in LOADED else base.load
     takes: Literal["taken", "none"] = "taken" if bench.kind == "tune" else "none"
-    return Work(MODULES[bench.kind], bench.kind, None, takes, True, load, files, partial(_check, config))
+    return JobKind(MODULES[bench.kind], bench.kind, None, takes, True, load, files, partial(_check, config))
 
 
 def _check(config: LabConfig, prompts: Sequence[PromptLine]) -> None:

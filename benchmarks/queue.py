@@ -28,10 +28,10 @@ from typing import Any
 
 import torch
 
-from launch.inputs.arguments import helped, parse
+from launch.inputs.arguments import handle_help, parse
 
 KEYS: dict[str, Any] = {"to": Path, "seconds": float}
-LOOK_S, ENDING_S = 0.1, 3.0
+POLL_S, ENDING_S = 0.1, 3.0
 WAITS = ("benchmarks.layout_steps", "benchmarks.entry")  # commands that wait for START_AFTER
 
 
@@ -105,7 +105,7 @@ class Queue:
         while (self.jobs or self.running) and time.monotonic() - begin < seconds:
             for line in [*self._ended(), *self._started()]:
                 yield f"{time.monotonic() - begin:6.1f} s  {line}"
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
         for one in self.running:
             one.end()
             yield f"{time.monotonic() - begin:6.1f} s  {one.job.name}: time is up"
@@ -165,7 +165,7 @@ class Queue:
 
 def main() -> None:
     """Runs the jobs of a list."""
-    if helped(sys.argv[1:] or ["--help"], __doc__ or ""):
+    if handle_help(sys.argv[1:] or ["--help"], __doc__ or ""):
         return
     try:
         values = parse(sys.argv[2:], KEYS)

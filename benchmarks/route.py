@@ -16,14 +16,14 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- route: python -m benchmarks.route -->\n", "<!-- end -->\n"
 OF_GPUS = """
-    helix/worker/warm_up.py helix/worker/cuda_graphs.py kernels/ahead.py
+    helix/worker/warmup.py helix/worker/cuda_graphs.py kernels/precompile.py
     kernels/overlap.py kernels/paged_keys.py kernels/scaled.py kernels/dense/scaled_rows.py kernels/dense/embedding.py
     kernels/dense/rotary.py kernels/dense/rms_norm.py kernels/attention/placement.py kernels/dense/qkv_append.py
     kernels/attention/kv_append.py kernels/attention/flash_prefill.py kernels/attention/flash_prefill_sm90.py
     kernels/attention/split_prefill.py kernels/attention/flash_decode.py kernels/attention/split_kv.py
-    kernels/attention/paged_tiles.py kernels/attention/merge_messages.py kernels/attention/lse_combine.py
-    kernels/dense/linear.py kernels/dense/linear_sm90.py kernels/dense/tree_sum_sm90.py kernels/peers/mailbox.py
-    kernels/dense/silu_mul.py kernels/tokens/best_token.py kernels/tokens/commit.py
+    kernels/attention/paged_tiles.py kernels/attention/merge_states_pack.py kernels/attention/merge_states.py
+    kernels/dense/linear.py kernels/dense/linear_sm90.py kernels/dense/split_k_reduce_sm90.py
+    kernels/peers/ll_protocol.py kernels/dense/silu_mul.py kernels/tokens/best_token.py kernels/tokens/commit.py
 """
 # Prints the files whose functions and objects are used, imports apart.
 TRACER = """
@@ -66,7 +66,7 @@ def traced(timeout_s: float = 300.0) -> list[str]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (prompts := folder / "prompts.jsonl").write_text(json.dumps({"prompt": "Hello there", "max_tokens": 8}))
-        given = [f"decode.prompts={prompts}", f"decode.output={folder / 'out.jsonl'}", "kv.tokens=512"]
+        options = [f"decode.prompts={prompts}", f"decode.output={folder / 'out.jsonl'}", "kv.tokens=512"]
         program = [
             sys.executable,
             "-c",
@@ -77,7 +77,7 @@ def traced(timeout_s: float = 300.0) -> list[str]:
         ]
         alone = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
         ended = subprocess.run(
-            [*program, *given], cwd=ROOT, env=alone, capture_output=True, text=True, timeout=timeout_s
+            [*program, *options], cwd=ROOT, env=alone, capture_output=True, text=True, timeout=timeout_s
         )
         if ended.returncode:
             raise RuntimeError(ended.stdout + ended.stderr)
@@ -99,8 +99,8 @@ def table(files: list[str]) -> str:
         for room, some in rooms.items()
         if room != "."
     ]
-    said = f"{len(set(files))} files with {lines([*dict.fromkeys(files)]):,} lines.\n\n"
-    return said + "| room | files, in the order of their first calls | lines |\n|---|---|---|\n" + "".join(rows)
+    summary = f"{len(set(files))} files with {lines([*dict.fromkeys(files)]):,} lines.\n\n"
+    return summary + "| room | files, in the order of their first calls | lines |\n|---|---|---|\n" + "".join(rows)
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Given:
+class BenchContext:
     """What a benchmark is given.
 
     Attributes:
@@ -52,7 +52,7 @@ class Part:
         columns: keys of a row that the table shows, and quotients `KEY/KEY`.
     """
 
-    cases: Callable[[Given], Iterable[tuple[Any, ...]]]
+    cases: Callable[[BenchContext], Iterable[tuple[Any, ...]]]
     measure: Callable[..., Iterable[Row]]
     columns: str
     title: str | None = None
@@ -80,15 +80,15 @@ class Benchmark:
     summary: Callable[[list[Row]], Row] | None = None
 
 
-def run(benchmark: Benchmark, given: Given) -> Iterator[Row]:
+def run(benchmark: Benchmark, ctx: BenchContext) -> Iterator[Row]:
     """Rows as they are measured; after a part's last one, the part's table."""
     every = []
     for part in benchmark.parts:
         rows = []
-        for case in part.cases(given):
-            if given.gpu:
+        for case in part.cases(ctx):
+            if ctx.gpu:
                 torch.cuda.empty_cache()  # the next case, or the job that it starts, needs the memory
-            for row in part.measure(given, *case):
+            for row in part.measure(ctx, *case):
                 rows.append(row)
                 yield row
             print(".", end="", flush=True)
@@ -126,10 +126,10 @@ def _cell(row: Row, column: str) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def record(name: str, rows: Iterable[Row], given: Given, output: Path | None) -> None:
+def record(name: str, rows: Iterable[Row], ctx: BenchContext, output: Path | None) -> None:
     """Appends a JSON line for each row to `output`; what is measured is kept, whatever becomes of the next row."""
-    count, facts = 0, provenance(given.device)
-    if given.emulated:
+    count, facts = 0, provenance(ctx.device)
+    if ctx.emulated:
         facts |= {"emulated_by": emulating_processes()}
     try:
         with output.open("a", encoding="utf-8") if output is not None else nullcontext() as file:

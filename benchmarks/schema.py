@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from helix.config import MOST_SEQUENCES, Config
-from helix.schema import FilePath, Range, value_of
+from helix.schema import FilePath, Range, parse_value
 from launch.inputs import compose
-from launch.inputs.front import RUN, Settings
+from launch.inputs.command_parser import RUN, Settings
 
 CONF = Path(__file__).resolve().parent / "conf"
 POINTED = ("decode", "hopb", "hosts", "prefill")  # what times bench.points
@@ -31,7 +31,7 @@ class BenchConfig:
     gammas: drafts of a step with which decode times each point, 0 being plain steps; none given: speculation.gamma.
         Those that tune tries.
     variants: settings of attention with which decode times each point, one after the other over the same cache, such
-        as ["bench.repeat=0", "bench.repeat=0.8 attention.topk=8"]; none given: those of the config alone.
+        as ["bench.repeat=0", "bench.repeat=0.8 attention.num_blocks=8"]; none given: those of the config alone.
     steps: timed steps of each point.
     acceptance: chance of each draft, of any drafter, given that those before it were kept; unset: what the model says.
     repeat: share of the last step's blocks that a block-sparse step keeps; unset: what the model chooses.
@@ -68,9 +68,9 @@ class LabConfig(Config):
 SETTINGS = Settings(LabConfig, (CONF, *RUN.directories), "lab")
 
 
-def composed(overrides: Sequence[str]) -> LabConfig:
-    """The config of a benchmark's job; raises ValueError as `launch.inputs.compose.composed`."""
-    return lab(compose.composed(overrides, SETTINGS))
+def compose_config(overrides: Sequence[str]) -> LabConfig:
+    """The config of a benchmark's job; raises ValueError as `launch.inputs.compose.compose_config`."""
+    return lab(compose.compose_config(overrides, SETTINGS))
 
 
 def lab(config: Config) -> LabConfig:
@@ -94,7 +94,7 @@ def bench_points(bench: BenchConfig) -> list[tuple[int, int]]:
             raise ValueError(f"bench.points has {text!r}: a point is SEQUENCESxTOKENS, such as 8x131072 or 8x128K")
         if int(match[1][:9]) > MOST_SEQUENCES:
             raise ValueError(f"bench.points has {text!r}: a point has from 1 to {MOST_SEQUENCES} sequences")
-        points.append((int(match[1]), value_of("bench.points", match[2], int)))
+        points.append((int(match[1]), parse_value("bench.points", match[2], int)))
     return points
 
 

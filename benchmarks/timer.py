@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from comm.base import Communicator
-from helix.worker.clock import Moment, seconds_of_each
+from helix.worker.clock import TimedEvent, time_each
 
 READ_CEILING = 4.69e12  # bytes/s; read-only sum over 4 GiB on an H200
 PRODUCT_CEILING = 700e12  # FLOP/s in bf16; the library's products in long prompts, an H200 at 700 W (benchmarks/LOG.md)
@@ -29,17 +29,22 @@ def read_ceiling(device: torch.device) -> float:
 
 
 def replays(
-    run: Callable[[int], Any], copies: int, device: torch.device, least: int, times: int, warm_up_s: float = WARM_UP_S
+    run: Callable[[int], Any],
+    copies: int,
+    device: torch.device,
+    min_launches: int,
+    times: int,
+    warm_up_s: float = WARM_UP_S,
 ) -> list[float]:
-    """Seconds of one run within a graph of `least` or more, one behind the other over rotated copies; sorted."""
+    """Seconds of one run within a graph of `min_launches` or more, one behind the other over rotated copies; sorted."""
     if device.type != "cuda":
-        return seconds_of_each(lambda: run(0), 1, device)
+        return time_each(lambda: run(0), 1, device)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())  # what the run reads may still be on its way
     with torch.cuda.stream(stream):
         run(0)
         graph = torch.cuda.CUDAGraph()
-        launches = max(copies, least)
+        launches = max(copies, min_launches)
         with torch.cuda.graph(graph, stream=stream):
             for i in range(launches):
                 run(i % copies)
@@ -47,26 +52,26 @@ def replays(
         while time.perf_counter() - begin < warm_up_s:
             graph.replay()
             stream.synchronize()
-        found = seconds_of_each(graph.replay, times + 1, device)[1:]  # the first begins while the host launches it
+        found = time_each(graph.replay, times + 1, device)[1:]  # the first begins while the host launches it
     graph.reset()
     return sorted(s / launches for s in found)
 
 
 def in_a_row(call: Callable[[], Any], times: int, device: torch.device) -> list[float]:
     """Seconds from the end of one call to that of the next, as the device sees them; the first begins here."""
-    moments = [Moment(device)]
+    moments = [TimedEvent(device)]
     for _ in range(times):
         call()
-        moments.append(Moment(device))
+        moments.append(TimedEvent(device))
     moments[-1].wait()
     return [end.since(begin) for begin, end in pairwise(moments)]
 
 
 def slowest(comm: Communicator, seconds: list[float]) -> list[float]:
     """Each of some times on the rank that took longest; a collective call."""
-    return [max(of_ranks) for of_ranks in zip(*comm.all_gather_object(seconds), strict=True)]
+    return [max(rank_seconds) for rank_seconds in zip(*comm.all_gather_object(seconds), strict=True)]
 
 
 def seconds(run: Callable[[int], Any], copies: int, device: torch.device) -> float:
     """Median time of one run within a graph, over rotated copies."""
-    return median(replays(run, copies, device, least=4, times=15))
+    return median(replays(run, copies, device, min_launches=4, times=15))

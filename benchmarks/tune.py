@@ -40,21 +40,21 @@ from rich.console import Console
 from benchmarks.program import PROGRAM
 from benchmarks.ranks.tuning import candidates
 from benchmarks.ranks.tuning_file import read_measured
-from benchmarks.ranks.tuning_steps import Measured
+from benchmarks.ranks.tuning_steps import Measurement
 from benchmarks.ranks.tuning_steps import run as search
 from benchmarks.records import tuned
 from benchmarks.records.columns import terminal
 from benchmarks.records.style import save
-from benchmarks.schema import LabConfig, composed
+from benchmarks.schema import LabConfig, compose_config
 from launch import run
-from launch.inputs import front
-from launch.inputs.arguments import helped
+from launch.inputs import command_parser
+from launch.inputs.arguments import handle_help
+from launch.inputs.command_parser import CONF
 from launch.inputs.files import check_writable, write_atomically
-from launch.inputs.front import CONF
-from launch.inputs.prompts import PromptFile
+from launch.inputs.prompt_files import PromptFile
 
 DEFAULTS = {"bench": "tune", "speculation": "sparse", "speculation.gamma": "11"}
-TYPED = replace(PROGRAM.typed, name="helix tune", words=("model", "decode.prompts"))
+TYPED = replace(PROGRAM.cli_command, name="helix tune", words=("model", "decode.prompts"))
 DIRECTORY = Path("tuned")  # of what was measured
 
 
@@ -67,16 +67,16 @@ def overrides(arguments: Sequence[str], leads: bool = True) -> tuple[str, list[s
     Raises:
         ValueError: there is no name, or it cannot be taken.
     """
-    arguments = front.read(arguments, TYPED).overrides
-    given = dict(text.partition("=")[::2] for text in arguments)
-    if not (name := given.get("name", "")):
+    arguments = command_parser.read(arguments, TYPED).overrides
+    options = dict(text.partition("=")[::2] for text in arguments)
+    if not (name := options.get("name", "")):
         raise ValueError("name missing: add name=NAME, and conf/speculation/NAME.yaml is written")
     for path in (tuned.check_name(name, CONF / "speculation"), DIRECTORY / f"{name}.png") if leads else ():
         path.parent.mkdir(exist_ok=True)
         check_writable("name", path)
     rest = [text for text in arguments if not text.startswith("name=")]
     return name, [
-        *(f"{key}={value}" for key, value in DEFAULTS.items() if key not in given),
+        *(f"{key}={value}" for key, value in DEFAULTS.items() if key not in options),
         *rest,
         f"bench.output={DIRECTORY / f'{name}.jsonl'}",
     ]
@@ -91,14 +91,14 @@ def conclude(name: str, config: LabConfig) -> bool:
     """
     prompts = PromptFile(Path(config.decode.prompts)) if config.decode.prompts is not None else []
     head, rows = read_measured(config, prompts)
-    measured = [Measured.of(row) for row in rows]
+    measured = [Measurement.of(row) for row in rows]
     try:
-        found = search(candidates(config), {m.way: m for m in measured}.__getitem__)
+        found = search(candidates(config), {m.source: m for m in measured}.__getitem__)
     except KeyError:
         return False
     table = terminal(tuned.table(measured, found.plain))
     Console(width=max(100, Console().width), highlight=False).print(table)
-    for sentence in tuned.said(found):
+    for sentence in tuned.summary_lines(found):
         print(sentence)
     layout, bench = config.layout, config.bench
     work = f"{len(prompts)} prompts" if prompts else f"{bench.points[0]} with drafts kept at {bench.acceptance}"
@@ -113,12 +113,12 @@ def conclude(name: str, config: LabConfig) -> bool:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures on the ranks there are, or on new ones, and concludes on the first."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if helped(arguments or ["--help"], __doc__):
+    if handle_help(arguments or ["--help"], __doc__):
         return 0
     rank = int(os.environ.get("RANK", "0"))
     try:
         name, settings = overrides(arguments, rank == 0)
-        config = composed(settings)
+        config = compose_config(settings)
         if "RANK" not in os.environ and conclude(name, config):
             return 0
         code = run.main(settings, PROGRAM)

@@ -20,9 +20,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from comm.pending import PendingSum, computed
-from kernels.attention.lse_combine import lse_combine
-from kernels.attention.merge_messages import merge_messages
+from comm.partial import PartialSum, materialize
+from kernels.attention.merge_states import merge_states
+from kernels.attention.merge_states_pack import merge_states_pack
 from kernels.attention.split_kv import PartialAttention
 from kernels.dense.rms_norm import rms_norm
 
@@ -58,16 +58,16 @@ class Communicator(ABC):
     Attributes:
         capturable: whether the tensor collectives can be part of a CUDA graph.
         wire_rate: assumed bytes/s of a rank's messages to all its peers together, beyond the first kilobytes.
-        half: which half of a step communicates, 0 or 1 (`comm.turns`): neither's messages wait for the other's. What is
-            sent beside a whole step is half 1's.
-        alone: whether nothing communicates beside the current stream.
-        sums_at_once: whether sums of long chunks and the norm behind them are one kernel, if `alone`.
+        micro_batch: which half of a step communicates, 0 or 1 (`comm.dual_batch_overlap`): neither's messages wait for
+            the other's. What is sent beside a whole step is half 1's.
+        single_stream: whether nothing communicates beside the current stream.
+        fuses_all_reduce_norm: whether sums of long chunks and the norm behind them are one kernel, if `single_stream`.
     """
 
     capturable = False
-    half = 0
-    alone = True
-    sums_at_once = False
+    micro_batch = 0
+    single_stream = True
+    fuses_all_reduce_norm = False
     wire_rate = 2e11  # NVLink: docs/results/kernels.md#collectives
 
     def __init__(self, rank: int, world_size: int, kvp_group: Sequence[int], device: torch.device | str) -> None:
@@ -75,7 +75,7 @@ class Communicator(ABC):
         self.world_size = world_size
         self.kvp_group = tuple(kvp_group)
         self.device = torch.device(device)
-        self._starts: dict[tuple[int, ...], Tensor] = {}
+        self._head_offsets: dict[tuple[int, ...], Tensor] = {}
         if not 0 <= rank < world_size or rank not in self.kvp_group:
             raise ValueError(f"rank {rank} must be in [0, {world_size}) and in its kvp group {self.kvp_group}")
 
@@ -114,7 +114,7 @@ class Communicator(ABC):
         return self.all_to_all(x.expand(len(self.kvp_group), *x.shape).contiguous())
 
     def all_reduce_norm(
-        self, x: Tensor | PendingSum, residual: Tensor | None, weight: Tensor, eps: float
+        self, x: Tensor | PartialSum, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         """Normalises (RMSNorm) `residual` plus the sum of `x` over the world; bitwise equal on all ranks.
 
@@ -127,7 +127,7 @@ class Communicator(ABC):
         Returns:
             The normalised rows and the sum, each [N, H] in x's dtype.
         """
-        return rms_norm(self.all_reduce(computed(x)), weight, eps, residual)
+        return rms_norm(self.all_reduce(materialize(x)), weight, eps, residual)
 
     def check(self, wait: bool = True) -> None:
         """Raises RuntimeError if a collective of a step timed out waiting for a peer; its results are then invalid.
@@ -155,7 +155,9 @@ class Communicator(ABC):
         self._check_partials(out, lse, shares)
         return self._exchange(PartialAttention(out, lse), shares, result)
 
-    def merge_exchange(self, partial: PartialAttention, shares: Sequence[int], result: Tensor | None = None) -> Tensor:
+    def merge_states_exchange(
+        self, partial: PartialAttention, shares: Sequence[int], result: Tensor | None = None
+    ) -> Tensor:
         """Merges the splits of `partial` and exchanges the result, as `exchange` does."""
         return self._exchange(partial, shares, result)
 
@@ -171,23 +173,25 @@ class Communicator(ABC):
         return True
 
     def pack(self, partial: PartialAttention, shares: Sequence[int]) -> PackedPartials:
-        """Merges the splits of `partial` into messages: the first part of `merge_exchange`, on this rank alone."""
-        packed = pack_partials(partial, shares, self._starts_of(shares))
+        """Merges the splits of `partial` into messages: the first part of `merge_states_exchange`, on this rank
+        alone.
+        """
+        packed = pack_partials(partial, shares, self._head_offsets_of(shares))
         return PackedPartials(packed, _message_shape(partial, shares))
 
     def exchange_packed(self, sent: PackedPartials, shares: Sequence[int], result: Tensor | None = None) -> Tensor:
-        """Exchanges and combines what was packed: the rest of `merge_exchange`."""
+        """Exchanges and combines what was packed: the rest of `merge_states_exchange`."""
         partials, part_lse = partial_views(self.all_to_all(sent.packed), *sent.shape)
-        mine = shares[self.kvp_rank]
-        return lse_combine(partials[:, :, :mine], part_lse[:, :, :mine], out=result)
+        local_heads = shares[self.kvp_rank]
+        return merge_states(partials[:, :, :local_heads], part_lse[:, :, :local_heads], out=result)
 
-    def _starts_of(self, shares: Sequence[int]) -> Tensor:
+    def _head_offsets_of(self, shares: Sequence[int]) -> Tensor:
         """Returns each rank's first head and the end, int32 on the device; cached, so that capture finds it."""
         key = tuple(shares)
-        if key not in self._starts:
+        if key not in self._head_offsets:
             heads = torch.tensor([0, *key]).cumsum(0)
-            self._starts[key] = heads.to(self.device, torch.int32)
-        return self._starts[key]
+            self._head_offsets[key] = heads.to(self.device, torch.int32)
+        return self._head_offsets[key]
 
     def _check_partials(self, out: Tensor, lse: Tensor, shares: Sequence[int]) -> None:
         if len(shares) != len(self.kvp_group):
@@ -198,7 +202,7 @@ class Communicator(ABC):
     def broadcast_object(self, obj: T | None) -> T:
         """Sends rank 0's picklable object to every rank and returns it; the argument of other ranks is ignored."""
 
-    def limit_waits(self, seconds: float | None) -> None:
+    def set_control_timeout(self, seconds: float | None) -> None:
         """Limits later waits of the control plane to `seconds`, then RuntimeError; None restores the first limit."""
         return
 
@@ -211,7 +215,7 @@ class Communicator(ABC):
         """Waits until every rank's host has arrived; does not wait for work queued on a GPU."""
 
     @abstractmethod
-    def abort(self, why: str) -> None:
+    def abort(self, reason: str) -> None:
         """Closes the control plane after this rank failed: pending waits of other ranks raise RuntimeError."""
 
     @abstractmethod
@@ -240,7 +244,7 @@ def pack_partials(parts: PartialAttention, shares: Sequence[int], starts: Tensor
     """
     shape = _message_shape(parts, shares)
     send = parts.out.new_empty(len(shares), message_bytes(*shape)[1], dtype=torch.uint8)
-    merge_messages(parts, *partial_views(send, *shape), shares, starts)
+    merge_states_pack(parts, *partial_views(send, *shape), shares, starts)
     return send
 
 
@@ -250,11 +254,11 @@ def _message_shape(parts: PartialAttention, shares: Sequence[int]) -> tuple[int,
 
 def partial_views(messages: Tensor, N: int, hmax: int, D: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Views messages, uint8 `[K, bytes]`, as outputs `[K, N, hmax, D]` and LSEs `[K, N, hmax]` (fp32); no copy."""
-    lse_at, end = message_bytes(N, hmax, D, dtype)
+    lse_offset, end = message_bytes(N, hmax, D, dtype)
     out_bytes, lse_bytes = N * hmax * D * dtype.itemsize, N * hmax * torch.float32.itemsize
     assert messages.shape[1] == end, f"messages of {messages.shape[1]} bytes, expected {end}"
     out = messages[:, :out_bytes].view(dtype).view(len(messages), N, hmax, D)
-    lse = messages[:, lse_at : lse_at + lse_bytes].view(torch.float32).view(len(messages), N, hmax)
+    lse = messages[:, lse_offset : lse_offset + lse_bytes].view(torch.float32).view(len(messages), N, hmax)
     return out, lse
 
 
@@ -268,8 +272,8 @@ def message_bytes(N: int, hmax: int, D: int, dtype: torch.dtype) -> tuple[int, i
     def padded(size: int) -> int:
         return -(-size // 64) * 64
 
-    lse_at = padded(N * hmax * D * dtype.itemsize)
-    return lse_at, lse_at + max(64, padded(N * hmax * torch.float32.itemsize))
+    lse_offset = padded(N * hmax * D * dtype.itemsize)
+    return lse_offset, lse_offset + max(64, padded(N * hmax * torch.float32.itemsize))
 
 
 def sum_in_rank_order(parts: Tensor) -> Tensor:

@@ -25,12 +25,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from comm.base import T
-from comm.symm_mem import ROW, SLICE, SOURCE, SymmMemCommunicator
-from comm.torch_dist import Groups, TorchDistCommunicator
-from kernels.peers.all_reduce_norm_long import BOX
+from comm.symm_mem import ROW_BYTES, SLICE_BYTES, SOURCE_BYTES, SymmMemCommunicator
+from comm.torch_dist import ProcessGroups, TorchDistCommunicator
+from kernels.peers.all_reduce_norm_long import BUFFER_BYTES
 
 PROCESSES = 2  # at most
-MUCH = 16 << 20  # bytes from which on a message to each rank takes less than copies of it in one
+MIN_SEPARATE_BYTES = 16 << 20  # bytes from which on a message to each rank takes less than copies of it in one
 
 
 def is_emulated(ranks: int) -> bool:
@@ -48,8 +48,8 @@ def rank_of(process: int, processes: int, world_size: int) -> int:
     return process * (world_size // processes)
 
 
-def addresses(
-    ranks: int, mine: int, theirs: int, own: int, other: int, source_bytes: int, piece_bytes: int = 0
+def peer_addresses(
+    ranks: int, mine: int, theirs: int, local_base: int, peer_base: int, source_bytes: int, piece_bytes: int = 0
 ) -> list[int]:
     """Returns the box address per destination rank, for a kernel of rank `mine` beside a process emulating `theirs`.
 
@@ -58,13 +58,13 @@ def addresses(
     `theirs`, so that it lands where source `mine` is expected.
 
     Args:
-        own, other: addresses of this process's boxes and of the other's.
+        local_base, peer_base: addresses of this process's boxes and of the other's.
         source_bytes: stride from the boxes of one source to those of the next.
         piece_bytes: stride from a piece to the next if pieces are owned by destinations (rank r owns every `ranks`-th);
             the write goes to those of `theirs`. 0: pieces have no owner.
     """
     return [
-        own if to == mine else other + (source - mine) * source_bytes + (theirs - to) * piece_bytes
+        local_base if to == mine else peer_base + (source - mine) * source_bytes + (theirs - to) * piece_bytes
         for to, source in enumerate(mine if to == theirs else to for to in range(ranks))
     ]
 
@@ -75,21 +75,23 @@ class EmulatedTransport(TorchDistCommunicator):
     The object of an absent rank is a copy of the one from the rank that is emulated in its half.
     """
 
-    def _place(self, kvp_groups: Sequence[Sequence[int]]) -> tuple[int, int]:
+    def _rank_and_world_size(self, kvp_groups: Sequence[Sequence[int]]) -> tuple[int, int]:
         world_size, self._process, self._processes = sum(map(len, kvp_groups)), dist.get_rank(), dist.get_world_size()
         assert self._processes <= min(PROCESSES, world_size), f"{self._processes} processes for {world_size} ranks"
-        self._other = self._processes - 1 - self._process
+        self._peer_process = self._processes - 1 - self._process
         return rank_of(self._process, self._processes, world_size), world_size
 
-    def _connect(self, world: dist.ProcessGroup, kvp_groups: Sequence[Sequence[int]]) -> Groups:
-        self._peer = rank_of(self._other, self._processes, self.world_size)
-        self._peer_in_group = next(list(group).index(self._peer) for group in kvp_groups if self._peer in group)
-        return Groups(world, None)
+    def _create_groups(self, world: dist.ProcessGroup, kvp_groups: Sequence[Sequence[int]]) -> ProcessGroups:
+        self._peer_rank = rank_of(self._peer_process, self._processes, self.world_size)
+        self._peer_kvp_rank = next(
+            list(group).index(self._peer_rank) for group in kvp_groups if self._peer_rank in group
+        )
+        return ProcessGroups(world, None)
 
     def _swap(self, x: Tensor, received: Tensor | None = None) -> Tensor:
         """Swaps `x` with the other process's tensor of the same shape; contiguous."""
         received, sizes = torch.empty_like(x) if received is None else received, [0] * self._processes
-        sizes[self._other] = x.numel()
+        sizes[self._peer_process] = x.numel()
         dist.all_to_all_single(received.view(-1), x.view(-1), sizes, sizes, group=self._groups.world)
         return received
 
@@ -101,15 +103,15 @@ class EmulatedTransport(TorchDistCommunicator):
         return x.add_(other, alpha=W - 1)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        return self._gathered(x, self.world_size, self.rank)
+        return self._gather(x, self.world_size, self.rank)
 
     def gather_in_group(self, x: Tensor) -> Tensor:
-        return self._gathered(x, len(self.kvp_group), self.kvp_rank)
+        return self._gather(x, len(self.kvp_group), self.kvp_rank)
 
-    def _gathered(self, x: Tensor, ranks: int, mine: int) -> Tensor:
+    def _gather(self, x: Tensor, ranks: int, mine: int) -> Tensor:
         """Gathers `x` as row `mine`, and the other's as all other rows."""
         out = x.new_empty(ranks, *x.shape)
-        if x.nbytes > MUCH:
+        if x.nbytes > MIN_SEPARATE_BYTES:
             x = x.contiguous()
             for row in range(ranks):
                 if row != mine:
@@ -121,13 +123,13 @@ class EmulatedTransport(TorchDistCommunicator):
         return out
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        return self._parts(x.contiguous(), self.rank, self._peer).sum(0)
+        return self._swap_parts(x.contiguous(), self.rank, self._peer_rank).sum(0)
 
     def all_to_all(self, send: Tensor) -> Tensor:
-        return self._parts(send, self.kvp_rank, self._peer_in_group)
+        return self._swap_parts(send, self.kvp_rank, self._peer_kvp_rank)
 
-    def _parts(self, send: Tensor, mine: int, theirs: int) -> Tensor:
-        """Keeps part `mine` and swaps the others, as `addresses` does, without copies, which W GPUs do not make either.
+    def _swap_parts(self, send: Tensor, mine: int, theirs: int) -> Tensor:
+        """Keeps part `mine` and swaps the others, as `peer_addresses` does, without copies: W GPUs make none either.
 
         One of the two emulated ranks is the first of its group, so both see the same runs of parts between them.
         """
@@ -140,8 +142,8 @@ class EmulatedTransport(TorchDistCommunicator):
         last = max(mine, theirs)
         runs = [run for run in (slice(theirs, theirs + 1), slice(1, last), slice(last + 1, None)) if len(send[run])]
         group = self._groups.world
-        operations = [dist.P2POp(dist.isend, send[run], self._other, group) for run in runs]
-        operations += [dist.P2POp(dist.irecv, received[run], self._other, group) for run in runs]
+        operations = [dist.P2POp(dist.isend, send[run], self._peer_process, group) for run in runs]
+        operations += [dist.P2POp(dist.irecv, received[run], self._peer_process, group) for run in runs]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
         return received
@@ -155,21 +157,22 @@ class EmulatedTransport(TorchDistCommunicator):
 class EmulatedCommunicator(SymmMemCommunicator, EmulatedTransport):
     """`SymmMemCommunicator` whose peers' addresses all lead to one of the real processes."""
 
-    def _addresses(self, memory: Sequence[int], begins: Mapping[str, int]) -> dict[str, list[int]]:
-        own, other = memory[self._process], memory[self._other]
-        places = dict.fromkeys(begins, (self.world_size, self.rank, self._peer))
-        places["exchange"] = len(self.kvp_group), self.kvp_rank, self._peer_in_group
+    def _addresses(self, buffer_ptrs: Sequence[int], offsets: Mapping[str, int]) -> dict[str, list[int]]:
+        local_base, peer_base = buffer_ptrs[self._process], buffer_ptrs[self._peer_process]
+        group_ranks = dict.fromkeys(offsets, (self.world_size, self.rank, self._peer_rank))
+        group_ranks["exchange"] = len(self.kvp_group), self.kvp_rank, self._peer_kvp_rank
         # A rank owns one of every W pieces. It sends their sum to all ranks, here to the pieces that they own.
-        sizes = {name: (SOURCE[name], 0) for name in SOURCE}
-        sizes |= {"two_shot": (SOURCE["two_shot"], SLICE), "sums": (SLICE, 0)}
-        sizes |= {"rows": (self._rows // self.world_size * ROW, 0), "row_sums": (ROW, 0)}
-        groups = self._long // self.world_size
-        sizes |= {"long": (groups * BOX, 0), "long_sums": (BOX, 0)}
+        sizes = {name: (SOURCE_BYTES[name], 0) for name in SOURCE_BYTES}
+        sizes |= {"two_shot": (SOURCE_BYTES["two_shot"], SLICE_BYTES), "sums": (SLICE_BYTES, 0)}
+        sizes |= {"rows": (self._max_rows // self.world_size * ROW_BYTES, 0), "row_sums": (ROW_BYTES, 0)}
+        groups = self._max_row_groups // self.world_size
+        sizes |= {"long": (groups * BUFFER_BYTES, 0), "long_sums": (BUFFER_BYTES, 0)}
         sizes |= {"long_flags": (groups * 4, 0), "long_sum_flags": (4, 0)}
         return {
-            name: addresses(*places[name], own + begin, other + begin, *sizes[name]) for name, begin in begins.items()
+            name: peer_addresses(*group_ranks[name], local_base + begin, peer_base + begin, *sizes[name])
+            for name, begin in offsets.items()
         }
 
-    def _spreads(self, pieces: int, alike: bool) -> bool:
+    def _divides(self, pieces: int, equal_sizes: bool) -> bool:
         # Otherwise a rank waits for a piece that the emulated rank does not own, or for words beyond a shorter piece.
-        return alike and pieces % self.world_size == 0
+        return equal_sizes and pieces % self.world_size == 0

@@ -33,19 +33,19 @@ class Pipeline:
     """
 
     def __init__(self, device: torch.device | None) -> None:
-        self._side = None if device is None else torch.cuda.Stream(device, priority=-1)
+        self._side_stream = None if device is None else torch.cuda.Stream(device, priority=-1)
 
     def run(
-        self, chunks: int, attend: Callable[[int], T], exchange: Callable[[int, T], object], leads: bool = False
+        self, chunks: int, attend: Callable[[int], T], exchange: Callable[[int, T], object], head_start: bool = False
     ) -> None:
         """Attends and exchanges all chunks.
 
         Args:
             attend: computes the argument of `exchange` for a chunk, on the current stream.
             exchange: exchanges a chunk, on the current stream, which may then be the side stream.
-            leads: an exchange has to be on the GPU before the attention beside it.
+            head_start: an exchange has to be on the GPU before the attention beside it.
         """
-        side = self._side
+        side = self._side_stream
         main = None if side is None else torch.cuda.current_stream(side.device)
         # All live to the end: the allocator may reuse memory freed by one stream while the other reads it.
         attended: list[T] = []
@@ -57,7 +57,7 @@ class Pipeline:
                 side.wait_stream(main)
                 with torch.cuda.stream(side):
                     exchange(chunk, attended[-1])
-                if leads:
+                if head_start:
                     torch.cuda._sleep(LEAD_CYCLES)
             else:
                 if chunks > 1:  # a stream that nothing was given would end the capture of a graph

@@ -26,7 +26,7 @@ R = TypeVar("R")
 
 
 @dataclass
-class _Meeting:
+class _Rendezvous:
     """One collective of one group: the call and payload of each rank."""
 
     calls: dict[int, str] = field(default_factory=dict)
@@ -51,15 +51,15 @@ class LoopbackWorld:
         self.failure: tuple[int | None, BaseException] | None = None
         self._lock = threading.Lock()  # of everything below
         self._ended = threading.Event()
-        self._meetings: dict[tuple[tuple[int, ...], int], _Meeting] = {}
-        self._calls_made: Counter[tuple[tuple[int, ...], int]] = Counter()
+        self._pending: dict[tuple[tuple[int, ...], int], _Rendezvous] = {}
+        self._call_counts: Counter[tuple[tuple[int, ...], int]] = Counter()
         self._waiting: dict[int, str] = {}
         self._finished: set[int] = set()
         self._running: int | None = None
         self._ready = deque(range(world_size))  # who can go on
-        self._turns = [threading.Lock() for _ in range(world_size)]  # released where a rank may go on
-        for turn in self._turns:
-            turn.acquire()
+        self._run_locks = [threading.Lock() for _ in range(world_size)]  # released where a rank may go on
+        for lock in self._run_locks:
+            lock.acquire()
 
     def communicator(self, rank: int, kvp_group: Sequence[int]) -> LoopbackCommunicator:
         return LoopbackCommunicator(self, rank, kvp_group)
@@ -67,18 +67,18 @@ class LoopbackWorld:
     def start(self) -> None:
         """Lets the first rank run."""
         with self._lock:
-            self._next()
+            self._run_next()
 
     @contextmanager
-    def turn(self, rank: int) -> Iterator[None]:
+    def run_exclusive(self, rank: int) -> Iterator[None]:
         """Runs a rank alone, from its first turn on; a collective passes the turn on while the rank waits."""
-        self._turns[rank].acquire()
+        self._run_locks[rank].acquire()
         try:
             yield
         finally:
             with self._lock:
                 if self._running == rank:
-                    self._next()
+                    self._run_next()
 
     def abort(self, rank: int | None, error: BaseException) -> None:
         """Wakes every waiting rank with an error; the first call names the failed rank (None: no particular rank)."""
@@ -104,15 +104,15 @@ class LoopbackWorld:
         if self.failure is not None:
             raise self.failure[1]
 
-    def meet(
+    def rendezvous(
         self,
         ranks: tuple[int, ...],
         rank: int,
         call: str,
         payload: Any,
-        joined: Callable[[list[Any]], Any] = list,
+        combine: Callable[[list[Any]], Any] = list,
     ) -> Any:
-        """Returns what `joined` makes of the payloads of all `ranks`, in their order, once all made the same `call`.
+        """Returns what `combine` makes of the payloads of all `ranks`, in their order, once all made the same `call`.
 
         A payload must not change after this call: the caller passes a copy. The result is one for all.
 
@@ -120,48 +120,48 @@ class LoopbackWorld:
             RuntimeError: the calls differ, a rank failed or cannot come, or the deadline passed.
         """
         with self._lock:
-            key = (ranks, self._calls_made[ranks, rank])
-            self._calls_made[ranks, rank] += 1
-            meeting = self._meetings.setdefault(key, _Meeting())
-            meeting.calls[rank] = call
-            meeting.payloads[rank] = payload
-            if waits := len(meeting.calls) < len(ranks) and self.failure is None:
+            key = (ranks, self._call_counts[ranks, rank])
+            self._call_counts[ranks, rank] += 1
+            entry = self._pending.setdefault(key, _Rendezvous())
+            entry.calls[rank] = call
+            entry.payloads[rank] = payload
+            if waits := len(entry.calls) < len(ranks) and self.failure is None:
                 self._waiting[rank] = f"{call} of ranks {ranks}"
                 self._check_progress()
                 if self._running == rank:
-                    self._next()
-            elif len(meeting.calls) == len(ranks):
+                    self._run_next()
+            elif len(entry.calls) == len(ranks):
                 self._ready.extend(member for member in ranks if self._waiting.pop(member, None))
-        if waits and not self._turns[rank].acquire(timeout=self.timeout_s):
+        if waits and not self._run_locks[rank].acquire(timeout=self.timeout_s):
             with self._lock:
                 if is_late := rank in self._waiting:
-                    missing = [r for r in ranks if r not in meeting.calls]
+                    missing = [r for r in ranks if r not in entry.calls]
                     error = f"rank {rank} waited {self.timeout_s} s in {call} for ranks {missing}"
                     self._fail(None, RuntimeError(error))
                     if rank in self._ready:
                         self._ready.remove(rank)  # it goes on beside the one that runs
             if not is_late:
-                self._turns[rank].acquire()
-        if len(meeting.calls) < len(ranks):
+                self._run_locks[rank].acquire()
+        if len(entry.calls) < len(ranks):
             assert self.failure is not None
             culprit, cause = self.failure
             who = "" if culprit is None else f"rank {culprit} failed: {type(cause).__name__}: "
             raise RuntimeError(f"{who}{cause}")
-        if len(set(meeting.calls.values())) > 1:
-            table = "; ".join(f"rank {r} called {meeting.calls[r]}" for r in ranks)
+        if len(set(entry.calls.values())) > 1:
+            table = "; ".join(f"rank {r} called {entry.calls[r]}" for r in ranks)
             raise RuntimeError(f"ranks disagree on their collective: {table}")
         with self._lock:
-            if not meeting.readers:
-                meeting.result = joined([meeting.payloads[r] for r in ranks])
-            meeting.readers += 1
-            if meeting.readers == len(ranks):
-                del self._meetings[key]
-            return meeting.result
+            if not entry.readers:
+                entry.result = combine([entry.payloads[r] for r in ranks])
+            entry.readers += 1
+            if entry.readers == len(ranks):
+                del self._pending[key]
+            return entry.result
 
-    def _next(self) -> None:
+    def _run_next(self) -> None:
         self._running = self._ready.popleft() if self._ready else None
         if self._running is not None:
-            self._turns[self._running].release()
+            self._run_locks[self._running].release()
 
     def _fail(self, rank: int | None, error: BaseException) -> None:
         if self.failure is None:
@@ -170,7 +170,7 @@ class LoopbackWorld:
         self._ready.extend(self._waiting)
         self._waiting.clear()
         if self._running is None:
-            self._next()
+            self._run_next()
 
     def _check_progress(self) -> None:
         if self._waiting and len(self._waiting) + len(self._finished) == self.world_size:
@@ -189,42 +189,44 @@ class LoopbackCommunicator(Communicator):
 
     def all_reduce(self, x: Tensor) -> Tensor:
         assert x.is_contiguous(), f"all_reduce of a non-contiguous tensor {list(x.shape)}"
-        return x.copy_(self._meet_tensors(self._world, "all_reduce", x, lambda xs: sum_in_rank_order(torch.stack(xs))))
+        return x.copy_(
+            self._rendezvous_tensors(self._world, "all_reduce", x, lambda xs: sum_in_rank_order(torch.stack(xs)))
+        )
 
     def all_gather(self, x: Tensor) -> Tensor:
-        return torch.stack(self._meet_tensors(self._world, "all_gather", x))
+        return torch.stack(self._rendezvous_tensors(self._world, "all_gather", x))
 
     def all_to_all(self, send: Tensor) -> Tensor:
         assert send.is_contiguous() and send.shape[0] == len(self.kvp_group), (
             f"all_to_all needs a contiguous [{len(self.kvp_group)}, ...], got {list(send.shape)}"
         )
-        return torch.stack([s[self.kvp_rank] for s in self._meet_tensors(self.kvp_group, "all_to_all", send)])
+        return torch.stack([s[self.kvp_rank] for s in self._rendezvous_tensors(self.kvp_group, "all_to_all", send)])
 
     def broadcast_object(self, obj: T | None) -> T:
-        received: T = self._meet_objects("broadcast_object", obj if self.rank == 0 else None)[0]
+        received: T = self._rendezvous_objects("broadcast_object", obj if self.rank == 0 else None)[0]
         return received
 
     def all_gather_object(self, obj: T) -> list[T]:
-        return self._meet_objects("all_gather_object", obj)
+        return self._rendezvous_objects("all_gather_object", obj)
 
     def barrier(self) -> None:
-        self._shared.meet(self._world, self.rank, "barrier", None)
+        self._shared.rendezvous(self._world, self.rank, "barrier", None)
 
-    def abort(self, why: str) -> None:
-        self._shared.abort(self.rank, RuntimeError(why))
+    def abort(self, reason: str) -> None:
+        self._shared.abort(self.rank, RuntimeError(reason))
 
     def close(self) -> None:
         pass
 
-    def _meet_tensors(
-        self, ranks: tuple[int, ...], op: str, x: Tensor, joined: Callable[[list[Any]], Any] = list
+    def _rendezvous_tensors(
+        self, ranks: tuple[int, ...], op: str, x: Tensor, combine: Callable[[list[Any]], Any] = list
     ) -> Any:
         call = f"{op}({str(x.dtype).removeprefix('torch.')} {list(x.shape)})"
-        return self._shared.meet(ranks, self.rank, call, x.clone(), joined)
+        return self._shared.rendezvous(ranks, self.rank, call, x.clone(), combine)
 
-    def _meet_objects(self, op: str, obj: Any) -> list[Any]:
+    def _rendezvous_objects(self, op: str, obj: Any) -> list[Any]:
         # Pickled, as between processes: no rank may see another's object change.
-        return [pickle.loads(data) for data in self._shared.meet(self._world, self.rank, op, pickle.dumps(obj))]
+        return [pickle.loads(data) for data in self._shared.rendezvous(self._world, self.rank, op, pickle.dumps(obj))]
 
 
 def run_ranks(
@@ -243,7 +245,7 @@ def run_ranks(
     results: dict[int, R] = {}
 
     def body(rank: int) -> None:
-        with world.turn(rank):
+        with world.run_exclusive(rank):
             try:
                 results[rank] = fn(world, rank)
                 world.finish(rank)

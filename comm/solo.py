@@ -37,7 +37,7 @@ class SoloCommunicator(Communicator):
     def barrier(self) -> None:
         pass
 
-    def abort(self, why: str) -> None:
+    def abort(self, reason: str) -> None:
         pass
 
     def close(self) -> None:

@@ -1,12 +1,13 @@
 """Communicator between GPUs of one host that store into each other's memory: one small kernel per collective.
 
 A decode step sends kilobytes, for which a library call costs more than the transfer. The kernels behind this class
-store tagged words (`kernels.peers.mailbox`) into torch's symmetric memory, without multicast, and fuse the operation
+store tagged words (`kernels.peers.ll_protocol`) into torch's symmetric memory, without multicast, and fuse the
+operation
 that follows: combine, add, normalise. The sums of long chunks do the same with flags in place of tags. Other messages
 too large for their boxes, mostly of prefill, go over NCCL.
 
 Each collective has its own boxes, whose uses are ordered on every rank: the exchange may run on another stream than
-the rest, but no collective on two streams. Sums of long chunks need all of the GPU (`alone`).
+the rest, but no collective on two streams. Sums of long chunks need all of the GPU (`single_stream`).
 """
 
 from __future__ import annotations
@@ -20,36 +21,36 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
-from comm.pending import PendingSum, computed
+from comm.partial import PartialSum, materialize
 from comm.torch_dist import TorchDistCommunicator
 from kernels.attention.split_kv import PartialAttention, UnmergedAttention
-from kernels.peers import all_gather, all_reduce_norm, exchange, mailbox, reduce_scatter
-from kernels.peers.all_reduce_norm_long import BOX, all_reduce_norm_long, fits, rows_of_group
+from kernels.peers import all_gather, all_reduce_norm, exchange, ll_protocol, reduce_scatter
+from kernels.peers.all_reduce_norm_long import BUFFER_BYTES, all_reduce_norm_long, fits, rows_per_buffer
 from kernels.peers.all_reduce_norm_rows import ROW_WORDS, all_reduce_norm_rows
-from kernels.peers.mailbox import SumTarget
-from kernels.peers.merge_exchange import merge_exchange
+from kernels.peers.ll_protocol import SumTarget
+from kernels.peers.merge_states_exchange import merge_states_exchange
 
 EXCHANGE_PIECES = 1024  # tokens x heads that a rank owns
 ONE_SHOT_PIECES = 256  # rows x slices: 256 KiB
 TWO_SHOT_PIECES = 512  # programs that wait for each other: all of them must be on the GPU at once
-ROWS = 256  # of sums whose programs take a row each
-GROUPS = 1024  # of rows of long chunks, 32 KiB each, that have boxes: 32 MiB of parts, and of sums
-ONE_SHOT_SENT = 256 << 10  # bytes of the rows times ranks; above, two shots cost less (benchmarks/LOG.md)
+MAX_ROWS = 256  # of sums whose programs take a row each
+MAX_ROW_GROUPS = 1024  # of rows of long chunks, 32 KiB each, that have boxes: 32 MiB of parts, and of sums
+MAX_ONE_SHOT_BYTES = 256 << 10  # bytes of the rows times ranks; above, two shots cost less (benchmarks/LOG.md)
 GATHER_PIECES = 512  # slices: 512 KiB
 SCATTER_PIECES = 512  # slices of a rank's rows: 512 KiB
-LOOK_S = 3e-7  # least seconds of one poll of a box
-WORD = 8  # bytes of a word with its tag
-SLICE = all_reduce_norm.SLICE_WORDS * WORD
+MIN_POLL_S = 3e-7  # least seconds of one poll of a box
+WORD_BYTES = 8  # bytes of a word with its tag
+SLICE_BYTES = all_reduce_norm.SLICE_WORDS * WORD_BYTES
 # Bytes of one source's boxes, by collective.
-SOURCE = {
-    "exchange": EXCHANGE_PIECES * exchange.PIECE_WORDS * WORD,
-    "one_shot": ONE_SHOT_PIECES * SLICE,
-    "two_shot": TWO_SHOT_PIECES * SLICE,
-    "sums": TWO_SHOT_PIECES * SLICE,
-    "gather": GATHER_PIECES * all_gather.SLICE_WORDS * WORD,
-    "scatter": SCATTER_PIECES * reduce_scatter.SLICE_WORDS * WORD,
+SOURCE_BYTES = {
+    "exchange": EXCHANGE_PIECES * exchange.PIECE_WORDS * WORD_BYTES,
+    "one_shot": ONE_SHOT_PIECES * SLICE_BYTES,
+    "two_shot": TWO_SHOT_PIECES * SLICE_BYTES,
+    "sums": TWO_SHOT_PIECES * SLICE_BYTES,
+    "gather": GATHER_PIECES * all_gather.SLICE_WORDS * WORD_BYTES,
+    "scatter": SCATTER_PIECES * reduce_scatter.SLICE_WORDS * WORD_BYTES,
 }
-ROW = ROW_WORDS * WORD
+ROW_BYTES = ROW_WORDS * WORD_BYTES
 
 
 class SymmMemCommunicator(TorchDistCommunicator):
@@ -62,27 +63,27 @@ class SymmMemCommunicator(TorchDistCommunicator):
         RuntimeError: symmetric memory cannot be set up.
     """
 
-    sums_at_once = True
+    fuses_all_reduce_norm = True
 
     def __init__(self, kvp_groups: Sequence[Sequence[int]], device: torch.device | str, timeout: timedelta) -> None:
         super().__init__(kvp_groups, device, timeout)
-        self._spins = int(min(timeout.total_seconds() / LOOK_S, 2**31 - 1))
-        sources = dict.fromkeys(SOURCE, self.world_size) | {"exchange": len(self.kvp_group), "sums": 1}
+        self._spins = int(min(timeout.total_seconds() / MIN_POLL_S, 2**31 - 1))
+        sources = dict.fromkeys(SOURCE_BYTES, self.world_size) | {"exchange": len(self.kvp_group), "sums": 1}
         # Double-buffered: two turns of each, one behind the other.
-        sizes = {name: 2 * sources[name] * SOURCE[name] for name in SOURCE}
-        sizes |= dict.fromkeys(("rows", "row_sums"), 2 * self._rows * ROW)
-        sizes |= dict.fromkeys(("long", "long_sums"), self._long * BOX)
-        sizes |= dict.fromkeys(("long_flags", "long_sum_flags"), GROUPS * 4)
-        *begins, size = accumulate(sizes.values(), initial=0)
+        sizes = {name: 2 * sources[name] * SOURCE_BYTES[name] for name in SOURCE_BYTES}
+        sizes |= dict.fromkeys(("rows", "row_sums"), 2 * self._max_rows * ROW_BYTES)
+        sizes |= dict.fromkeys(("long", "long_sums"), self._max_row_groups * BUFFER_BYTES)
+        sizes |= dict.fromkeys(("long_flags", "long_sum_flags"), MAX_ROW_GROUPS * 4)
+        *offsets, size = accumulate(sizes.values(), initial=0)
         try:
-            self._boxes = symm_mem.empty(size // WORD, dtype=torch.int64, device=self.device)
-            handle = symm_mem.rendezvous(self._boxes, _world())
+            self._ll_buffer = symm_mem.empty(size // WORD_BYTES, dtype=torch.int64, device=self.device)
+            handle = symm_mem.rendezvous(self._ll_buffer, _world())
         except RuntimeError as error:
             raise RuntimeError(
                 f"the GPUs of this host cannot share {size} bytes of memory ({error}): use comm.backend=nccl"
             ) from error
-        at = self._addresses(handle.buffer_ptrs, dict(zip(sizes, begins, strict=True)))
-        tables = {name: torch.tensor(table, dtype=torch.int64, device=self.device) for name, table in at.items()}
+        addresses = self._addresses(handle.buffer_ptrs, dict(zip(sizes, offsets, strict=True)))
+        tables = {name: torch.tensor(table, dtype=torch.int64, device=self.device) for name, table in addresses.items()}
         self._peers = {name: tables[name] for name in ("exchange", "gather", "scatter")}
         self._peers |= {
             "one_shot": tables["one_shot"][None],
@@ -96,67 +97,71 @@ class SymmMemCommunicator(TorchDistCommunicator):
             name: torch.zeros(pieces, dtype=torch.int64, device=self.device)
             for name, pieces in (("one_shot", ONE_SHOT_PIECES), ("two_shot", TWO_SHOT_PIECES))
         }
-        self._seen = torch.zeros(self._long, dtype=torch.int32, device=self.device)
+        self._seen = torch.zeros(self._max_row_groups, dtype=torch.int32, device=self.device)
         self._status = torch.zeros(1, dtype=torch.int32, device=self.device)
-        self._aside = torch.cuda.Stream(self.device)
+        self._check_stream = torch.cuda.Stream(self.device)
         self.reset()
 
     @property
-    def _rows(self) -> int:
+    def _max_rows(self) -> int:
         """Most rows that have boxes of their own, as many for each owner."""
-        return ROWS // self.world_size * self.world_size
+        return MAX_ROWS // self.world_size * self.world_size
 
     @property
-    def _long(self) -> int:
+    def _max_row_groups(self) -> int:
         """Groups of rows of long chunks that have boxes, as many for each owner."""
-        return GROUPS // self.world_size * self.world_size
+        return MAX_ROW_GROUPS // self.world_size * self.world_size
 
-    def _addresses(self, memory: Sequence[int], begins: Mapping[str, int]) -> dict[str, list[int]]:
-        """Returns the box address of each rank by collective, given its offset (`begins`) in a process's `memory`."""
-        ranks = {name: range(self.world_size) for name in begins} | {"exchange": self.kvp_group}
-        return {name: [memory[r] + begin for r in ranks[name]] for name, begin in begins.items()}
+    def _addresses(self, buffer_ptrs: Sequence[int], offsets: Mapping[str, int]) -> dict[str, list[int]]:
+        """Returns each rank's buffer address by collective, given its offset in a process's memory."""
+        ranks = {name: range(self.world_size) for name in offsets} | {"exchange": self.kvp_group}
+        return {name: [buffer_ptrs[r] + begin for r in ranks[name]] for name, begin in offsets.items()}
 
     def reset(self) -> None:
         """Empties all boxes after a step that some rank did not finish; a collective; no other may be in flight."""
         torch.cuda.synchronize(self.device)
         self.barrier()
-        for tensor in (self._boxes, self._seen, self._status, *self._counts.values(), *self._squares.values()):
+        for tensor in (self._ll_buffer, self._seen, self._status, *self._counts.values(), *self._squares.values()):
             tensor.zero_()
         torch.cuda.synchronize(self.device)
         self.barrier()
 
     def check(self, wait: bool = True) -> None:
-        with torch.cuda.stream(None if wait else self._aside):
+        with torch.cuda.stream(None if wait else self._check_stream):
             missing = int(self._status) - 1
         if missing >= 0:
-            peer = missing if missing < exchange.IN_GROUP else self.kvp_group[missing - exchange.IN_GROUP]
+            peer = (
+                missing
+                if missing < exchange.GROUP_RANK_OFFSET
+                else self.kvp_group[missing - exchange.GROUP_RANK_OFFSET]
+            )
             raise RuntimeError(
                 f"rank {self.rank} waited {self._timeout.total_seconds():.0f} s (comm.timeout_s) for rank {peer} "
                 "in a collective: it failed, hangs or is slower than that"
             )
 
     def all_gather(self, x: Tensor) -> Tensor:
-        return self._gathered_in_boxes(x) if self._gathers_in_boxes(x) else super().all_gather(x)
+        return self._ll_all_gather(x) if self._gather_fits_ll_buffers(x) else super().all_gather(x)
 
     def gather_rows(self, x: Tensor) -> Tensor:
-        if self._gathers_in_boxes(x) and x[0].numel() * x.element_size() % 4 == 0:
-            return self._gathered_in_boxes(x, beside=True)
+        if self._gather_fits_ll_buffers(x) and x[0].numel() * x.element_size() % 4 == 0:
+            return self._ll_all_gather(x, interleave=True)
         return super().gather_rows(x)
 
-    def _gathers_in_boxes(self, x: Tensor) -> bool:
+    def _gather_fits_ll_buffers(self, x: Tensor) -> bool:
         size = x.numel() * x.element_size()
         return self.world_size > 1 and size % 4 == 0 and 0 < size <= GATHER_PIECES * all_gather.SLICE_WORDS * 4
 
-    def _gathered_in_boxes(self, x: Tensor, beside: bool = False) -> Tensor:
+    def _ll_all_gather(self, x: Tensor, interleave: bool = False) -> Tensor:
         return all_gather.all_gather(
             x.contiguous(), self._peers["gather"], self._counts["gather"], self._status,
-            rank=self.rank, pieces=GATHER_PIECES, spins=self._spins, beside=beside,
+            rank=self.rank, pieces=GATHER_PIECES, spins=self._spins, interleave=interleave,
         )  # fmt: skip
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         size = x[0].numel() * x.element_size()
         fit = 0 < size <= SCATTER_PIECES * reduce_scatter.SLICE_WORDS * 4 and size % 4 == 0
-        if self.world_size == 1 or not fit or x.dtype not in mailbox.DTYPES:
+        if self.world_size == 1 or not fit or x.dtype not in ll_protocol.DTYPES:
             return super().reduce_scatter(x)
         return reduce_scatter.reduce_scatter(
             x, self._peers["scatter"], self._counts["scatter"], self._status,
@@ -167,90 +172,92 @@ class SymmMemCommunicator(TorchDistCommunicator):
         N, _, D = out.shape
         lanes = max(shares)
         whole = not any(size * out.element_size() % 4 for size in (*out.stride()[:2], out.storage_offset()))  # words
-        if out.stride(2) != 1 or not whole or not self._boxes_take(N, D, out.dtype, shares):
+        if out.stride(2) != 1 or not whole or not self._fits_ll_buffers(N, D, out.dtype, shares):
             return super().exchange(out, lse, shares, result)
         self._check_partials(out, lse, shares)
         return exchange.exchange(
-            out, lse, self._result(out, N, shares, result), self._starts_of(shares), self._peers["exchange"],
+            out, lse, self._result(out, N, shares, result), self._head_offsets_of(shares), self._peers["exchange"],
             (self._counts["sent"], self._counts["received"]), self._status,
             rank=self.kvp_rank, lanes=lanes, pieces=EXCHANGE_PIECES, spins=self._spins,
         )  # fmt: skip
 
-    def merge_exchange(self, partial: PartialAttention, shares: Sequence[int], result: Tensor | None = None) -> Tensor:
+    def merge_states_exchange(
+        self, partial: PartialAttention, shares: Sequence[int], result: Tensor | None = None
+    ) -> Tensor:
         N, D, dtype = partial.lse.shape[:-1].numel(), partial.out.shape[-1], partial.out.dtype
         if not isinstance(partial, UnmergedAttention):
-            return self.exchange(*partial.merge(), shares, result)
-        if not self._boxes_take(N, D, dtype, shares):
-            return super().merge_exchange(partial, shares, result)
-        return merge_exchange(
-            partial, self._result(partial.out, N, shares, result), self._starts_of(shares),
+            return self.exchange(*partial.merge_states(), shares, result)
+        if not self._fits_ll_buffers(N, D, dtype, shares):
+            return super().merge_states_exchange(partial, shares, result)
+        return merge_states_exchange(
+            partial, self._result(partial.out, N, shares, result), self._head_offsets_of(shares),
             self._peers["exchange"], (self._counts["sent"], self._counts["received"]), self._status,
             rank=self.kvp_rank, lanes=max(shares), pieces=EXCHANGE_PIECES, spins=self._spins,
         )  # fmt: skip
 
     def takes_sms(self, N: int, D: int, dtype: torch.dtype, shares: Sequence[int]) -> bool:
-        return not self._boxes_take(N, D, dtype, shares)
+        return not self._fits_ll_buffers(N, D, dtype, shares)
 
     def _result(self, out: Tensor, N: int, shares: Sequence[int], result: Tensor | None) -> Tensor:
         return out.new_empty(N, shares[self.kvp_rank], out.shape[-1]) if result is None else result
 
-    def _boxes_take(self, N: int, D: int, dtype: torch.dtype, shares: Sequence[int]) -> bool:
+    def _fits_ll_buffers(self, N: int, D: int, dtype: torch.dtype, shares: Sequence[int]) -> bool:
         """Returns whether the partials of N tokens, D values per head, fit the boxes of the exchange."""
         words, rest = divmod(D * dtype.itemsize, 4)
         fit = rest == 0 and words < exchange.PIECE_WORDS and 0 < N * max(shares) <= EXCHANGE_PIECES
-        return fit and dtype in mailbox.DTYPES and len(self.kvp_group) > 1
+        return fit and dtype in ll_protocol.DTYPES and len(self.kvp_group) > 1
 
     def all_reduce_norm(
-        self, x: Tensor | PendingSum, residual: Tensor | None, weight: Tensor, eps: float
+        self, x: Tensor | PartialSum, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         rows = x if isinstance(x, Tensor) else residual  # has the shape and dtype of the sum
-        way = None if rows is None else self._way(rows)
-        if rows is None or way is None:
+        algo = None if rows is None else self._sum_algo(rows)
+        if rows is None or algo is None:
             return super().all_reduce_norm(x, residual, weight, eps)
-        if way == "rows":
+        if algo == "rows":
             return all_reduce_norm_rows(
-                computed(x), residual, weight, eps, self._peers[way], self._counts[way], self._status,
-                rank=self.rank, rows=self._rows, spins=self._spins,
+                materialize(x), residual, weight, eps, self._peers[algo], self._counts[algo], self._status,
+                rank=self.rank, rows=self._max_rows, spins=self._spins,
             )  # fmt: skip
-        if way == "long":
+        if algo == "long":
             return all_reduce_norm_long(
-                computed(x), residual, weight, eps, self._peers[way], self._seen, self._counts[way], self._status,
-                rank=self.rank, room=self._long, spins=self._spins,
+                materialize(x), residual, weight, eps, self._peers[algo], self._seen, self._counts[algo], self._status,
+                rank=self.rank, num_buffers=self._max_row_groups, spins=self._spins,
             )  # fmt: skip
-        phases, two_shot, pieces = 7, way == "two_shot", len(self._squares[way])
+        phases, two_shot, pieces = 7, algo == "two_shot", len(self._squares[algo])
         if not isinstance(x, Tensor):
             if x.can_push(two_shot):
-                boxes = self._peers[way][0], self._counts[way], self.rank, pieces, all_reduce_norm.SLICE_WORDS
-                x.push(SumTarget(*boxes, two_shot))
+                ll_buffers = self._peers[algo][0], self._counts[algo], self.rank, pieces, all_reduce_norm.SLICE_WORDS
+                x.push(SumTarget(*ll_buffers, two_shot))
                 phases = 6
             else:
                 rows = x.compute()
         return all_reduce_norm.all_reduce_norm(
-            rows, residual, weight, eps, self._peers[way], self._squares[way], self._counts[way], self._status,
+            rows, residual, weight, eps, self._peers[algo], self._squares[algo], self._counts[algo], self._status,
             rank=self.rank, pieces=pieces, spins=self._spins, two_shot=two_shot, phases=phases,
         )  # fmt: skip
 
-    def _way(self, x: Tensor) -> str | None:
+    def _sum_algo(self, x: Tensor) -> str | None:
         """Chooses the algorithm that adds rows up: "one_shot", "two_shot", "rows", "long", or None for NCCL."""
         size = x.numel() * x.element_size()
         row, rest = divmod(x.shape[1] * x.element_size(), 4)
         pieces = len(x) * -(-row // all_reduce_norm.SLICE_WORDS)
-        if self.world_size == 1 or pieces == 0 or rest or x.dtype not in mailbox.DTYPES:
+        if self.world_size == 1 or pieces == 0 or rest or x.dtype not in ll_protocol.DTYPES:
             return None
         if pieces > TWO_SHOT_PIECES:
-            if row <= ROW_WORDS and len(x) <= self._rows and self._spreads(len(x), True):
+            if row <= ROW_WORDS and len(x) <= self._max_rows and self._divides(len(x), True):
                 return "rows"
-            if not (self.alone and fits(x, self._long)):
+            if not (self.single_stream and fits(x, self._max_row_groups)):
                 return None
-            groups, rest = divmod(len(x), rows_of_group(x.shape[1], x.element_size()))
-            return "long" if self._spreads(groups + (rest > 0), rest == 0) else None
-        spreads = self._spreads(pieces, row % all_reduce_norm.SLICE_WORDS == 0)
-        if pieces <= ONE_SHOT_PIECES and (size * self.world_size <= ONE_SHOT_SENT or not spreads):
+            groups, rest = divmod(len(x), rows_per_buffer(x.shape[1], x.element_size()))
+            return "long" if self._divides(groups + (rest > 0), rest == 0) else None
+        spreads = self._divides(pieces, row % all_reduce_norm.SLICE_WORDS == 0)
+        if pieces <= ONE_SHOT_PIECES and (size * self.world_size <= MAX_ONE_SHOT_BYTES or not spreads):
             return "one_shot"
         return "two_shot" if spreads else None
 
-    def _spreads(self, pieces: int, alike: bool) -> bool:
-        """Returns whether owners can share these pieces of rows, or rows; `alike`: all have one size."""
+    def _divides(self, pieces: int, equal_sizes: bool) -> bool:
+        """Returns whether owners can share these pieces of rows, or rows; `equal_sizes`: all have one size."""
         return True
 
     def close(self) -> None:

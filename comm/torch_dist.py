@@ -24,13 +24,13 @@ CONTROL_TIMEOUT = timedelta(days=1)
 HOST_RATE = 2e10  # bytes/s of messages through the host's memory
 
 
-def are_apart() -> bool:
+def p2p_disabled() -> bool:
     """Returns whether the user has NCCL keep GPUs out of each other's memory: messages go through the host's."""
     return os.environ.get("NCCL_P2P_DISABLE", "0") != "0"
 
 
 @dataclass(frozen=True)
-class Groups:
+class ProcessGroups:
     """Process groups of one half's messages.
 
     Attributes:
@@ -60,27 +60,27 @@ class TorchDistCommunicator(Communicator):
     """
 
     def __init__(self, kvp_groups: Sequence[Sequence[int]], device: torch.device | str, timeout: timedelta) -> None:
-        rank, world_size = self._place(kvp_groups)
+        rank, world_size = self._rank_and_world_size(kvp_groups)
         if sorted(r for group in kvp_groups for r in group) != list(range(world_size)):
             raise ValueError(f"kvp groups {kvp_groups} must contain each of the {world_size} ranks exactly once")
         if any(list(group) != sorted(group) for group in kvp_groups):
             raise ValueError(f"kvp groups {kvp_groups} must be in ascending order: process groups sort their ranks")
         super().__init__(rank, world_size, next(tuple(group) for group in kvp_groups if rank in group), device)
         self.capturable = self.device.type == "cuda"
-        if are_apart():
+        if p2p_disabled():
             self.wire_rate = HOST_RATE
         self._timeout = timeout
         self._created: list[dist.ProcessGroup] = []
         assert dist.group.WORLD is not None
-        self._halves = [self._connect(dist.group.WORLD, kvp_groups)]
+        self._micro_batch_groups = [self._create_groups(dist.group.WORLD, kvp_groups)]
         if self.capturable and dist.get_world_size() > 1:
-            self._halves.append(self._connect(self._new_group(None), kvp_groups))
-        self._patience = CONTROL_TIMEOUT
-        self._gloo: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=self._patience)
+            self._micro_batch_groups.append(self._create_groups(self._new_group(None), kvp_groups))
+        self._deadline = CONTROL_TIMEOUT
+        self._gloo: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=self._deadline)
         # A rank may close its end only when all others have connected to it: creation itself does not wait for them.
-        self._meet(timeout)
+        self._monitored_barrier(timeout)
 
-    def _place(self, kvp_groups: Sequence[Sequence[int]]) -> tuple[int, int]:
+    def _rank_and_world_size(self, kvp_groups: Sequence[Sequence[int]]) -> tuple[int, int]:
         """Returns this rank and the world size."""
         return dist.get_rank(), dist.get_world_size()
 
@@ -91,18 +91,18 @@ class TorchDistCommunicator(Communicator):
             self._created.append(group)
         return group
 
-    def _connect(self, world: dist.ProcessGroup, kvp_groups: Sequence[Sequence[int]]) -> Groups:
+    def _create_groups(self, world: dist.ProcessGroup, kvp_groups: Sequence[Sequence[int]]) -> ProcessGroups:
         """Creates the kvp groups of several ranks, where they are not the world."""
         mine = None
         for ranks in kvp_groups:  # every rank creates every group, in this order
             if len(ranks) > 1:
                 group = world if len(ranks) == self.world_size else self._new_group(ranks)
                 mine = group if self.rank in ranks else mine
-        return Groups(world, mine)
+        return ProcessGroups(world, mine)
 
     @property
-    def _groups(self) -> Groups:
-        return self._halves[min(self.half, len(self._halves) - 1)]
+    def _groups(self) -> ProcessGroups:
+        return self._micro_batch_groups[min(self.micro_batch, len(self._micro_batch_groups) - 1)]
 
     def all_reduce(self, x: Tensor) -> Tensor:
         assert x.is_contiguous(), f"all_reduce of a non-contiguous tensor {list(x.shape)}"
@@ -149,22 +149,22 @@ class TorchDistCommunicator(Communicator):
     def broadcast_object(self, obj: T | None) -> T:
         if self.world_size == 1:
             return obj  # type: ignore[return-value]  # rank 0 has one
-        box: list[Any] = [obj]
+        objects: list[Any] = [obj]
         try:
-            dist.broadcast_object_list(box, src=0, group=self._control)
+            dist.broadcast_object_list(objects, src=0, group=self._control)
         except RuntimeError as error:
             if "Timed out" not in str(error):
                 raise
             raise RuntimeError(
-                f"rank {self.rank} heard nothing of rank 0 for {self._patience.total_seconds():g} s (comm.timeout_s): "
+                f"rank {self.rank} heard nothing of rank 0 for {self._deadline.total_seconds():g} s (comm.timeout_s): "
                 "its host hangs or is slower than that"
             ) from error
-        received: T = box[0]
+        received: T = objects[0]
         return received
 
-    def limit_waits(self, seconds: float | None) -> None:
-        self._patience = CONTROL_TIMEOUT if seconds is None else timedelta(seconds=seconds)
-        _set_pg_timeout(self._patience, self._control)
+    def set_control_timeout(self, seconds: float | None) -> None:
+        self._deadline = CONTROL_TIMEOUT if seconds is None else timedelta(seconds=seconds)
+        _set_pg_timeout(self._deadline, self._control)
 
     def all_gather_object(self, obj: T) -> list[T]:
         gathered: list[Any] = [None] * dist.get_world_size()
@@ -172,9 +172,9 @@ class TorchDistCommunicator(Communicator):
         return gathered
 
     def barrier(self) -> None:
-        self._meet(CONTROL_TIMEOUT)
+        self._monitored_barrier(CONTROL_TIMEOUT)
 
-    def _meet(self, timeout: timedelta) -> None:
+    def _monitored_barrier(self, timeout: timedelta) -> None:
         # A monitored barrier names the ranks that did not arrive.
         dist.monitored_barrier(self._control, timeout=timeout, wait_all_ranks=True)
 
@@ -184,7 +184,7 @@ class TorchDistCommunicator(Communicator):
             raise RuntimeError(f"rank {self.rank} has given up or closed its control plane")
         return self._gloo
 
-    def abort(self, why: str) -> None:
+    def abort(self, reason: str) -> None:
         self._drop_control()
 
     def close(self) -> None:

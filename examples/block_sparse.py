@@ -6,7 +6,10 @@ from pathlib import Path
 
 from helix import LLM
 
-SPARSE = ["attention=block_sparse", "attention.topk=4"]  # of blocks of 128 tokens, beside the first and the latest
+SPARSE = [
+    "attention=block_sparse",
+    "attention.num_blocks=4",
+]  # of blocks of 128 tokens, beside the first and the latest
 
 with Path("assets/prompts.jsonl").open() as file:
     prompt = json.loads(next(file))["prompt"]  # 8K tokens of code, one of whose lines it wants to know

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from helix.config import Config, ModelConfig
 from helix.layout import HelixLayout
-from helix.packages import imported
+from helix.packages import import_object
 from helix.schema import build
 
 if TYPE_CHECKING:  # with the families of models
@@ -19,14 +19,14 @@ if TYPE_CHECKING:  # with the families of models
 def check(config: Config) -> None:
     """Raises ValueError, naming key, value and remedy, for a value out of range or settings that exclude each other."""
     build(type(config), asdict(config))  # what was composed was checked so: this is for configs made otherwise
-    for rule in ALONE:
+    for rule in CONFIG_RULES:
         rule(config)
 
 
 def check_model(config: Config, layout: HelixLayout, spec: DecoderSpec) -> None:
     """Raises ValueError, naming key, value and remedy, where settings or the layout do not fit the model."""
     check_layout(layout, spec)
-    for rule in TOGETHER:
+    for rule in MODEL_RULES:
         rule(config, layout, spec)
 
 
@@ -50,63 +50,76 @@ def check_imports(config: Config) -> None:
     """Raises ValueError where an import path names nothing."""
     for key, path in (("attention.policy", config.attention.policy), ("speculation.policy", config.speculation.policy)):
         if ":" in path:
-            imported(key, path)
+            import_object(key, path)
 
 
-def check_parts(config: Config) -> None:
+def check_subblocks(config: Config) -> None:
     """Raises ValueError where parts of blocks cannot be chosen."""
     attention = config.attention
-    if attention.part is None:
+    if attention.subblock_size is None:
         return
-    if attention.part & (attention.part - 1) or attention.block % attention.part or attention.block == attention.part:
+    if (
+        attention.subblock_size & (attention.subblock_size - 1)
+        or attention.block % attention.subblock_size
+        or attention.block == attention.subblock_size
+    ):
         raise ValueError(
-            f"attention.part={attention.part} must be a power of two that cuts attention.block={attention.block} into "
+            f"attention.subblock_size={attention.subblock_size} must be a power of two that cuts "
+            f"attention.block={attention.block} into "
             "equal parts: set another, or leave it out"
         )
     if attention.choice == "global":
         raise ValueError(
-            f"attention.part={attention.part} is chosen by each rank from its own blocks: set "
-            "attention.choice=local, or leave out attention.part"
+            f"attention.subblock_size={attention.subblock_size} is chosen by each rank from its own blocks: set "
+            "attention.choice=local, or leave out attention.subblock_size"
         )
-    if config.kv.tier == "host" and config.kv.dtype != "auto":
+    if config.kv.offload == "host" and config.kv.dtype != "auto":
         raise ValueError(
-            f"attention.part={attention.part} with kv.tier=host needs keys and values of equal size, and kv.dtype is "
+            f"attention.subblock_size={attention.subblock_size} with kv.offload=host needs keys and values of "
+            "equal size, and kv.dtype is "
             f"{config.kv.dtype}: leave out one of the two"
         )
 
 
-def check_tier(config: Config) -> None:
+def check_offload(config: Config) -> None:
     """Raises ValueError where keys and values cannot lie in host memory."""
     kv = config.kv
-    for key, given in (("host_bytes", kv.host_bytes), ("gpu_bytes", kv.gpu_bytes)):
-        if given is not None and kv.tier == "gpu":
-            raise ValueError(f"kv.{key}={given:.0f} is for kv.tier=host, and kv.tier is gpu: set kv.tier=host")
-    if kv.tier == "gpu":
-        if kv.ahead:
-            raise ValueError("kv.ahead=true is for kv.tier=host, and kv.tier is gpu: nothing has to come")
+    for key, given in (("offload_host_bytes", kv.offload_host_bytes), ("offload_gpu_bytes", kv.offload_gpu_bytes)):
+        if given is not None and kv.offload == "none":
+            raise ValueError(f"kv.{key}={given:.0f} needs kv.offload=host, but kv.offload=none: set kv.offload=host")
+    if kv.offload == "none":
+        if kv.offload_prefetch:
+            raise ValueError(
+                "kv.offload_prefetch=true needs kv.offload=host (it prefetches blocks from host memory), but "
+                "kv.offload=none"
+            )
         return
     if config.attention.policy != "block_sparse":
         raise ValueError(
-            f"kv.tier=host with attention.policy={config.attention.policy} would read the whole cache over the link in "
-            "each step: set attention=block_sparse, or kv.tier=gpu"
+            f"kv.offload=host with attention.policy={config.attention.policy} would read the whole cache over the "
+            "link in "
+            "each step: set attention=block_sparse, or kv.offload=none"
         )
     if config.speculation.drafter in ("mtp", "eagle3"):
         raise ValueError(
-            f"kv.tier=host moves the model's own layers, and speculation.drafter={config.speculation.drafter} has one "
-            "more in their pages: set speculation=ngram or another drafter, or kv.tier=gpu"
+            f"kv.offload=host moves the model's own layers, and speculation.drafter={config.speculation.drafter} "
+            "has one "
+            "more in their pages: set speculation=ngram or another drafter, or kv.offload=none"
         )
     if config.speculation.drafter == "sparse":
         raise ValueError(
-            "kv.tier=host with speculation.drafter=sparse would verify over the whole cache in each step: set "
-            "speculation=ngram or another drafter, or kv.tier=gpu"
+            "kv.offload=host with speculation.drafter=sparse would verify over the whole cache in each step: set "
+            "speculation=ngram or another drafter, or kv.offload=none"
         )
-    if kv.ahead and config.attention.topk == 0:
+    if kv.offload_prefetch and config.attention.num_blocks == 0:
         raise ValueError(
-            "kv.ahead=true guesses what attention.topk=0 never chooses: set it to 1 or more, or leave out kv.ahead"
+            "kv.offload_prefetch=true guesses what attention.num_blocks=0 never chooses: set it to 1 or more, or "
+            "leave out kv.offload_prefetch"
         )
-    if kv.host_bytes is None:
+    if kv.offload_host_bytes is None:
         raise ValueError(
-            "kv.tier=host needs kv.host_bytes, the bytes of host memory that each rank pins: a machine's memory may "
+            "kv.offload=host needs kv.offload_host_bytes, the bytes of host memory that each rank pins: a "
+            "machine's memory may "
             "grow on demand, so that what is free says nothing"
         )
 
@@ -177,11 +190,11 @@ def check_attention(config: Config, layout: HelixLayout, spec: DecoderSpec) -> N
     if not spec.full:
         raise ValueError(f"{what}: every layer of the model has a sliding window already: set attention=dense")
     drafts = 0 if config.speculation.drafter == "none" else config.speculation.gamma
-    least = 1 + -(-drafts // attention.block)
-    if attention.local_blocks < least:
+    min_blocks = 1 + -(-drafts // attention.block)
+    if attention.local_blocks < min_blocks:
         raise ValueError(
             f"attention.local_blocks={attention.local_blocks} blocks of attention.block={attention.block} tokens do "
-            f"not hold an unfinished block and speculation.gamma={drafts} drafts: set at least {least}"
+            f"not hold an unfinished block and speculation.gamma={drafts} drafts: set at least {min_blocks}"
         )
     if attention.choice == "local":
         return
@@ -202,7 +215,7 @@ def check_attention(config: Config, layout: HelixLayout, spec: DecoderSpec) -> N
         )
 
 
-def check_self_drafts(config: Config, layout: HelixLayout, spec: DecoderSpec) -> None:
+def check_sparse_drafter(config: Config, layout: HelixLayout, spec: DecoderSpec) -> None:
     """Raises ValueError if a model cannot draft for itself over few of its keys."""
     if config.speculation.drafter != "sparse":
         return
@@ -221,7 +234,7 @@ def check_self_drafts(config: Config, layout: HelixLayout, spec: DecoderSpec) ->
         raise ValueError(f"{what} takes pages of 1 token or of a power of two from 16 on, not kv.page_size={page}")
 
 
-def check_own_sequences(config: Config, layout: HelixLayout, spec: DecoderSpec) -> None:
+def check_data_parallel(config: Config, layout: HelixLayout, spec: DecoderSpec) -> None:
     """Raises ValueError if ranks that attend sequences of their own (mode dp) cannot do what the config wants."""
     if layout.mode != "dp":
         return
@@ -261,9 +274,9 @@ def check_states(config: Config, layout: HelixLayout, spec: DecoderSpec) -> None
         raise ValueError(f"speculation.drafter=sparse {why}: set speculation=ngram")
 
 
-ALONE: tuple[Callable[[Config], None], ...] = (
-    check_origins, check_imports, check_pages, check_parts, check_tier, check_snapshots, check_resume,
+CONFIG_RULES: tuple[Callable[[Config], None], ...] = (
+    check_origins, check_imports, check_pages, check_subblocks, check_offload, check_snapshots, check_resume,
 )  # fmt: skip
-TOGETHER: tuple[Callable[[Config, HelixLayout, DecoderSpec], None], ...] = (
-    check_cache, check_attention, check_self_drafts, check_own_sequences, check_states,
+MODEL_RULES: tuple[Callable[[Config, HelixLayout, DecoderSpec], None], ...] = (
+    check_cache, check_attention, check_sparse_drafter, check_data_parallel, check_states,
 )  # fmt: skip

@@ -10,7 +10,7 @@ from helix.schema import FilePath, ImportPath, Range
 
 MAX_QUERIES = 32  # of a sequence in one decode step, for which the attention kernels are made
 MOST_SEQUENCES = 1 << 16  # in a batch
-MOST_CHOSEN = 128  # blocks that a query chooses on a rank, for which the selecting kernel is made
+MAX_SELECTED = 128  # blocks that a query chooses on a rank, for which the selecting kernel is made
 LEAST_KEYS = 256  # that drafts of a model for itself choose of a sequence at least, over all ranks
 
 STORED = "a checkpoint says itself how its weights are stored; fp8 rounds unquantised ones"
@@ -19,7 +19,7 @@ Width = Annotated[int, Range(1)]
 Count = Annotated[int, Range(1, 1 << 40)]
 DrafterName = Literal["none", "suffix", "model", "mtp", "eagle3", "sparse"]
 HopBChunks = Literal["none", "auto", "best", "2", "4", "8"]
-Share = Annotated[float, Range(above=0, most=1)]
+Share = Annotated[float, Range(above=0, maximum=1)]
 
 
 @dataclass
@@ -78,12 +78,12 @@ class KVConfig:
     snapshots: copies of states that are kept for prompts that begin alike, of models whose layers keep states.
     host_snapshots: further copies, in pinned memory of the host, to which those of least value move. Each takes the
         bytes of a sequence's states on each rank.
-    tier: gpu: keys and values lie on the GPU; host: in pinned memory of the host, and what a step chooses comes over
-        the link (with attention=block_sparse alone).
-    host_bytes: of each rank's keys and values, with tier=host.
-    gpu_bytes: all that a rank's keys and values take on its GPU, with tier=host; unset: from memory_fraction.
-    ahead: with tier=host, blocks of each layer come while the layer before it computes, by a guess at what it will
-        choose; what the guess did not name is fetched when it is chosen.
+    offload: none: keys and values are on the GPU; host: in pinned host memory, and each step fetches the blocks that it
+        selects over the link (attention=block_sparse only).
+    offload_host_bytes: host memory for the keys and values of each rank, with offload=host.
+    offload_gpu_bytes: GPU memory for the keys and values of each rank, with offload=host; unset: from memory_fraction.
+    offload_prefetch: with offload=host, predicts the blocks of the next layer and fetches them while the current layer
+        computes; blocks that the prediction missed are fetched when they are selected.
     """
 
     dtype: Literal["auto", "fp8", "fp8_all", "k16v8"] = "auto"
@@ -94,10 +94,10 @@ class KVConfig:
     prefix_cache: bool = True
     snapshots: Annotated[int, Range(0)] = 8
     host_snapshots: Annotated[int, Range(0)] = 0
-    tier: Literal["gpu", "host"] = "gpu"
-    host_bytes: Annotated[float, Range(above=0)] | None = None
-    gpu_bytes: Annotated[float, Range(above=0)] | None = None
-    ahead: bool = False
+    offload: Literal["none", "host"] = "none"
+    offload_host_bytes: Annotated[float, Range(above=0)] | None = None
+    offload_gpu_bytes: Annotated[float, Range(above=0)] | None = None
+    offload_prefetch: bool = False
 
 
 @dataclass
@@ -107,22 +107,22 @@ class AttentionConfig:
         sequence, the last ones, and those between that promise most, by the bounds of their keys. Prefill reads all.
         MODULE:NAME: a subclass of helix.attention.block_sparse:BlockSparseAttention, with the same settings.
     block: tokens of a block, which is a page of the cache.
-    part: tokens of a part of a block; queries choose parts instead of blocks. Unset: blocks.
-    candidates: blocks, the best by their own bounds, whose parts are considered, of all ranks together.
-    topk: blocks, or parts, that each KV head chooses, of all ranks together; 0: none. 32 blocks lose half of the single
-        lines of a text of 32K; attention=parts (part=16, candidates=256, topk=128) keeps them.
+    subblock_size: tokens of a subblock; queries select subblocks instead of whole blocks. Unset: blocks.
+    num_candidate_blocks: best blocks by their own bounds, over all ranks, whose subblocks are scored.
+    num_blocks: blocks, or subblocks, that each KV head selects over all ranks; 0: none. 32 blocks lose half of the
+        needles in 32K of text; attention=parts (subblock_size=16, num_candidate_blocks=256, num_blocks=128) finds them.
     sink_blocks: first blocks, always read.
     local_blocks: last blocks, the unfinished one included, always read.
-    choice: local (each kvp rank takes its share of topk from its own blocks) or global (one choice over all ranks: the
-        same blocks on every layout, for one exchange more in each layer).
+    choice: local (each kvp rank takes its share of num_blocks from its own blocks) or global (one choice over all
+        ranks: the same blocks on every layout, for one exchange more in each layer).
     from_tokens: shorter sequences read all.
     """
 
     policy: Literal["dense", "block_sparse"] | ImportPath = "dense"
     block: Annotated[int, Range(1, 1 << 14)] = 128
-    part: Annotated[int, Range(1, 1 << 13)] | None = None
-    candidates: Annotated[int, Range(1, 1024)] = 256
-    topk: Annotated[int, Range(0, MOST_CHOSEN)] = 32
+    subblock_size: Annotated[int, Range(1, 1 << 13)] | None = None
+    num_candidate_blocks: Annotated[int, Range(1, 1024)] = 256
+    num_blocks: Annotated[int, Range(0, MAX_SELECTED)] = 32
     sink_blocks: Annotated[int, Range(0, 1 << 20)] = 1
     local_blocks: Annotated[int, Range(1, 1 << 20)] = 4
     choice: Literal["local", "global"] = "local"
@@ -131,12 +131,12 @@ class AttentionConfig:
     @property
     def parts(self) -> int:
         """Number of equal parts of a block among which a query chooses; 1: it chooses blocks."""
-        return self.block // self.part if self.part and self.topk else 1
+        return self.block // self.subblock_size if self.subblock_size and self.num_blocks else 1
 
     @property
     def candidate_blocks(self) -> int:
         """Number of blocks whose parts are considered; 0 where blocks are chosen."""
-        return self.candidates if self.parts > 1 else 0
+        return self.num_candidate_blocks if self.parts > 1 else 0
 
 
 @dataclass
@@ -199,8 +199,8 @@ class SpeculationConfig:
     gamma: the most tokens proposed for each sequence and step, which the step verifies.
     adaptive: fewer than gamma, or none, where more do not pay, by what was accepted lately and how long steps took.
         With `model` it changes which tokens a sampled request gets, not how they are distributed.
-    longest: the most final tokens that suffix compares.
-    remembered: the most tokens of earlier answers in which suffix looks, for requests of the same salt; 0
+    prompt_lookup_max: the most final tokens that suffix compares.
+    suffix_pool_tokens: the most tokens of earlier answers in which suffix looks, for requests of the same salt; 0
         (speculation=ngram): it looks in the sequence alone.
     policy: which keys sparse reads: those that any query of the verification before scores best (any); that score best
         by the first and the last of them (c2q); the latest (window); pages that each draft judges best by their bounds
@@ -219,8 +219,8 @@ class SpeculationConfig:
     drafter: DrafterName = "none"
     gamma: Annotated[int, Range(1, MAX_QUERIES - 1)] = 4
     adaptive: bool = True
-    longest: Annotated[int, Range(1, 8)] = 3
-    remembered: Annotated[int, Range(0, 1 << 24)] = 1 << 18
+    prompt_lookup_max: Annotated[int, Range(1, 8)] = 3
+    suffix_pool_tokens: Annotated[int, Range(0, 1 << 24)] = 1 << 18
     policy: Literal["any", "c2q", "window", "quest"] | ImportPath = "any"
     sparsity: Share = 0.07
     noise: Literal["shared", "own"] = "shared"
@@ -237,7 +237,7 @@ class DecodeConfig:
     output: JSON lines of results; unset: text on the terminal alone.
     resume: keep what `output` already holds and run the rest.
     max_batch: slots, or auto: as many as there are prompts and memory, up to 512 tokens a step; 8 on CPUs and with
-        kv.tier=host. More prompts wait for a free one. With mode=dp, each rank has its share, rounded up.
+        kv.offload=host. More prompts wait for a free one. With mode=dp, each rank has its share, rounded up.
     max_length: most tokens of a sequence, prompt and new ones; unset: as many as the model and the cache allow.
     prefill_chunk: most prompt tokens in one step, or auto: as many as are fast and leave memory to the cache.
     stream: print text as it comes.
@@ -266,20 +266,21 @@ class ScheduleConfig:
 
     Attributes:
         goal: latency, balance or throughput, which set the two bounds below; balance widens them while prompts wait.
-        stall_ms: most milliseconds of chunks of prompts between two decode steps; unset: as the goal has it.
+        max_prefill_stall_ms: most milliseconds of chunks of prompts between two decode steps; unset: as the goal has
+            it.
         decode_share: share of the time for decode steps while prompts wait and any sequence decodes; unset: as the goal
             has it.
-        run_ms: most milliseconds of decode steps between two decisions of rank 0.
+        max_decode_run_ms: most milliseconds of decode steps between two decisions of rank 0.
         patience_s: seconds for which others may overtake a request that does not fit; then pages are kept for it.
-        lease: new tokens for which a sequence takes pages at a time.
+        lookahead_tokens: new tokens for which a sequence takes pages at a time.
     """
 
     goal: Literal["latency", "balance", "throughput"] = "balance"
-    stall_ms: Annotated[float, Range(1, 60_000)] | None = None
+    max_prefill_stall_ms: Annotated[float, Range(1, 60_000)] | None = None
     decode_share: Annotated[float, Range(0.0, 0.99)] | None = None
-    run_ms: Annotated[float, Range(0.1, 10_000)] = 20.0
+    max_decode_run_ms: Annotated[float, Range(0.1, 10_000)] = 20.0
     patience_s: Annotated[float, Range(0, 86_400)] = 30.0
-    lease: Annotated[int, Range(1, 1 << 24)] = 1024
+    lookahead_tokens: Annotated[int, Range(1, 1 << 24)] = 1024
 
 
 @dataclass
@@ -299,8 +300,8 @@ class ServeConfig:
         open: whether an address that other hosts reach may do without keys.
         cors: origins whose pages may use the server, such as https://chat.example; `*` is all.
         body_mib: most MiB of a request; unset: 64, or 16 bytes for each token of a sequence where that is more.
-        waiting: most requests that wait for the engine.
-        slow_s: for a client to take what is sent, seconds.
+        max_queue: most requests that wait for the engine.
+        write_timeout_s: for a client to take what is sent, seconds.
         restarts: of the ranks, in ten minutes, before the server gives up.
         hang_s: without progress of the engine, while it has requests, after which the ranks are restarted, seconds.
         drain_s: for running requests to end once the server is told to, seconds.
@@ -316,8 +317,8 @@ class ServeConfig:
     open: bool = False
     cors: list[str] = field(default_factory=list)
     body_mib: Annotated[int, Range(1, 1 << 16)] | None = None
-    waiting: Annotated[int, Range(1, 1 << 20)] = 256
-    slow_s: Annotated[float, Range(0.1, 86_400)] = 60.0
+    max_queue: Annotated[int, Range(1, 1 << 20)] = 256
+    write_timeout_s: Annotated[float, Range(0.1, 86_400)] = 60.0
     restarts: Annotated[int, Range(0, 1 << 20)] = 3
     hang_s: Annotated[float, Range(1, 86_400)] = 60.0
     drain_s: Annotated[float, Range(0, 86_400)] = 30.0
@@ -354,6 +355,21 @@ class Config:
     RENAMED: ClassVar[dict[str, str]] = {
         "hopb=none": "hopb=off",
         "decode.max_new_tokens": "decode.max_tokens={}",
+        "kv.tier=gpu": "kv.offload=none",
+        "kv.tier": "kv.offload={}",
+        "kv.ahead": "kv.offload_prefetch={}",
+        "kv.gpu_bytes": "kv.offload_gpu_bytes={}",
+        "kv.host_bytes": "kv.offload_host_bytes={}",
+        "schedule.stall_ms": "schedule.max_prefill_stall_ms={}",
+        "schedule.lease": "schedule.lookahead_tokens={}",
+        "schedule.run_ms": "schedule.max_decode_run_ms={}",
+        "speculation.longest": "speculation.prompt_lookup_max={}",
+        "speculation.remembered": "speculation.suffix_pool_tokens={}",
+        "attention.topk": "attention.num_blocks={}",
+        "attention.part": "attention.subblock_size={}",
+        "attention.candidates": "attention.num_candidate_blocks={}",
+        "serve.slow_s": "serve.write_timeout_s={}",
+        "serve.waiting": "serve.max_queue={}",
         "speculation.drafter=ngram": "speculation=ngram",
     }
 

@@ -9,14 +9,14 @@ import torch
 
 from comm.emulated import EmulatedCommunicator, EmulatedTransport, emulating_processes
 from comm.symm_mem import SymmMemCommunicator
-from comm.torch_dist import are_apart
+from comm.torch_dist import p2p_disabled
 from helix.config import Config
 from helix.errors import ConfigError
 from helix.layout import HelixLayout
-from helix.place import Place, most_ranks
+from helix.rank_info import RankInfo, max_ranks
 
 EMULATED_LINK = "emulated over nccl"
-KINDS = {  # others: TorchDistCommunicator
+COMMUNICATORS = {  # others: TorchDistCommunicator
     "symm_mem": SymmMemCommunicator,
     "emulated": EmulatedCommunicator,
     EMULATED_LINK: EmulatedTransport,
@@ -38,30 +38,30 @@ def ranks(config: Config) -> int:
     if layout.mode == "auto":
         return 1 if config.comm.backend == "gloo" else max(torch.cuda.device_count(), 1)
     made = HelixLayout.create(layout.mode, layout.kvp, layout.tpa, layout.tpf, layout.ep, layout.dp)
-    if made.world_size > (most := most_ranks()):
+    if made.world_size > (limit := max_ranks()):
         widths = "layout.dp" if made.mode == "dp" else "layout.kvp and layout.tpa"
         raise ValueError(
-            f"{made.ranks}, and this host runs {most} at most: set {widths} to fewer, or spread the ranks over hosts "
+            f"{made.ranks}, and this host runs {limit} at most: set {widths} to fewer, or spread the ranks over hosts "
             "(launch/agent.sh)"
         )
     return made.world_size
 
 
-def choose_backend(backend: str, place: Place, facts: list[dict[str, Any]]) -> str:
+def choose_backend(backend: str, rank_info: RankInfo, facts: list[dict[str, Any]]) -> str:
     """Resolves `comm.backend` to a backend, given the `facts` of all ranks about their GPUs.
 
     Raises:
         ConfigError: the backend is not possible here.
     """
     gpus = min(f["gpus"] for f in facts)
-    covered = gpus >= place.local_world_size
+    covered = gpus >= rank_info.local_world_size
     within_reach = covered and all(f["peers"] for f in facts)
-    peers = within_reach and place.world_size > 1
+    peers = within_reach and rank_info.world_size > 1
     if backend == "auto":
         return "symm_mem" if peers else "nccl" if covered else "gloo"
     if backend != "gloo" and not covered:
         raise ConfigError(
-            f"comm.backend={backend} needs a GPU for each rank: a host has {gpus} for {place.local_world_size} "
+            f"comm.backend={backend} needs a GPU for each rank: a host has {gpus} for {rank_info.local_world_size} "
             "ranks; use fewer ranks or comm.backend=gloo"
         )
     if backend == "symm_mem" and not peers:
@@ -72,32 +72,33 @@ def choose_backend(backend: str, place: Place, facts: list[dict[str, Any]]) -> s
     return EMULATED_LINK if backend == "emulated" and not within_reach else backend
 
 
-def take_device(backend: str, place: Place) -> torch.device:
+def set_device(backend: str, rank_info: RankInfo) -> torch.device:
     """Returns this rank's device under a backend, and makes it the current one."""
     if backend == "gloo":
         return torch.device("cpu")
-    device = torch.device("cuda", place.local_rank)
+    device = torch.device("cuda", rank_info.local_rank)
     torch.cuda.set_device(device)
     # NVLink multicast is not available everywhere; measurements without it hold everywhere.
     os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-    # Beside attention that fills the GPU, a collective takes the first free multiprocessors (`comm.turns`).
+    # Beside attention that fills the GPU, a collective takes the first free multiprocessors
+    # (`comm.dual_batch_overlap`).
     os.environ["TORCH_NCCL_HIGH_PRIORITY"] = "1"
     return device
 
 
-def gpu_facts(place: Place) -> dict[str, Any]:
+def gpu_facts(rank_info: RankInfo) -> dict[str, Any]:
     """Returns the number of visible GPUs, and whether this rank's GPU can access those of all other ranks."""
     gpus = torch.cuda.device_count()
-    ranks = range(place.world_size)
+    ranks = range(rank_info.world_size)
     peers = (
-        not (are_apart() and place.world_size > 1)
-        and place.local_world_size == place.world_size <= gpus
-        and all(r == place.local_rank or torch.cuda.can_device_access_peer(place.local_rank, r) for r in ranks)
+        not (p2p_disabled() and rank_info.world_size > 1)
+        and rank_info.local_world_size == rank_info.world_size <= gpus
+        and all(r == rank_info.local_rank or torch.cuda.can_device_access_peer(rank_info.local_rank, r) for r in ranks)
     )
     return {"gpus": gpus, "peers": peers}
 
 
-def gpu_name(place: Place) -> str | None:
+def gpu_name(rank_info: RankInfo) -> str | None:
     """Returns the name of this rank's GPU; None if this host has fewer GPUs than ranks."""
-    enough = place.local_world_size <= torch.cuda.device_count()
-    return torch.cuda.get_device_name(place.local_rank) if enough else None
+    enough = rank_info.local_world_size <= torch.cuda.device_count()
+    return torch.cuda.get_device_name(rank_info.local_rank) if enough else None

@@ -14,10 +14,10 @@ from helix.config import Config
 
 ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?")  # ORG/NAME[@REVISION]
 FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]  # weights in other formats can hold programs
-TWICE = ["consolidated*", "original/*"]  # the same weights again, in a form of the authors' own
+DUPLICATE_WEIGHTS = ["consolidated*", "original/*"]  # the same weights again, in a form of the authors' own
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 # Files that decide how texts are read and where answers end; a repository may lack some of them.
-TEXTS = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 
 
 def is_hub_id(name: str) -> bool:
@@ -53,7 +53,7 @@ def local_directory(name: str, weights: bool = True) -> Path:
     parts = ID.fullmatch(name)
     assert parts is not None, "is_hub_id looked"
     repository, revision = parts.groups()
-    wanted: dict[str, Any] = {"revision": revision, "ignore_patterns": TWICE}
+    wanted: dict[str, Any] = {"revision": revision, "ignore_patterns": DUPLICATE_WEIGHTS}
     wanted["allow_patterns"] = FILES if weights else FILES[1:]
     missing, instead = ["config.json"], "set model.path=DIR"
     try:
@@ -68,7 +68,7 @@ def local_directory(name: str, weights: bool = True) -> Path:
             listed = json.loads((path.parents[1] / "trees" / f"{path.name}.json").read_text(encoding="utf-8"))["files"]
             names = [n for n in listed if "/" not in n and any(map(partial(fnmatchcase, n), FILES[1:]))]
             missing = missing_files(path, weights) or [n for n in names if not (path / n).exists()]
-    where = f"{constants.HF_HUB_CACHE} lacks {_some(missing)} of {name}"
+    where = f"{constants.HF_HUB_CACHE} lacks {_summarize(missing)} of {name}"
     if constants.HF_HUB_OFFLINE:
         raise ValueError(f"{where}, and HF_HUB_OFFLINE=1 forbids downloads: unset it, or {instead}")
     try:
@@ -93,11 +93,11 @@ def local_directory(name: str, weights: bool = True) -> Path:
             f"{instead}"
         ) from error
     if missing := missing_files(path, weights):
-        raise ValueError(f"{name} at {constants.ENDPOINT} has no {_some(missing)}: safetensors alone are read")
+        raise ValueError(f"{name} at {constants.ENDPOINT} has no {_summarize(missing)}: safetensors alone are read")
     return path
 
 
-def find_models(config: Config) -> None:
+def resolve_hub_models(config: Config) -> None:
     """Puts directories in place of models of the Hugging Face Hub, which are downloaded where the cache lacks them.
 
     Raises:
@@ -128,14 +128,14 @@ def unknown_files(repository: str, path: Path) -> list[str]:
 
     if (path.parents[1] / "trees" / f"{path.name}.json").exists() or (path / ".gitattributes").exists():
         return []  # the whole repository was listed, or downloaded
-    missing = [n for n in TEXTS if try_to_load_from_cache(repository, n, revision=path.name) is None]
-    if "tokenizer_config.json" not in missing and TEXTS[3] in missing:
+    missing = [n for n in TOKENIZER_FILES if try_to_load_from_cache(repository, n, revision=path.name) is None]
+    if "tokenizer_config.json" not in missing and TOKENIZER_FILES[3] in missing:
         found = path / "tokenizer_config.json"
         if found.exists() and "chat_template" in json.loads(found.read_text(encoding="utf-8")):
-            missing.remove(TEXTS[3])
+            missing.remove(TOKENIZER_FILES[3])
     return missing
 
 
-def _some(names: list[str]) -> str:
+def _summarize(names: list[str]) -> str:
     more = len(names) - 3
     return ", ".join(names[:3]) + (f" and {more} more files" if more > 0 else "")

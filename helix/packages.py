@@ -44,7 +44,7 @@ def import_package(name: str) -> ModuleType:
     return module
 
 
-def imported(key: str, path: str) -> Any:
+def import_object(key: str, path: str) -> Any:
     """Returns what `path`, the import path MODULE:NAME that a setting has, names.
 
     Raises:

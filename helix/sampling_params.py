@@ -28,7 +28,7 @@ class Parameter:
         range: of a number; lists and mappings have at most MAX_LISTED items.
         neutral: what the default does, in a word.
         is_option: users set it by this name: in requests over HTTP, in prompt files and from Python.
-        of_checkpoints: in requests over HTTP, the default is that of `generation_config.json`, if it has one.
+        from_checkpoint: in requests over HTTP, the default is that of `generation_config.json`, if it has one.
         request: range in requests over HTTP and from Python, if not `range`.
         request_default: default in requests over HTTP, if not `default`.
         hint: type of its field, for signatures.
@@ -40,7 +40,7 @@ class Parameter:
     range: Interval | None = None
     neutral: str | None = None
     is_option: bool = True
-    of_checkpoints: bool = False
+    from_checkpoint: bool = False
     request: Interval | None = None
     request_default: Any = None
     hint: Any = None
@@ -53,7 +53,7 @@ class Parameter:
         return self._accepted(self.range)
 
     @property
-    def in_requests(self) -> str:
+    def request_description(self) -> str:
         """The meaning, and the values that requests over HTTP and from Python accept."""
         return f"{self.says} ({self._accepted(self.request)})"
 
@@ -114,19 +114,19 @@ class SamplingParams:
     # fmt: off
     temperature: Annotated[float, Parameter(
         "divides the logits before a token is sampled", Interval(ge=0, le=FP32_MAX), "greedy",
-        of_checkpoints=True, request=Interval(ge=0, le=100), request_default=1.0,
+        from_checkpoint=True, request=Interval(ge=0, le=100), request_default=1.0,
     )] = 0.0
     top_k: Annotated[int, Parameter(
         "samples among the k most likely tokens only", Interval(ge=0, lt=1 << 63), "off",
-        of_checkpoints=True, request=Interval(ge=-1, lt=1 << 31),
+        from_checkpoint=True, request=Interval(ge=-1, lt=1 << 31),
     )] = 0
     top_p: Annotated[float, Parameter(
         "of those, among the fewest most likely ones whose probabilities sum to `top_p`", Interval(gt=0, le=1), "off",
-        of_checkpoints=True,
+        from_checkpoint=True,
     )] = 1.0
     min_p: Annotated[float, Parameter(
         "of those, among the ones at least `min_p` times as likely as the most likely one", Interval(ge=0, le=1), "off",
-        of_checkpoints=True,
+        from_checkpoint=True,
     )] = 0.0
     seed: Annotated[int, Parameter(
         "fixes the sampled tokens, whatever else is in the batch and whatever the layout",
@@ -141,7 +141,7 @@ class SamplingParams:
     )] = 0
     repetition_penalty: Annotated[float, Parameter(
         "divides positive logits of tokens in the prompt or the answer, and multiplies negative ones",
-        Interval(ge=0.01, le=100), "off", of_checkpoints=True,
+        Interval(ge=0.01, le=100), "off", from_checkpoint=True,
     )] = 1.0
     frequency_penalty: Annotated[float, Parameter(
         "subtracted from a token's logit for each time that the answer has it", Interval(ge=-2, le=2), "off",
@@ -200,7 +200,7 @@ class SamplingParams:
         return self.masked or bool(self.logit_bias) or self.min_tokens > 0 or penalties != (0, 0, 1)
 
     @cached_property  # the scheduler looks at it for each decision
-    def is_shaped(self) -> bool:
+    def needs_logits_processor(self) -> bool:
         """Whether its steps shape logits or report log-probabilities; such sequences take no drafts."""
         return self.changes_logits or self.logprobs is not None
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args
 S = TypeVar("S")
 UNITS = {"": 0, "K": 10, "M": 20}  # of integers, as powers of two: 128K
 WORDS = {"True": "true", "False": "false", "None": "null"}
-PLAIN: dict[Any, str] = {
+TYPE_NAMES: dict[Any, str] = {
     int: "an integer of at most 64 bits",
     float: "a number",
     bool: "true or false",
@@ -31,24 +31,28 @@ PLAIN: dict[Any, str] = {
 
 
 class Range(NamedTuple):
-    """Bounds of a number, which may be `least` and `most`, and has to be more than `above`; None: no bound."""
+    """Bounds of a number, which may be `minimum` and `maximum`, and has to be more than `above`; None: no bound."""
 
-    least: float | None = None
-    most: float | None = None
+    minimum: float | None = None
+    maximum: float | None = None
     above: float | None = None
 
     def __str__(self) -> str:
         if self.above is not None:
-            return f"above {self.above}" + ("" if self.most is None else f" and at most {self.most}")
-        return f"of at least {self.least}" if self.most is None else f"from {self.least} to {self.most}"
+            return f"above {self.above}" + ("" if self.maximum is None else f" and at most {self.maximum}")
+        return f"of at least {self.minimum}" if self.maximum is None else f"from {self.minimum} to {self.maximum}"
 
     def has(self, value: float) -> bool:
         above = self.above is None or value > self.above
-        return above and (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
+        return (
+            above
+            and (self.minimum is None or value >= self.minimum)
+            and (self.maximum is None or value <= self.maximum)
+        )
 
 
 @dataclass(frozen=True)
-class Literally:
+class LiteralText:
     """Mark of texts that command lines take as they are, whatever characters they have."""
 
     def has(self, text: str) -> bool:
@@ -63,7 +67,7 @@ class Importable:
         return re.fullmatch(r"[\w.]+:\w+", text) is not None
 
 
-FilePath = Annotated[str, Literally()]
+FilePath = Annotated[str, LiteralText()]
 ImportPath = Annotated[str, Importable()]
 
 
@@ -73,21 +77,21 @@ def build(schema: type[S], content: Mapping[str, Any], prefix: str = "") -> S:
     Raises:
         ValueError: a key is unknown, or a value is not of its type; the message names key, value and what it has to be.
     """
-    kinds = types(schema)
+    kinds = field_types(schema)
     for name in content:
         if name not in kinds:
-            raise ValueError(unknown_key(schema, f"{prefix}{name}", [prefix + known for known in kinds]))
+            raise ValueError(unknown_key_message(schema, f"{prefix}{name}", [prefix + known for known in kinds]))
     return schema(
         **{
             name: build(kinds[name], value, f"{prefix}{name}.")
             if is_dataclass(kinds[name]) and isinstance(value, Mapping)
-            else value_of(f"{prefix}{name}", value, kinds[name])
+            else parse_value(f"{prefix}{name}", value, kinds[name])
             for name, value in content.items()
         }
     )
 
 
-def types(schema: Any) -> dict[str, Any]:
+def field_types(schema: Any) -> dict[str, Any]:
     """Returns the annotations of a dataclass's fields."""
     kinds = get_type_hints(schema, include_extras=True)
     return {field.name: kinds[field.name] for field in fields(schema)}
@@ -95,7 +99,7 @@ def types(schema: Any) -> dict[str, Any]:
 
 def leaves(schema: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yields key, annotation and default of everything that can be set."""
-    kinds = types(schema)
+    kinds = field_types(schema)
     for field in fields(schema):
         if is_dataclass(kinds[field.name]):
             yield from leaves(kinds[field.name], f"{prefix}{field.name}.")
@@ -104,34 +108,34 @@ def leaves(schema: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
             yield prefix + field.name, kinds[field.name], default
 
 
-def value_of(key: str, value: Any, kind: Any) -> Any:
+def parse_value(key: str, value: Any, kind: Any) -> Any:
     """Converts a value to its type: texts to numbers, and 128K and 1M to integers.
 
     Raises:
         ValueError: it is not of that type; the message names key, value and what it has to be.
     """
     if is_dataclass(kind):
-        keys = ", ".join(f"{key}.{name}" for name in types(kind))
-        raise ValueError(f"{key}={said(value)}: {key} is set by its keys: {keys}")
+        keys = ", ".join(f"{key}.{name}" for name in field_types(kind))
+        raise ValueError(f"{key}={format_value(value)}: {key} is set by its keys: {keys}")
     try:
-        return _converted(value, kind)
+        return _convert(value, kind)
     except (ValueError, OverflowError):
-        near = get_close_matches(said(value), choices(kind), n=1)
-        hint = f" (did you mean {near[0]}?)" if near else "".join(map(_hint, alternatives(kind)))
-        raise ValueError(f"{key}={said(value)} must be {expected(kind)}{hint}") from None
+        near = get_close_matches(format_value(value), choices(kind), n=1)
+        hint = f" (did you mean {near[0]}?)" if near else "".join(map(_annotation_hint, alternatives(kind)))
+        raise ValueError(f"{key}={format_value(value)} must be {describe_type(kind)}{hint}") from None
 
 
-def _hint(kind: Any) -> str:
+def _annotation_hint(kind: Any) -> str:
     """Returns what a kind says of itself behind its range."""
     return "".join(f": {one}" for one in get_args(kind) if get_origin(kind) is Annotated and isinstance(one, str))
 
 
-def said(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Writes a value as one types it on a command line."""
     if isinstance(value, list):
-        return f"[{','.join(map(said, value))}]"
+        return f"[{','.join(map(format_value, value))}]"
     if isinstance(value, dict):
-        return f"{{{','.join(f'{name}:{said(one)}' for name, one in value.items())}}}"
+        return f"{{{','.join(f'{name}:{format_value(one)}' for name, one in value.items())}}}"
     return value if isinstance(value, str) else WORDS.get(str(value), str(value))
 
 
@@ -148,42 +152,42 @@ def choices(kind: Any) -> list[str]:
 
 def is_literal_text(kind: Any) -> bool:
     """Returns whether command lines take a value as it is: a path."""
-    return any(Literally() in get_args(one) for one in alternatives(kind))
+    return any(LiteralText() in get_args(one) for one in alternatives(kind))
 
 
-def expected(kind: Any) -> str:
+def describe_type(kind: Any) -> str:
     """Says what a value has to be."""
     origin, args = get_origin(kind), get_args(kind)
     if len(several := alternatives(kind)) > 1:
-        return ", or ".join("null" if one is NoneType else expected(one) for one in several)
+        return ", or ".join("null" if one is NoneType else describe_type(one) for one in several)
     if origin is Literal:
         return f"one of {', '.join(args)}" if len(args) > 1 else str(args[0])
     if origin is Annotated:
         if not isinstance(args[1], Range):
             path = "an import path MODULE:NAME" if Importable() in args else "a path"
-            return path if args[0] is str else expected(args[0])
+            return path if args[0] is str else describe_type(args[0])
         return f"{'an integer' if args[0] is int else 'a number'} {args[1]}"
-    return PLAIN[kind]
+    return TYPE_NAMES[kind]
 
 
-def _converted(value: Any, kind: Any) -> Any:
+def _convert(value: Any, kind: Any) -> Any:
     origin, args = get_origin(kind), get_args(kind)
     if len(several := alternatives(kind)) > 1:
         for one in several:
             try:
-                return _converted(value, one)
+                return _convert(value, one)
             except ValueError:
                 continue
     elif origin is Literal:
-        if (word := said(value)) in args:
+        if (word := format_value(value)) in args:
             return word
     elif origin is Annotated:
-        converted = _converted(value, args[0])
+        converted = _convert(value, args[0])
         if converted if isinstance(args[1], str) else args[1].has(converted):
             return converted
     elif origin is list:
         if isinstance(value, list):
-            return [_converted(one, args[0]) for one in value]
+            return [_convert(one, args[0]) for one in value]
     elif kind in (NoneType, bool) or origin is dict:
         value = {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
         if isinstance(value, origin or kind):
@@ -192,25 +196,25 @@ def _converted(value: Any, kind: Any) -> Any:
         return Path(value)
     elif isinstance(value, str | int | float):
         if kind is str:
-            return said(value)
-        return _integer(value) if kind is int else float("" if isinstance(value, bool) else value)
+            return format_value(value)
+        return _parse_integer(value) if kind is int else float("" if isinstance(value, bool) else value)
     raise ValueError
 
 
-def _integer(value: str | float) -> int:
+def _parse_integer(value: str | float) -> int:
     found = re.fullmatch(r"([+-]?\d+)([KM]?)", str(value).upper())
     if found is None or not -(1 << 63) <= (number := int(found[1]) << UNITS[found[2]]) < 1 << 63:
         raise ValueError
     return number
 
 
-def unknown(text: str, known: Collection[str], near: Collection[str] = ()) -> str:
+def unknown_message(text: str, known: Collection[str], near: Collection[str] = ()) -> str:
     """Writes the message for an unknown word: the known ones, and the nearest of them or of `near`."""
     found = get_close_matches(text, [*known, *near], n=1)
     return f"{text} is unknown; known: {', '.join(known)}" + (f" (did you mean {found[0]}?)" if found else "")
 
 
-def unknown_key(schema: Any, key: str, siblings: Collection[str]) -> str:
+def unknown_key_message(schema: Any, key: str, siblings: Collection[str]) -> str:
     """Writes the message for a key that a schema does not have: its new name, or those around it and the nearest.
 
     The schema may name what has moved: `RENAMED`, what stands for an old key, where {} is its value.
@@ -221,4 +225,4 @@ def unknown_key(schema: Any, key: str, siblings: Collection[str]) -> str:
     same = [one for one, _, _ in leaves(schema) if one.rpartition(".")[2] == name]
     if same:  # `kvp` for `layout.kvp`
         return f"{key} is unknown; known: {', '.join(siblings)} (did you mean {min(same, key=len)}?)"
-    return unknown(key, siblings, [one for one, _, _ in leaves(schema)])
+    return unknown_message(key, siblings, [one for one, _, _ in leaves(schema)])

@@ -29,7 +29,7 @@ def sm_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def overlapped(t: torch.Tensor) -> dict[str, bool]:
+def pdl_options(t: torch.Tensor) -> dict[str, bool]:
     """Returns the launch options of a kernel that calls the two functions below, on the device of `t`."""
     on_gpu = t.is_cuda  # the interpreter has no programmatic dependent launch
     return {"PDL": on_gpu, "launch_pdl": on_gpu}

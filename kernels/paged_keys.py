@@ -75,8 +75,8 @@ class PagedKeys:
         """Checks strides, and that numbers not of `dtype` are e4m3 with scales, and keys only if values are."""
         (page, *within), apart = self.k.stride(), self.shape["V_APART"]
         assert self.v.stride() == (page * apart, within[0], within[1] * apart, 1) and within[2] == 1
-        for kept, scales in ((self.k, self.k_scale), (self.v, self.v_scale)):
-            assert kept.dtype == (dtype if scales is None else torch.float8_e4m3fn)
+        for cache, scales in ((self.k, self.k_scale), (self.v, self.v_scale)):
+            assert cache.dtype == (dtype if scales is None else torch.float8_e4m3fn)
 
     def check_latents(self, dtype: torch.dtype, width: int) -> None:
         """Checks that entries are `width` numbers of `dtype`, or latents in e4m3 with scales and rotated values."""
@@ -90,35 +90,35 @@ class PagedKeys:
 
     def in_parts(self, parts: int) -> PagedKeys:
         """Returns the same keys and values in pages that are one of `parts` parts of a page: part j of page i is page
-        `i * parts_apart + j`."""
+        `i * part_stride + j`."""
         if parts == 1:
             return self
         return replace(self, k=_in_parts(self.k, parts), v=_in_parts(self.v, parts))
 
-    def unpacked(self, dtype: torch.dtype = torch.float32) -> PagedKeys:
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> PagedKeys:
         """Returns the same keys and values, those in e4m3 as numbers of `dtype`: exact in bf16 and fp32."""
-        k = _unpacked(self.k, self.k_scale, dtype)
-        return replace(self, k=k, v=_unpacked(self.v, self.v_scale, dtype), k_scale=None, v_scale=None)
+        k = _dequantize(self.k, self.k_scale, dtype)
+        return replace(self, k=k, v=_dequantize(self.v, self.v_scale, dtype), k_scale=None, v_scale=None)
 
 
-def parts_apart(kept: torch.Tensor, parts: int) -> int:
+def part_stride(cache: torch.Tensor, parts: int) -> int:
     """Computes how many parts, of which a page [page_size, heads, D] has `parts`, begin before the next page begins."""
-    apart, rest = divmod(kept.stride(0), kept.shape[1] // parts * kept.stride(1))
+    apart, rest = divmod(cache.stride(0), cache.shape[1] // parts * cache.stride(1))
     assert rest == 0 and apart >= parts, "pages begin between parts"
     return apart
 
 
-def _in_parts(kept: torch.Tensor, parts: int) -> torch.Tensor:
-    pages, size, heads, width = kept.shape
-    _, slot, head, _ = kept.stride()
-    apart, each = parts_apart(kept, parts), size // parts
-    return kept.as_strided(((pages - 1) * apart + parts, each, heads, width), (each * slot, slot, head, 1))
+def _in_parts(cache: torch.Tensor, parts: int) -> torch.Tensor:
+    pages, size, heads, width = cache.shape
+    _, slot, head, _ = cache.stride()
+    apart, each = part_stride(cache, parts), size // parts
+    return cache.as_strided(((pages - 1) * apart + parts, each, heads, width), (each * slot, slot, head, 1))
 
 
-def _unpacked(kept: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+def _dequantize(cache: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     if scales is None:
-        return kept
-    return kept.to(dtype) * scales.transpose(1, 2).reshape(*kept.shape[:3], 1).to(dtype)
+        return cache
+    return cache.to(dtype) * scales.transpose(1, 2).reshape(*cache.shape[:3], 1).to(dtype)
 
 
 @dataclass(frozen=True)

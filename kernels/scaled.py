@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-E4M3_MOST = 448.0  # largest finite number of e4m3
+E4M3_MAX = 448.0  # largest finite number of e4m3
 # The numbers of e2m1: a sign, two bits of exponent, one of mantissa.
 E2M1 = tuple(sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
 
@@ -61,7 +61,7 @@ class ScaledMatrix:
         assert self.data.dim() == 3
         return replace(self, data=self.data[index], scales=self.scales[index])
 
-    def unpacked(self, dtype: torch.dtype = torch.float32) -> Tensor:
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Computes the numbers [..., R, K], each rounded once to `dtype`."""
         if self.packed:
             pairs = torch.stack((self.data & 15, self.data >> 4), -1).flatten(-2)
@@ -78,7 +78,7 @@ Matrix = Tensor | ScaledMatrix
 
 def as_tensor(matrix: Matrix, dtype: torch.dtype) -> Tensor:
     """Returns the numbers of a matrix, or of several: those of few bits rounded to `dtype`, a tensor as it is."""
-    return matrix.unpacked(dtype) if isinstance(matrix, ScaledMatrix) else matrix
+    return matrix.dequantize(dtype) if isinstance(matrix, ScaledMatrix) else matrix
 
 
 def matrix_rows(matrix: Matrix, begin: int, end: int) -> Matrix:
@@ -91,7 +91,7 @@ def groups(begin: int, columns: int, group: int) -> int:
     return -(-(begin + columns) // group)
 
 
-def quantised(weight: Tensor, block: tuple[int, int] = (128, 128)) -> ScaledMatrix:
+def quantize_fp8(weight: Tensor, block: tuple[int, int] = (128, 128)) -> ScaledMatrix:
     """Rounds a matrix [R, K], or each of [E, R, K], to e4m3 with a scale for each block, as DeepSeek-V3 stores it.
 
     Source:
@@ -101,8 +101,8 @@ def quantised(weight: Tensor, block: tuple[int, int] = (128, 128)) -> ScaledMatr
     padded = weight.new_zeros(*weight.shape[:-2], rows * block[0], columns * block[1], dtype=torch.float32)
     padded[..., : weight.shape[-2], : weight.shape[-1]] = weight
     blocks = padded.unflatten(-2, (rows, block[0])).unflatten(-1, (columns, block[1]))  # [..., rows, b, columns, b]
-    most = blocks.abs().amax((-3, -1))
-    scales = torch.where(most > 0, most / E4M3_MOST, torch.ones_like(most))
+    max_abs = blocks.abs().amax((-3, -1))
+    scales = torch.where(max_abs > 0, max_abs / E4M3_MAX, torch.ones_like(max_abs))
     data = (blocks / scales[..., :, None, :, None]).flatten(-2).flatten(-3, -2)
     data = data[..., : weight.shape[-2], : weight.shape[-1]].contiguous().to(torch.float8_e4m3fn)
     each = scales.repeat_interleave(block[0], -2)[..., : weight.shape[-2], :]

@@ -38,7 +38,7 @@ def next_stage(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def silence(values, key, start, stop):
+def zero_dead_keys(values, key, start, stop):
     """Zeroes the values of dead keys: the NaN of an unwritten slot would survive a weight of zero.
 
     Row i of `values`, in shared memory, belongs to key `key` + i; keys of [start, stop) are live. Groups of warps that

@@ -18,15 +18,15 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from helix.place import most_ranks
-from launch.inputs import compose, front
-from launch.inputs.work import RUNTIME, Program
+from helix.rank_info import max_ranks
+from launch.inputs import command_parser, compose
+from launch.inputs.job_kinds import RUNTIME, Program
 from launch.job.membership import deadline
 from launch.job.spawn import INTERRUPTED
 
 ANSWER_S = 30  # for the first agent's host to answer
-MEETING_S = 300  # for all agents to be there
-LOOK_S = 0.5  # between two looks at who is there
+JOIN_S = 300  # for all agents to be there
+POLL_S = 0.5  # between two looks at who is there
 GRACE_S = 5  # between asking ranks to end and killing them
 
 
@@ -45,7 +45,7 @@ def read(environment: Mapping[str, str]) -> LaunchConfig:
     except (OSError, UnicodeError) as error:
         raise ValueError(f"ENDPOINT={endpoint}: no host of that name is known here") from error
     nodes = _count(environment, "NODES", 2, 1 << 16)
-    ranks = _count(environment, "RANKS", torch.cuda.device_count(), most_ranks())
+    ranks = _count(environment, "RANKS", torch.cuda.device_count(), max_ranks())
     grace: dict[str, Any] = (
         {"shutdown_timeout": GRACE_S} if "shutdown_timeout" in LaunchConfig.__dataclass_fields__ else {}
     )
@@ -56,14 +56,14 @@ def read(environment: Mapping[str, str]) -> LaunchConfig:
         run_id=environment.get("RUN", "") or "helix",
         rdzv_backend="c10d",
         rdzv_endpoint=endpoint,
-        rdzv_configs={"timeout": MEETING_S, "read_timeout": ANSWER_S, "is_host": False},  # `meeting_store` is there
+        rdzv_configs={"timeout": JOIN_S, "read_timeout": ANSWER_S, "is_host": False},  # `rendezvous_store` is there
         max_restarts=0,
         monitor_interval=0.1,
         **grace,
     )
 
 
-def meeting_store(endpoint: str) -> dist.Store:
+def rendezvous_store(endpoint: str) -> dist.Store:
     """Connects to the store at which agents meet; the first agent on the endpoint's host starts it.
 
     Raises:
@@ -82,7 +82,7 @@ def meeting_store(endpoint: str) -> dist.Store:
                 raise RuntimeError(absent) from error
 
 
-def meet(store: dist.Store, config: LaunchConfig) -> None:
+def wait_for_agents(store: dist.Store, config: LaunchConfig) -> None:
     """Waits until all agents of a run are at the store.
 
     torch's rendezvous goes on as soon as one agent has as many as it wants: with unequal NODES some would run and the
@@ -91,27 +91,27 @@ def meet(store: dist.Store, config: LaunchConfig) -> None:
     Raises:
         RuntimeError: one of them has another NODES, or too few came in time.
     """
-    nodes, own = config.max_nodes, socket.gethostname()
+    nodes, local = config.max_nodes, socket.gethostname()
     store = dist.PrefixStore(f"helix/{config.run_id}/agents", store)
-    store.set(str(store.add("count", 1)), f"{nodes} {own}")
-    end = time.monotonic() + MEETING_S
+    store.set(str(store.add("count", 1)), f"{nodes} {local}")
+    end = time.monotonic() + JOIN_S
     while True:
         count = store.add("count", 0)
         for number in range(1, count + 1):
             theirs, _, host = store.get(str(number)).decode().partition(" ")
             if theirs != str(nodes):
-                time.sleep(4 * LOOK_S)  # the store may end with this agent: the others look first
+                time.sleep(4 * POLL_S)  # the store may end with this agent: the others look first
                 raise RuntimeError(
-                    f"NODES={nodes} on {own}, but NODES={theirs} on {host}: set NODES to the number of hosts on all"
+                    f"NODES={nodes} on {local}, but NODES={theirs} on {host}: set NODES to the number of hosts on all"
                 )
         if count >= nodes:
             return
         if time.monotonic() > end:
             raise RuntimeError(
-                f"ENDPOINT={config.rdzv_endpoint}: {count} of NODES={nodes} agents came within {MEETING_S} s as "
+                f"ENDPOINT={config.rdzv_endpoint}: {count} of NODES={nodes} agents came within {JOIN_S} s as "
                 f"RUN={config.run_id}"
             )
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
 
 
 def _store(host: str, port: int, serves: bool) -> dist.Store:
@@ -131,24 +131,24 @@ def _is_here(host: str) -> bool:
     return False
 
 
-def _count(environment: Mapping[str, str], name: str, unset: int, most: int) -> int:
+def _count(environment: Mapping[str, str], name: str, unset: int, maximum: int) -> int:
     text = environment.get(name, "")
     if text in ("", "gpu") and unset:
         return unset
-    if not text.isascii() or not text.isdecimal() or not 1 <= int(text[:9]) <= most:
+    if not text.isascii() or not text.isdecimal() or not 1 <= int(text[:9]) <= maximum:
         why = "" if text else ", as this host has no GPU"
-        raise ValueError(f"{name}={text} must be an integer from 1 to {most}{why}")
+        raise ValueError(f"{name}={text} must be an integer from 1 to {maximum}{why}")
     return int(text)
 
 
 def main(arguments: Sequence[str], environment: Mapping[str, str], program: Program = RUNTIME) -> int:
     """Runs the agent of a program; returns the exit code of its ranks, or 1 where the agents do not meet."""
     try:
-        line = front.read(arguments, program.typed)
-        if (text := compose.told(line, program.typed)) is not None:
+        line = command_parser.read(arguments, program.cli_command)
+        if (text := compose.info_text(line, program.cli_command)) is not None:
             print(text, end="")
             return 0
-        compose.composed(line.overrides, line.settings)
+        compose.compose_config(line.overrides, line.settings)
         config = read(environment)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -159,9 +159,9 @@ def main(arguments: Sequence[str], environment: Mapping[str, str], program: Prog
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // config.nproc_per_node)))
     where = f"ENDPOINT={config.rdzv_endpoint}"
     try:
-        store = meeting_store(config.rdzv_endpoint)  # held here for as long as the agent runs
-        print(f"{where}: meeting {config.max_nodes} agents, for {MEETING_S} s at most", file=sys.stderr, flush=True)
-        meet(store, config)
+        store = rendezvous_store(config.rdzv_endpoint)  # held here for as long as the agent runs
+        print(f"{where}: meeting {config.max_nodes} agents, for {JOIN_S} s at most", file=sys.stderr, flush=True)
+        wait_for_agents(store, config)
         elastic_launch(config, sys.executable)("-u", *program.command, *line.arguments)
     except (KeyboardInterrupt, SignalException):
         print("interrupted", file=sys.stderr)

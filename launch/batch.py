@@ -15,22 +15,22 @@ from typing import Any
 from helix.checks import check
 from helix.config import Config
 from helix.errors import RankError
-from launch.client.answer import Answer, RequestOutput, output_of
-from launch.client.choice import News
-from launch.client.core import Core
+from launch.client.answer import Answer, RequestOutput, to_request_output
+from launch.client.choice import Delta
+from launch.client.engine_client import EngineClient
 from launch.client.errors import REFUSED, ApiError
 from launch.client.schemas import Chat, Completion
 from launch.client.session import Session
 from launch.client.supervisor import Supervisor
-from launch.inputs.prompts import SERVED, PromptFile, PromptLine, ResultFile, body_of, check_defaults
+from launch.inputs.prompt_files import SERVED, PromptFile, PromptLine, ResultFile, check_defaults, make_body
 from launch.inputs.terminal import PromptsTerminal
 from launch.serving.openai import OpenAIAnswer
 
-AHEAD = 2  # requests that are read and have not ended, for each that can run
-LOOK_S = 0.2  # between two looks at the progress of prompts
+OPEN_PER_SLOT = 2  # requests that are read and have not ended, for each that can run
+POLL_S = 0.2  # between two looks at the progress of prompts
 
 
-def attached(config: Config) -> int:
+def decode_attached(config: Config) -> int:
     """Decodes the config's prompts over ranks that were started elsewhere, and listen at `serve.attach`.
 
     Returns:
@@ -50,7 +50,7 @@ async def decode(config: Config, prompts: Sequence[PromptLine], socket: Path) ->
     """Decodes prompts over ranks that serve a socket, then ends the ranks; cancelled, it leaves the results so far.
 
     Returns:
-        The exit code, as in `attached`.
+        The exit code, as in `decode_attached`.
     """
     try:
         runner = BatchRunner(config, prompts, socket)
@@ -77,9 +77,9 @@ class BatchRunner:
         self._results = ResultFile(config, prompts)
         self._terminal = PromptsTerminal(config.decode.stream)
         serve = replace(config.serve, attach=str(socket))
-        self._core = Core(sys.maxsize)
-        self._supervisor = Supervisor(self._core, serve, [], socket.parent)
-        self._session = Session(serve, self._core)
+        self._engine_client = EngineClient(sys.maxsize)
+        self._supervisor = Supervisor(self._engine_client, serve, [], socket.parent)
+        self._session = Session(serve, self._engine_client)
         self._answers: set[Answer] = set()
         self._prompt_tokens = 0  # of answers that have ended
         self._refused = 0
@@ -91,18 +91,18 @@ class BatchRunner:
             RankError: results cannot be written.
             ValueError: the checkpoint's tokenizer cannot be read.
         """
-        keeping = asyncio.create_task(self._supervisor.keep())
-        working = asyncio.create_task(self._work())
+        supervision = asyncio.create_task(self._supervisor.run())
+        decoding = asyncio.create_task(self._work())
         try:
-            await asyncio.wait((keeping, working), return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
-                await keeping
-            await working
+            await asyncio.wait((supervision, decoding), return_when=asyncio.FIRST_COMPLETED)
+            if not decoding.done():
+                await supervision
+            await decoding
             await self._supervisor.stop()
-            self._core.stop()
-            await keeping
+            self._engine_client.stop()
+            await supervision
         finally:
-            for task in (working, keeping):
+            for task in (decoding, supervision):
                 task.cancel()
                 with suppress(asyncio.CancelledError, Exception):
                     await task
@@ -113,14 +113,14 @@ class BatchRunner:
 
     async def _work(self) -> None:
         await asyncio.to_thread(self._session.load, self._config.model.path)  # while the ranks load the model
-        ready = await self._core.first_ready()
-        window = Semaphore(AHEAD * ready.max_batch)
+        engine_info = await self._engine_client.wait_ready()
+        window = Semaphore(OPEN_PER_SLOT * engine_info.max_batch)
         watching = asyncio.create_task(self._watch())
         try:
             async with asyncio.TaskGroup() as tasks:
                 for prompt in self._results.remaining:
                     await window.acquire()
-                    answer = await self._opened(prompt)
+                    answer = await self._submit(prompt)
                     if answer is None:
                         window.release()
                     else:
@@ -131,16 +131,16 @@ class BatchRunner:
         finally:
             watching.cancel()
 
-    async def _opened(self, prompt: PromptLine) -> Answer | None:
+    async def _submit(self, prompt: PromptLine) -> Answer | None:
         """Submits a prompt; of one that is refused, writes the result and returns None."""
         batch = prompt.url is not None
         try:
             body = self._body(prompt)
-            answer = await self._session.open(body, defaults=None if batch else {}, parsed=batch)
+            answer = await self._session.open(body, defaults=None if batch else {}, parse_output=batch)
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit, MemoryError):
             raise
         except BaseException as error:  # also panics of tokenizers and llguidance: the other prompts go on
-            refusal = error if isinstance(error, ApiError) else _unread(error)
+            refusal = error if isinstance(error, ApiError) else _to_api_error(error)
             if batch:
                 self._respond(prompt, refusal.status, refusal.body())
             else:
@@ -153,12 +153,12 @@ class BatchRunner:
         """Waits for an answer's end, and writes the result."""
         try:
             if prompt.url is None:
-                output = await output_of(answer, partial(self._show, prompt, 1))
+                output = await to_request_output(answer, partial(self._show, prompt, 1))
                 self._add(prompt, output)
             else:
                 try:
                     show = partial(self._show, prompt, len(answer.choices))
-                    status, response = SERVED, await OpenAIAnswer(answer).whole(show)
+                    status, response = SERVED, await OpenAIAnswer(answer).collect(show)
                 except ApiError as error:
                     status, response = error.status, error.body()
                 self._respond(prompt, status, response)
@@ -169,18 +169,18 @@ class BatchRunner:
 
     def _body(self, prompt: PromptLine) -> Chat | Completion:
         """Makes a request of a line, and checks what the model has to do with it."""
-        body = body_of(prompt, self._config.decode)
+        body = make_body(prompt, self._config.decode)
         if prompt.url is not None:
             if body.stream:
                 raise ApiError(400, "stream=true: the answers of a batch come whole", param="stream")
             self._session.check_model(body.model)
-        elif body.stop and self._session.tokens.tokenizer is None:
+        elif body.stop and self._session.tokenizer.backend is None:
             raise ValueError("stop texts need a tokenizer, and the model directory has none")
         return body
 
-    def _show(self, prompt: PromptLine, count: int, index: int, news: News) -> None:
+    def _show(self, prompt: PromptLine, count: int, index: int, delta: Delta) -> None:
         name = prompt.id if count == 1 else f"{prompt.id}[{index}]"
-        self._terminal.show(name, news.text, news.finish_reason is not None)
+        self._terminal.show(name, delta.text, delta.finish_reason is not None)
 
     def _add(self, prompt: PromptLine, output: RequestOutput) -> None:
         if output.reason is not None:
@@ -201,19 +201,19 @@ class BatchRunner:
         if prompt.text is None:
             return 0
         with suppress(ApiError):
-            return len(self._session.tokens.encode(prompt.text, sys.maxsize))
+            return len(self._session.tokenizer.encode(prompt.text, sys.maxsize))
         return 0
 
     async def _watch(self) -> None:
         """Shows the progress of prompts."""
         while True:
-            await asyncio.sleep(LOOK_S)
-            done = sum(choice.flight.progress or 0 for answer in self._answers for choice in answer.choices)
-            total = sum(len(choice.flight.request.prompt) for answer in self._answers for choice in answer.choices)
+            await asyncio.sleep(POLL_S)
+            done = sum(choice.generation.progress or 0 for answer in self._answers for choice in answer.choices)
+            total = sum(len(choice.generation.request.prompt) for answer in self._answers for choice in answer.choices)
             self._terminal.prefill(self._prompt_tokens + done, self._prompt_tokens + total)
 
 
-def _unread(error: BaseException) -> ApiError:
+def _to_api_error(error: BaseException) -> ApiError:
     """Creates the refusal of a prompt that cannot be made a request, with the reason."""
     if isinstance(error, ValueError):
         return ApiError(400, f"{' '.join(str(error).split()):.300}")

@@ -18,16 +18,16 @@ from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
-from helix.schema import value_of
-from launch.inputs import front
+from helix.schema import parse_value
+from launch.inputs import command_parser
+from launch.inputs.command_parser import CommandLine
 from launch.inputs.commands import CHAT
 from launch.inputs.flags import API_KEY
-from launch.inputs.front import Line
-from launch.inputs.terminal import harmless
+from launch.inputs.terminal import strip_control
 from launch.job.lifeline import LAUNCHER
 
 START_S = 1800.0  # for a model to be loaded
-PATIENCE_S = 600.0  # for the next piece of an answer
+READ_TIMEOUT_S = 600.0  # for the next piece of an answer
 STOP_S = 30.0  # for the server to end
 NUMBERS = {"--max-tokens": ("max_tokens", int), "--temperature": ("temperature", float)}  # fields of a request
 COMMANDS = """\
@@ -36,7 +36,7 @@ COMMANDS = """\
 control-C   stop an answer"""
 
 
-class Talk:
+class ChatClient:
     """A conversation with a server.
 
     Args:
@@ -61,9 +61,9 @@ class Talk:
         if self.turns and self.turns[-1]["role"] == "user":
             self.turns.pop()  # it was stopped before a word: many templates refuse two questions in a row
         self.turns.append({"role": "user", "content": question})
-        told = [{"role": "system", "content": self.system}] if self.system else []
-        body = {"model": self.model, "messages": told + self.turns, "stream": True, **self.options}
-        said: list[str] = []
+        system_messages = [{"role": "system", "content": self.system}] if self.system else []
+        body = {"model": self.model, "messages": system_messages + self.turns, "stream": True, **self.options}
+        pieces: list[str] = []
         try:
             with self._open("/v1/chat/completions", body) as stream:
                 for line in stream:
@@ -78,7 +78,7 @@ class Talk:
                         if thought := choice["delta"].get("reasoning_content"):
                             yield thought
                         if piece := choice["delta"].get("content"):
-                            said.append(piece)
+                            pieces.append(piece)
                             yield piece
             raise ValueError(f"{self.url}: the answer broke off")
         except ValueError:
@@ -88,10 +88,10 @@ class Talk:
             self.turns.pop()
             raise ValueError(f"{self.url}: the answer broke off: {error}") from error
         finally:
-            if self.turns and self.turns[-1]["role"] == "user" and said:
-                self.turns.append({"role": "assistant", "content": "".join(said)})
+            if self.turns and self.turns[-1]["role"] == "user" and pieces:
+                self.turns.append({"role": "assistant", "content": "".join(pieces)})
 
-    def again(self) -> str | None:
+    def pop_last_question(self) -> str | None:
         """Takes back the last question and its answer; returns the question, None where there is none."""
         while self.turns:
             turn = self.turns.pop()
@@ -107,7 +107,7 @@ class Talk:
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
         data = None if body is None else json.dumps(body).encode()
         try:
-            return urlopen(Request(self.url + path, data, headers), timeout=PATIENCE_S)
+            return urlopen(Request(self.url + path, data, headers), timeout=READ_TIMEOUT_S)
         except HTTPError as error:
             text = error.read().decode(errors="replace")
             with suppress(ValueError, KeyError, TypeError):
@@ -119,7 +119,7 @@ class Talk:
 
 
 @contextmanager
-def served(line: Line) -> Iterator[str]:
+def serve_model(line: CommandLine) -> Iterator[str]:
     """Serves a model for as long as the context lasts; yields the URL.
 
     Raises:
@@ -151,7 +151,7 @@ def served(line: Line) -> Iterator[str]:
             process.wait()
 
 
-def converse(chat: Talk) -> None:
+def chat_loop(chat: ChatClient) -> None:
     """Reads questions from the terminal and streams the answers, until the input ends."""
     print(f"{chat.model} is served at {chat.url}\n{COMMANDS}", flush=True)
     while True:
@@ -174,7 +174,7 @@ def converse(chat: Talk) -> None:
             chat.turns.clear()
             continue
         if command == "/retry":
-            text = chat.again() or ""
+            text = chat.pop_last_question() or ""
         elif command.startswith("/"):
             print(COMMANDS)
             continue
@@ -182,14 +182,14 @@ def converse(chat: Talk) -> None:
             _answer(chat, text)
 
 
-def _answer(chat: Talk, question: str) -> None:
+def _answer(chat: ChatClient, question: str) -> None:
     begin, first, pieces = time.monotonic(), 0.0, 0
     answer = chat.ask(question)
     try:
         for piece in answer:
             first = first or time.monotonic()
             pieces += 1
-            print(harmless(piece), end="", flush=True)
+            print(strip_control(piece), end="", flush=True)
     except KeyboardInterrupt:
         answer.close()  # type: ignore[attr-defined]
         print(" (stopped)", end="")
@@ -205,20 +205,20 @@ def _answer(chat: Talk, question: str) -> None:
 def main(arguments: Sequence[str]) -> int:
     """Runs a chat; returns the exit code: 0, or 1 where something is wrong that was said in one line."""
     try:
-        line = front.read(arguments, CHAT)
-        if line.options and (text := import_module("launch.inputs.compose").told(line, CHAT)) is not None:
+        line = command_parser.read(arguments, CHAT)
+        if line.options and (text := import_module("launch.inputs.compose").info_text(line, CHAT)) is not None:
             print(text, end="")  # the import takes longer than all others: it is the server that composes
             return 0
-        given = {flag: value for flag, value in line.own.items() if flag in NUMBERS}
-        options = {NUMBERS[flag][0]: value_of(flag, value, NUMBERS[flag][1]) for flag, value in given.items()}
-        key, system = os.environ.get(API_KEY), line.own.get("--system")
-        if (url := line.own.get("--url")) is not None:
+        given = {flag: value for flag, value in line.flag_values.items() if flag in NUMBERS}
+        options = {NUMBERS[flag][0]: parse_value(flag, value, NUMBERS[flag][1]) for flag, value in given.items()}
+        key, system = os.environ.get(API_KEY), line.flag_values.get("--system")
+        if (url := line.flag_values.get("--url")) is not None:
             if line.overrides:
                 raise ValueError(f"--url {url} is a server's, which has its settings: leave out {line.overrides[0]}")
-            converse(Talk(url, key, options, system))
+            chat_loop(ChatClient(url, key, options, system))
             return 0
-        with served(line) as url:
-            converse(Talk(url, key, options, system))
+        with serve_model(line) as url:
+            chat_loop(ChatClient(url, key, options, system))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -7,7 +7,7 @@ import sys
 from importlib.metadata import version
 
 from helix.packages import ROOT, rank_environment
-from helix.schema import unknown
+from helix.schema import unknown_message
 
 COMMANDS = {
     "run": "decode the prompts of a file",
@@ -59,11 +59,11 @@ def main() -> None:
     if name in ("--shell-completion", "-sc", "--complete"):
         os.execv(sys.executable, [sys.executable, "-m", "launch.completion", name, *rest])
     if name not in COMMANDS | LABORATORY:
-        sys.exit(f"error: {unknown(name, COMMANDS | LABORATORY)}")
+        sys.exit(f"error: {unknown_message(name, COMMANDS | LABORATORY)}")
     if name in LABORATORY and not (ROOT / "benchmarks").is_dir():
         sys.exit(f"error: helix {name} is in the package benchmarks, which {ROOT} does not have: take Helix's checkout")
-    room = "benchmarks" if name in LABORATORY else "launch"
-    program = [str(ROOT / "torchrun_entry.py")] if name == "run" else ["-m", f"{room}.{name}"]
+    package = "benchmarks" if name in LABORATORY else "launch"
+    program = [str(ROOT / "torchrun_entry.py")] if name == "run" else ["-m", f"{package}.{name}"]
     if name == "bench" and any(text.startswith("bench=") or text in ("-m", "--multirun") for text in rest):
         program = ["-m", "benchmarks.entry"]  # a job of one's own, or several
     os.execv(sys.executable, [sys.executable, *program, *rest])

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from helix.schema import choices, leaves
 from launch.cli import COMMANDS, LABORATORY
-from launch.inputs import front
+from launch.inputs import command_parser
 from launch.inputs.commands import COMMANDS as COMPOSING
 from launch.inputs.flags import HYDRA
-from launch.inputs.questions import PLAN
+from launch.inputs.planner_commands import PLAN
 
 BASH = """\
 _helix() {
@@ -31,25 +31,25 @@ SCRIPTS = {
 def candidates(line: str) -> list[str]:
     """Lists what the last word of a line may become; nothing where a file is as good."""
     words = line.split(" ")
-    begun, before = words[-1], [word for word in words[1:-1] if word]
+    prefix, before = words[-1], [word for word in words[1:-1] if word]
     if not before:
-        return _beginning(begun, [*COMMANDS, *LABORATORY, "--help", "--version", "--shell-completion"])
+        return _beginning(prefix, [*COMMANDS, *LABORATORY, "--help", "--version", "--shell-completion"])
     command = (COMPOSING | {"plan": PLAN}).get(before[0])
     if command is None:
         return []
-    if begun.startswith("-"):
-        return _beginning(begun, [name for flag in (*command.flags, *HYDRA) for name in flag.names])
+    if prefix.startswith("-"):
+        return _beginning(prefix, [name for flag in (*command.flags, *HYDRA) for name in flag.names])
     groups, schema = command.settings.groups, command.settings.schema
     values = groups | {name: choices(kind) for name, kind, _ in leaves(schema)}
-    key, equals, _ = begun.partition("=")
+    key, equals, _ = prefix.partition("=")
     if equals:
-        return _beginning(begun, [f"{key}={value}" for value in values.get(key, [])])
-    shapes = front.shapes() if not any("=" not in word and word[0] != "-" for word in before[1:]) else []
-    return _beginning(begun, [*shapes, *(f"{name}=" for name in values)]) if begun else []
+        return _beginning(prefix, [f"{key}={value}" for value in values.get(key, [])])
+    shapes = command_parser.shapes() if not any("=" not in word and word[0] != "-" for word in before[1:]) else []
+    return _beginning(prefix, [*shapes, *(f"{name}=" for name in values)]) if prefix else []
 
 
-def _beginning(begun: str, names: Sequence[str]) -> list[str]:
-    return [name for name in names if name.startswith(begun)]
+def _beginning(prefix: str, names: Sequence[str]) -> list[str]:
+    return [name for name in names if name.startswith(prefix)]
 
 
 def main(option: str, arguments: Sequence[str]) -> int:

@@ -28,7 +28,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Literal
 
-from launch.inputs.arguments import helped, parse
+from launch.inputs.arguments import handle_help, parse
 
 DTYPES = ("float32", "bfloat16", "float16")
 SAMPLING = {"temperature": float, "top_k": int, "top_p": float, "min_p": float, "repetition_penalty": float}
@@ -37,7 +37,7 @@ SAMPLING = {"temperature": float, "top_k": int, "top_p": float, "min_p": float, 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Converts the file that the first argument names; reports an error in one line."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if helped(arguments or ["--help"], __doc__):
+    if handle_help(arguments or ["--help"], __doc__):
         return
     try:
         file, directory, *rest = [*arguments[:2], *[""] * (2 - len(arguments)), *arguments[2:]]

@@ -16,13 +16,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from launch import run
-from launch.inputs.arguments import helped, need_checkout
+from launch.inputs.arguments import handle_help, need_checkout
 from launch.inputs.compose import ROOT
 
 
 def main() -> None:
     given = sys.argv[1:]
-    if helped(given, __doc__):
+    if handle_help(given, __doc__):
         return
     need_checkout("helix demo")
     gpus = import_module("torch").cuda.device_count()

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Literal
 
-from launch.inputs.arguments import helped, parse
+from launch.inputs.arguments import handle_help, parse
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Shows what this machine has."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if helped(arguments, __doc__):
+    if handle_help(arguments, __doc__):
         return
     try:
         given = parse(arguments, {"json": Literal["-"]})

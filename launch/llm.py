@@ -29,26 +29,26 @@ from typing import Any, TypeVar
 from tqdm.auto import tqdm
 
 from helix.checks import check
-from helix.hub import find_models
-from helix.place import Place
-from helix.schema import unknown
-from launch.client.answer import Answer, Heard, RequestOutput, output_of
-from launch.client.choice import News
-from launch.client.core import Core
+from helix.hub import resolve_hub_models
+from helix.rank_info import RankInfo
+from helix.schema import unknown_message
+from launch.client.answer import Answer, DeltaCallback, RequestOutput, to_request_output
+from launch.client.choice import Delta
+from launch.client.engine_client import EngineClient
 from launch.client.errors import ApiError
 from launch.client.options import CALL_OPTIONS, takes_options, with_defaults
-from launch.client.schemas import Body, Chat, Completion, parsed
+from launch.client.schemas import Body, Chat, Completion, parse_body
 from launch.client.session import Session
-from launch.client.supervisor import ENDING_S, Supervisor, cause
+from launch.client.supervisor import SHUTDOWN_S, Supervisor, cause
 from launch.inputs.flags import CPU_TOKENS
-from launch.inputs.prompts import MOST_IDS
+from launch.inputs.prompt_files import MAX_IDS
 
 LOG = logging.getLogger("helix")
 T = TypeVar("T")
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
 START_S = 3600.0  # for all ranks to load the model
-LOOK_S = 0.05  # between two looks at ranks that start
+POLL_S = 0.05  # between two looks at ranks that start
 SHOWN_S = 1.0  # after which a call's progress is shown
 LAST_LINES = 30  # of what the ranks printed, in the error of their failure
 
@@ -89,24 +89,24 @@ class LLM:
         given = {"layout": layout, **widths, "hopb": hopb}
         settings = [f"{key}={value}" for key, value in given.items() if value is not None]
         settings = [f"model.path={path}", "serve.restarts=0", *settings, *overrides]
-        self._config = import_module("launch.inputs.compose").composed(settings)  # Hydra: not with `import helix`
-        find_models(self._config)
+        self._config = import_module("launch.inputs.compose").compose_config(settings)  # Hydra: not with `import helix`
+        resolve_hub_models(self._config)
         if self._config.kv.tokens is None and not Path("/dev/nvidia0").exists():
             settings.append(f"kv.tokens={CPU_TOKENS}")
         check(self._config)
-        place = Place.from_environment()
-        self._leads = place is None or place.rank == 0
-        if place is not None:  # a rank imports torch
-            device = import_module("helix.devices").gpu_name(place) if self._config.comm.backend != "gloo" else None
+        rank_info = RankInfo.from_environment()
+        self._leads = rank_info is None or rank_info.rank == 0
+        if rank_info is not None:  # a rank imports torch
+            device = import_module("helix.devices").gpu_name(rank_info) if self._config.comm.backend != "gloo" else None
             preflight = import_module("launch.inputs.preflight").preflight
-            work = import_module("launch.inputs.work").SERVE
-            preflight(self._config, place.world_size, device, work, writes=False)
+            job_kind = import_module("launch.inputs.job_kinds").SERVE
+            preflight(self._config, rank_info.world_size, device, job_kind, writes=False)
         self.layout = ""
         self._closed = False
         self._pid = os.getpid()
         self._directory = Path(mkdtemp(prefix="helix-"))
         self._rank: Thread | None = None
-        if place is not None:
+        if rank_info is not None:
             socket = self._directory / "rank.sock"
             self._config.serve.attach = str(socket)
             main = import_module("launch.run").main
@@ -118,9 +118,9 @@ class LLM:
             self._thread = Thread(target=self._loop.run_forever, name="LLM", daemon=True)
             self._thread.start()
             try:
-                self._finish(self._begin(self._start(settings)))
+                self._wait(self._schedule(self._start(settings)))
                 self._session.load(self._config.model.path)  # while the ranks load the model
-                self._finish(self._begin(self._started()))
+                self._wait(self._schedule(self._wait_ready()))
             except BaseException:
                 self.close()
                 raise
@@ -163,9 +163,9 @@ class LLM:
 
         Returns, raises: as `generate`.
         """
-        more = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
+        extra_fields = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
         several = [messages] if _is_conversation(messages) else messages
-        return self._answers([self._chat(conversation, options, more) for conversation in several], use_tqdm)
+        return self._answers([self._chat(conversation, options, extra_fields) for conversation in several], use_tqdm)
 
     @takes_options
     def stream(self, prompt: Prompt | Messages, **options: Any) -> Stream:
@@ -186,14 +186,14 @@ class LLM:
         """
         if self._closed or os.getpid() != self._pid:
             return
-        self._closed = heard = True
+        self._closed = connected = True
         atexit.unregister(self.close)
         if self._leads:
-            heard = asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
+            connected = asyncio.run_coroutine_threadsafe(self._shutdown(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
-        if self._rank is not None and heard:
+        if self._rank is not None and connected:
             self._rank.join()  # its watchdog ends this process where another rank is gone
         shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -210,8 +210,8 @@ class LLM:
     def _completion(self, prompt: Prompt, options: Mapping[str, Any]) -> Completion:
         return checked_body(Completion, self._fields(options) | {"prompt": prompt})
 
-    def _chat(self, messages: Any, options: Mapping[str, Any], more: Mapping[str, Any]) -> Chat:
-        fields = self._fields(options) | {name: value for name, value in more.items() if value is not None}
+    def _chat(self, messages: Any, options: Mapping[str, Any], extra_fields: Mapping[str, Any]) -> Chat:
+        fields = self._fields(options) | {name: value for name, value in extra_fields.items() if value is not None}
         if (best := fields.pop("logprobs", None)) is not None:
             fields |= {"logprobs": True, "top_logprobs": best}
         return checked_body(Chat, fields | {"messages": [*messages]})
@@ -223,7 +223,7 @@ class LLM:
             ValueError: an option is unknown.
         """
         if wrong := [name for name in options if name not in CALL_OPTIONS]:
-            raise ValueError(unknown(wrong[0], CALL_OPTIONS))
+            raise ValueError(unknown_message(wrong[0], CALL_OPTIONS))
         fields = with_defaults(options, self._config.decode)
         if "schema" in fields:
             named = {"name": "answer", "schema": fields.pop("schema")}
@@ -232,7 +232,7 @@ class LLM:
 
     # ---- the thread that asks the ranks
 
-    def _begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+    def _schedule(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         try:
             self._check_process()
             if self._closed:
@@ -250,7 +250,7 @@ class LLM:
                 "or make another LLM here"
             )
 
-    def _finish(self, future: Future[T]) -> T:
+    def _wait(self, future: Future[T]) -> T:
         """Waits for what was begun; closes this LLM if the ranks have failed."""
         try:
             return future.result()
@@ -264,109 +264,113 @@ class LLM:
         if not self._leads:
             return []
         if not use_tqdm or len(bodies) < 2:  # tqdm's first use makes locks, which takes 20 ms
-            return self._finish(self._begin(self._outputs(bodies)))
+            return self._wait(self._schedule(self._outputs(bodies)))
         with tqdm(total=len(bodies), unit="prompt", delay=SHOWN_S) as shown:
-            return self._finish(self._begin(self._outputs(bodies, ended=shown.update)))
+            return self._wait(self._schedule(self._outputs(bodies, on_finish=shown.update)))
 
     def _streamed(self, body: Chat | Completion) -> Generator[str | RequestOutput]:
         """Yields an answer's text piece by piece, then the output."""
         if not self._leads:
             return
-        news: SimpleQueue[News | None] = SimpleQueue()
-        future = self._begin(self._outputs([body], lambda _, one: news.put(one)))
-        future.add_done_callback(lambda _: news.put(None))
+        deltas: SimpleQueue[Delta | None] = SimpleQueue()
+        future = self._schedule(self._outputs([body], lambda _, one: deltas.put(one)))
+        future.add_done_callback(lambda _: deltas.put(None))
         try:
-            while (one := news.get()) is not None:
+            while (one := deltas.get()) is not None:
                 parts = [part.text for part in one.parts if part.kind == "content"]
                 if piece := "".join(parts) if isinstance(body, Chat) else one.text:
                     yield piece
                     self._check_process()
-            yield from self._finish(future)
+            yield from self._wait(future)
         finally:
             if os.getpid() == self._pid:  # in a fork it would wake the parent's loop
                 future.cancel()
 
     async def _start(self, settings: Sequence[str]) -> None:
         self._log = self._directory / "log"
-        self._core = Core(sys.maxsize)
-        self._session = Session(self._config.serve, self._core)
+        self._engine_client = EngineClient(sys.maxsize)
+        self._session = Session(self._config.serve, self._engine_client)
         with self._log.open("wb") as log:
-            self._supervisor = Supervisor(self._core, self._config.serve, settings, self._directory, log.fileno())
-            self._keeping = asyncio.create_task(self._supervisor.keep())
+            self._supervisor = Supervisor(
+                self._engine_client, self._config.serve, settings, self._directory, log.fileno()
+            )
+            self._supervision = asyncio.create_task(self._supervisor.run())
             await asyncio.sleep(0)
-        self._keeping.add_done_callback(self._ended)
+        self._supervision.add_done_callback(self._on_supervision_end)
 
-    async def _started(self) -> None:
+    async def _wait_ready(self) -> None:
         """Waits until the ranks are ready; raises ValueError if they refuse the settings, RuntimeError if they fail."""
         deadline = time.monotonic() + START_S
-        while self._core.state != "ready":
+        while self._engine_client.state != "ready":
             if time.monotonic() > deadline:
-                self._core.fail(f"they did not start within {START_S:.0f} s")
-            if self._core.state == "failed" or not (self._rank is None or self._rank.is_alive()):
+                self._engine_client.fail(f"they did not start within {START_S:.0f} s")
+            if self._engine_client.state == "failed" or not (self._rank is None or self._rank.is_alive()):
                 raise self._failure()
-            await asyncio.sleep(LOOK_S)
-        self.layout = self._core.refuse_unless_ready().layout
+            await asyncio.sleep(POLL_S)
+        self.layout = self._engine_client.refuse_unless_ready().layout
         for line in self._log.read_text(errors="replace").splitlines():
             LOG.info(line)
 
-    def _ended(self, keeping: asyncio.Task[None]) -> None:
-        self._core.fail("they were ended" if keeping.cancelled() else str(keeping.exception()))
+    def _on_supervision_end(self, supervision: asyncio.Task[None]) -> None:
+        self._engine_client.fail("they were ended" if supervision.cancelled() else str(supervision.exception()))
 
     def _failure(self) -> Exception:
         lines = self._log.read_text(errors="replace").splitlines()
-        why = cause(lines) or self._core.why
-        if self._supervisor.refused:
+        why = cause(lines) or self._engine_client.why
+        if self._supervisor.settings_refused:
             return ValueError(why)
         return RuntimeError("\n".join([f"the LLM's ranks failed: {why}", *lines[-LAST_LINES:]]))
 
     async def _outputs(
         self,
         bodies: Sequence[Chat | Completion],
-        heard: Heard = lambda index, news: None,
-        ended: Callable[[], Any] = lambda: None,
+        on_delta: DeltaCallback = lambda index, delta: None,
+        on_finish: Callable[[], Any] = lambda: None,
     ) -> list[RequestOutput]:
-        begun: list[Answer | RequestOutput] = []
+        answers: list[Answer | RequestOutput] = []
         try:
             for body in bodies:
-                begun.append(await self._begun(body))
+                answers.append(await self._submit(body))
                 await asyncio.sleep(0)  # the ranks are heard between two prompts
-            return await asyncio.gather(*(self._output(answer, heard, ended) for answer in begun))
+            return await asyncio.gather(*(self._output(answer, on_delta, on_finish) for answer in answers))
         finally:
-            for answer in begun:
+            for answer in answers:
                 if isinstance(answer, Answer):
                     answer.close()
 
-    async def _begun(self, body: Chat | Completion) -> Answer | RequestOutput:
+    async def _submit(self, body: Chat | Completion) -> Answer | RequestOutput:
         """Submits a body; returns its answer, or the output of one that is refused."""
         try:
             return await self._session.open(body, defaults={})
         except ApiError as error:
-            if self._core.state != "ready":
+            if self._engine_client.state != "ready":
                 raise self._failure() from error
             if error.param not in ("prompt", "messages"):  # of every prompt alike
                 raise ValueError(error.message) from error
             return RequestOutput.refused(error.message)
 
-    async def _output(self, answer: Answer | RequestOutput, heard: Heard, ended: Callable[[], Any]) -> RequestOutput:
-        output = answer if isinstance(answer, RequestOutput) else await output_of(answer, heard)
-        if output.reason is not None and self._core.state != "ready":
+    async def _output(
+        self, answer: Answer | RequestOutput, on_delta: DeltaCallback, on_finish: Callable[[], Any]
+    ) -> RequestOutput:
+        output = answer if isinstance(answer, RequestOutput) else await to_request_output(answer, on_delta)
+        if output.reason is not None and self._engine_client.state != "ready":
             raise self._failure()
-        ended()
+        on_finish()
         return output
 
-    async def _end(self) -> bool:
+    async def _shutdown(self) -> bool:
         """Ends the job and all processes; returns whether the ranks were told to end, as they are once they serve."""
-        self._core.fail("this LLM is closed")
-        heard = self._core.connected
+        self._engine_client.fail("this LLM is closed")
+        connected = self._engine_client.connected
         await self._supervisor.stop()
         if self._rank is not None:
-            self._core.stop()
-        if heard:
-            await asyncio.wait((self._keeping,), timeout=ENDING_S)
-        self._keeping.cancel()
-        await asyncio.gather(self._keeping, return_exceptions=True)
+            self._engine_client.stop()
+        if connected:
+            await asyncio.wait((self._supervision,), timeout=SHUTDOWN_S)
+        self._supervision.cancel()
+        await asyncio.gather(self._supervision, return_exceptions=True)
         await self._session.close()
-        return heard
+        return connected
 
 
 class Stream:
@@ -425,7 +429,7 @@ def _is_conversation(given: Any) -> bool:
 def checked_body(schema: type[Body], fields: Mapping[str, Any]) -> Body:
     """Checks a body as a server does; raises ValueError for what is wrong in it."""
     try:
-        return parsed(schema, json.dumps(fields, default=_plain).encode(), MOST_IDS)
+        return parse_body(schema, json.dumps(fields, default=_plain).encode(), MAX_IDS)
     except ApiError as error:
         raise ValueError(error.message) from error
     except TypeError as error:

@@ -9,29 +9,29 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from launch.inputs import front
-from launch.inputs.files import check_picture, check_writable, write_atomically
-from launch.inputs.questions import PLAN
+from launch.inputs import command_parser
+from launch.inputs.files import check_plot_path, check_writable, write_atomically
+from launch.inputs.planner_commands import PLAN
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Answers one question; ends with an error in words if a value is wrong or nothing fits."""
     arguments = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
-        line = front.read(arguments, PLAN)
+        line = command_parser.read(arguments, PLAN)
         if "--help" in line.options:
-            print(front.parser(PLAN).format_help(), end="")
+            print(command_parser.parser(PLAN).format_help(), end="")
             return
-        if (path := line.own.get("--json", "-")) != "-":
+        if (path := line.flag_values.get("--json", "-")) != "-":
             check_writable("--json", Path(path))
-        if (picture := line.own.get("--plot")) is not None:
-            check_picture(Path(picture))
+        if (picture := line.flag_values.get("--plot")) is not None:
+            check_plot_path(Path(picture))
         answer(line)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
 
 
-def answer(line: front.Line) -> None:
+def answer(line: command_parser.CommandLine) -> None:
     """Prints the answer to a question, and writes its files.
 
     Raises:
@@ -39,19 +39,19 @@ def answer(line: front.Line) -> None:
     """
     compose, planner = import_module("launch.inputs.compose"), import_module("helix.planner.plan")
     planning, rankings, tables = (import_module(f"launch.inputs.{n}") for n in ("planning", "rankings", "tables"))
-    if (text := compose.told(line, PLAN)) is not None:
+    if (text := compose.info_text(line, PLAN)) is not None:
         print(text, end="")
         return
     if "--multirun" in line.options:
         raise ValueError("-m: a plan compares layouts by itself; ask about one workload at a time")
-    checked = planning.check_question(line.overrides, line.settings)
-    width, file = tables.terminal_width(), line.own.get("--json")
+    checked = planning.check_query(line.overrides, line.settings)
+    width, file = tables.terminal_width(), line.flag_values.get("--json")
     try:
-        ranking = planner.plan(checked.question)
-    except planner.NothingFits as error:
+        ranking = planner.plan(checked.query)
+    except planner.NoLayoutFits as error:
         raise ValueError(rankings.nothing_fits(error, checked, width)) from error
-    if (picture := line.own.get("--plot")) is not None:
-        import_module("launch.inputs.pictures").draw_ranking(ranking, checked.model, Path(picture))
+    if (picture := line.flag_values.get("--plot")) is not None:
+        import_module("launch.inputs.plots").draw_ranking(ranking, checked.model, Path(picture))
     if file is not None:
         text = json.dumps(rankings.as_json(ranking, checked), indent=1)
         if file == "-":

@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
-from helix.hub import find_models
-from helix.library import import_transformers
-from helix.place import Place
+from helix.hub import resolve_hub_models
+from helix.rank_info import RankInfo
+from helix.transformers_import import import_transformers
 from launch.client.errors import WRONG_SETTINGS
-from launch.inputs import compose, front, points
-from launch.inputs.work import RUNTIME, Program
+from launch.inputs import command_parser, compose, sweep_points
+from launch.inputs.job_kinds import RUNTIME, Program
 from launch.job import lifeline
 
 
@@ -35,33 +35,33 @@ def main(arguments: Sequence[str], program: Program = RUNTIME, alone: bool = Fal
     Returns:
         The exit code; errors of the arguments were printed to stderr, in one line.
     """
-    place = None
+    rank_info = None
     try:
-        place = Place.from_environment()
-        line = front.read(arguments, program.typed)
-        if (text := compose.told(line, program.typed)) is not None:
+        rank_info = RankInfo.from_environment()
+        line = command_parser.read(arguments, program.cli_command)
+        if (text := compose.info_text(line, program.cli_command)) is not None:
             print(text, end="")
             return 0
         if "--multirun" in line.options:
-            if place is not None:
-                typed = f"{program.typed.name} {shlex.join(line.arguments)} -m"
+            if rank_info is not None:
+                typed = f"{program.cli_command.name} {shlex.join(line.arguments)} -m"
                 raise ValueError(f"-m under torchrun would run the whole sweep on every rank: type `{typed}`")
-            swept = points.read(line, program)
+            swept = sweep_points.read(line, program)
             gc.enable()
             return int(import_module("launch.job.sweep").sweep(*swept, line, program))  # takes seconds
-        config = compose.composed(line.overrides, line.settings)
-        find_models(config)
+        config = compose.compose_config(line.overrides, line.settings)
+        resolve_hub_models(config)
         if config.serve.attach is not None:
-            return int(import_module("launch.batch").attached(config))
-        work = program.work(config)
+            return int(import_module("launch.batch").decode_attached(config))
+        job_kind = program.select(config)
         job = import_module("launch.job.rank")  # takes seconds
         if alone:
             import_transformers()
             gc.freeze()  # what is imported stays: nobody looks through it, not even at the end
             gc.enable()
-        begin: Callable[[], int] = job.prepare(config, work, place, [*program.command, *line.arguments])
+        begin: Callable[[], int] = job.prepare(config, job_kind, rank_info, [*program.command, *line.arguments])
     except ValueError as error:
-        if place is not None and place.local_rank:  # all ranks come here: the first of each host says why
+        if rank_info is not None and rank_info.local_rank:  # all ranks come here: the first of each host says why
             time.sleep(2.0)  # the first to exit takes the others down
         else:
             print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr)

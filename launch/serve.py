@@ -15,32 +15,32 @@ from pathlib import Path
 
 from helix.checks import check
 from helix.files import read_text
-from helix.hub import find_models, is_hub_id
-from launch.inputs import compose, front
+from helix.hub import is_hub_id, resolve_hub_models
+from launch.inputs import command_parser, compose
 from launch.inputs.commands import SERVE
 from launch.inputs.flags import API_KEY, CPU_TOKENS
 from launch.job import lifeline
-from launch.serving.security import Keys, check_exposure
+from launch.serving.security import ApiKeys, check_exposure
 
 
 def main(arguments: Sequence[str]) -> int:
     """Serves until a signal; returns the exit code: 0, or 1 after an error, which was printed in one line."""
     try:
-        line = front.read(arguments, SERVE)
-        if (text := compose.told(line, SERVE)) is not None:
+        line = command_parser.read(arguments, SERVE)
+        if (text := compose.info_text(line, SERVE)) is not None:
             print(text, end="")
             return 0
         if "--multirun" in line.options:
             raise ValueError("-m: a server has one config; `helix sweep` runs several over prompts")
         line = replace(line, overrides=[*_defaults(line.overrides), *line.overrides])
-        config = compose.composed(line.overrides, line.settings)
+        config = compose.compose_config(line.overrides, line.settings)
         if config.serve.name is None and is_hub_id(str(config.model.path)):
             config.serve.name = str(config.model.path)
-        find_models(config)
+        resolve_hub_models(config)
         check(config)
         key = os.environ.pop(API_KEY, None)  # the ranks have no use for it
         check_exposure(config.serve, key)
-        keys = Keys(config.serve.api_keys, key)
+        keys = ApiKeys(config.serve.api_keys, key)
         if config.serve.chat_template is not None:  # not after the weights, which take minutes
             read_text(Path(config.serve.chat_template))
         server = import_module("launch.serving.server")  # it brings all that HTTP needs

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from helix.schema import unknown
-from launch.inputs import front
-from launch.inputs.arguments import helped
-from launch.inputs.files import check_picture
-from launch.inputs.questions import POINT
+from helix.schema import unknown_message
+from launch.inputs import command_parser
+from launch.inputs.arguments import handle_help
+from launch.inputs.files import check_plot_path
+from launch.inputs.planner_commands import POINT
 
 
 def print_point(arguments: Sequence[str]) -> None:
@@ -23,22 +23,22 @@ def print_point(arguments: Sequence[str]) -> None:
     Raises:
         ValueError: a value is wrong; or, after printing, memory does not suffice for the batch.
     """
-    line = front.read(arguments or ["--help"], POINT)
+    line = command_parser.read(arguments or ["--help"], POINT)
     if "--help" in line.options:
-        print(front.parser(POINT).format_help(), end="")
+        print(command_parser.parser(POINT).format_help(), end="")
         return
-    picture = None if (path := line.own.get("--plot")) is None else Path(path)
+    picture = None if (path := line.flag_values.get("--plot")) is None else Path(path)
     if picture is not None:
-        check_picture(picture)
+        check_plot_path(picture)
     compose = import_module("launch.inputs.compose")
-    if (text := compose.told(line, POINT)) is not None:
+    if (text := compose.info_text(line, POINT)) is not None:
         print(text, end="")
         return
     given = dict(text.partition("=")[::2] for text in line.overrides)
     model = given.get("model.path", given.get("model"))
     if missing := [key for key, value in (("model", model), ("hardware", given.get("hardware"))) if value is None]:
         raise ValueError(f"{' and '.join(missing)} missing, as in {POINT.examples[0]}")
-    config = compose.composed(line.overrides, line.settings)
+    config = compose.compose_config(line.overrides, line.settings)
     import_module("launch.inputs.simulation").print_point(config, model, picture)
 
 
@@ -48,12 +48,12 @@ COMMANDS = {"point": print_point}
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs one of the commands; ends with the known values if a value is wrong."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if helped(arguments[:1] or ["--help"], front.parser(POINT).format_help()):
+    if handle_help(arguments[:1] or ["--help"], command_parser.parser(POINT).format_help()):
         return
     name, *rest = arguments
     try:
         if name not in COMMANDS:
-            raise ValueError(unknown(name, COMMANDS))
+            raise ValueError(unknown_message(name, COMMANDS))
         COMMANDS[name](rest)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")

@@ -14,12 +14,12 @@ from dataclasses import replace
 
 from launch import run
 from launch.inputs.commands import SWEEP
-from launch.inputs.work import RUNTIME
+from launch.inputs.job_kinds import RUNTIME
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the sweep; returns 0 if a point ran and none failed, 130 after control-C, otherwise 1."""
-    return run.main([*arguments, "--multirun"], replace(RUNTIME, typed=SWEEP))
+    return run.main([*arguments, "--multirun"], replace(RUNTIME, cli_command=SWEEP))
 
 
 if __name__ == "__main__":

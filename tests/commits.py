@@ -73,9 +73,9 @@ def main() -> None:
     except (OSError, ValueError) as error:
         print(f"commits: not checked: {error}")
         return
-    wrong = [(commit, subject, said) for commit, subject in found if (said := fault(subject))]
-    for commit, subject, said in wrong:
-        print(f"commits: {commit} {subject!r}: {said}", file=sys.stderr)
+    wrong = [(commit, subject, problem) for commit, subject in found if (problem := fault(subject))]
+    for commit, subject, problem in wrong:
+        print(f"commits: {commit} {subject!r}: {problem}", file=sys.stderr)
     if wrong:
         sys.exit(f"commits: {len(wrong)} of {len(found)} subjects are wrong; {' '.join(REMEDY.splitlines())}")
     print(f"commits: {len(found)} subjects are fine")

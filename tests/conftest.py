@@ -98,11 +98,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     counts = {name: len(terminalreporter.stats.get(name, ())) for name in ("passed", "failed", "error", "skipped")}
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
     minutes, rest = divmod(round(time.monotonic() - BEGIN), 60)
-    said = ", ".join(f"{count} {name}" for name, count in counts.items() if count or name == "failed")
+    summary = ", ".join(f"{count} {name}" for name, count in counts.items() if count or name == "failed")
     with path.open("a") as file:
         arguments = [text for text in config.invocation_params.args if not text.startswith("--record")]
         file.write(f"\n== {commit}, {os.cpu_count()} cores, {date.today()}: pytest {' '.join(arguments)}\n")
-        file.write(f"{said} in {minutes}m{rest:02}\n")
+        file.write(f"{summary} in {minutes}m{rest:02}\n")
         file.writelines(f"{took:6.1f} s  {name}\n" for name, took in seconds.most_common(SLOWEST))
 
 
@@ -110,13 +110,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     gc.freeze()  # nor are they looked at once all tests are here: they stay to the end
     config.stash[COLLECTED] = {item.nodeid: item.get_closest_marker("slow") is not None for item in items}
-    chosen = [item for item in items if not config.getoption("gpu") or _needs(item)[0]]
+    selected = [item for item in items if not config.getoption("gpu") or _needs(item)[0]]
     if part := config.getoption("part"):
         index, count = map(int, part.split("/"))
-        chosen = chosen[index - 1 :: count]
-    keep = set(chosen)
+        selected = selected[index - 1 :: count]
+    keep = set(selected)
     config.hook.pytest_deselected(items=[item for item in items if item not in keep])
-    items[:] = chosen
+    items[:] = selected
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # a test's timeout begins once it has its memory

@@ -20,14 +20,14 @@ RESIDENT_GB = 3.5  # of a process of tests between its tests: contexts, its own 
 DEADLINE_S = 900.0  # for the GB of a test: the tests that hold them end by their own timeouts
 
 
-def turned(gpus: list[str], worker: str) -> list[str]:
+def rotated(gpus: list[str], worker: str) -> list[str]:
     """Names of `gpus` in the order in which `worker` ("gw3") sees them: neighbours do not begin with the same one."""
     first = int(worker.removeprefix("gw")) % len(gpus)
     return gpus[first:] + gpus[:first]
 
 
 if WORKER and GPUS in os.environ:
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(turned(list(json.loads(os.environ[GPUS])[1]), WORKER))
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(rotated(list(json.loads(os.environ[GPUS])[1]), WORKER))
 
 
 def processes(cores: int, gpus_gb: list[float]) -> int:
@@ -59,28 +59,31 @@ class Memory:
             while not self._take(gpus, gb):
                 if time.monotonic() > deadline:
                     raise TimeoutError(
-                        f"{gb} GB of GPUs {gpus} did not become free in {DEADLINE_S:.0f} s: {self.taken()}"
+                        f"{gb} GB of GPUs {gpus} did not become free in {DEADLINE_S:.0f} s: {self.reservations()}"
                     )
                 time.sleep(0.05)
         try:
             yield
         finally:
             with self._locked("ledger"):
-                self._write({pid: taken for pid, taken in self._read().items() if pid != str(os.getpid())})
+                self._write(
+                    {pid: reservations for pid, reservations in self._read().items() if pid != str(os.getpid())}
+                )
 
-    def taken(self) -> dict[str, dict[str, float]]:
+    def reservations(self) -> dict[str, dict[str, float]]:
         """GB of each GPU by the process that holds them."""
         with self._locked("ledger"):
             return self._read()
 
     def _take(self, gpus: list[str], gb: float) -> bool:
         with self._locked("ledger"):
-            taken = {pid: by_gpu for pid, by_gpu in self._read().items() if Path("/proc", pid).exists()}
+            reservations = {pid: by_gpu for pid, by_gpu in self._read().items() if Path("/proc", pid).exists()}
             free = {
-                name: self.capacity[name] - sum(by_gpu.get(name, 0.0) for by_gpu in taken.values()) for name in gpus
+                name: self.capacity[name] - sum(by_gpu.get(name, 0.0) for by_gpu in reservations.values())
+                for name in gpus
             }
             fits = all(gb <= amount + 1e-6 for amount in free.values())
-            self._write(taken | ({str(os.getpid()): dict.fromkeys(gpus, gb)} if fits else {}))
+            self._write(reservations | ({str(os.getpid()): dict.fromkeys(gpus, gb)} if fits else {}))
             return fits
 
     @contextmanager
@@ -93,5 +96,5 @@ class Memory:
         path = self.folder / "gpus.json"
         return json.loads(path.read_text()) if path.exists() else {}
 
-    def _write(self, taken: dict[str, dict[str, float]]) -> None:
-        (self.folder / "gpus.json").write_text(json.dumps(taken))
+    def _write(self, reservations: dict[str, dict[str, float]]) -> None:
+        (self.folder / "gpus.json").write_text(json.dumps(reservations))

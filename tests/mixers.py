@@ -16,15 +16,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from comm.pending import PendingProjection
+from comm.partial import PartialProjection
 from helix.attention.base import AttentionPolicy
 from helix.layers.linear import ColumnParallel, RowParallel, Rows
 from helix.layers.rotary import Angles
 from helix.layers.weights import ModelShard
 from helix.layout import HelixLayout
 from helix.models.layer import MIXERS
-from helix.worker.keeps import Keeps
 from helix.worker.kv_cache import KVCache
+from helix.worker.kv_cache_spec import KVCacheSpec
 from helix.worker.step import Step
 
 
@@ -40,7 +40,7 @@ class DecaySpec:
     hidden: int
     width: int
     decay: float
-    attends: bool = False
+    is_attention: bool = False
     window: None = None
 
     @property
@@ -53,10 +53,10 @@ class DecaySpec:
         """Multiplications with keys and values: there are none."""
         return 0
 
-    def keeps(self, layout: HelixLayout, rank: int, dtype: str, kv: str = "auto") -> tuple[Keeps, ...]:
+    def kv_cache_specs(self, layout: HelixLayout, rank: int, dtype: str, kv: str = "auto") -> tuple[KVCacheSpec, ...]:
         """Lists a state for each slot, and the rows of its last step."""
         channels = (len(layout.ffn_columns(rank, self.width)),)
-        return Keeps("state", channels, "float32", "slot"), Keeps("rows", channels, "float32", "row")
+        return KVCacheSpec("state", channels, "float32", "slot"), KVCacheSpec("rows", channels, "float32", "row")
 
     def buffers(self, layout: HelixLayout, rank: int) -> int:
         """Counts the numbers that a token of a prefill step takes on a rank."""
@@ -77,12 +77,12 @@ class Decay:
         """x [N, H] -> k and q [N, 2 * channels]; nothing is kept of single tokens."""
         return self.kq(x)
 
-    def finish(self, q: Tensor, cache: KVCache, step: Step, policy: AttentionPolicy) -> PendingProjection:
+    def finish(self, q: Tensor, cache: KVCache, step: Step, policy: AttentionPolicy) -> PartialProjection:
         """k and q -> this rank's part [N, H]."""
         mine = cache.layer(self.index)
         k, q = q.float().chunk(2, 1)
         prompts = step.cu_q is not None
-        seen = self._prefill(k, mine.kept, step) if prompts else self._decode(k, mine.kept, mine.accepted, step)
+        seen = self._prefill(k, mine.tensors, step) if prompts else self._decode(k, mine.tensors, mine.accepted, step)
         return self.output((q * seen).to(self.output.weight.dtype))
 
     def _decode(self, k: Tensor, kept: Mapping[str, Tensor], accepted: Tensor, step: Step) -> Tensor:

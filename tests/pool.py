@@ -31,7 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.ending import at_exit
+from tests.exit_cleanup import at_exit
 
 # A fork server, itself a fresh process that only imports: a worker then starts in milliseconds instead of the seconds
 # of another import, and yet is no copy of the test process with its threads. Beside GPUs it imports torch alone: what

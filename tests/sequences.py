@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from helix.engine.core import Engine
-from helix.engine.decision import Admission
 from helix.engine.inbox import Inbox
 from helix.engine.request import Logprobs, PromptLogprobs, Request, RequestUpdate
+from helix.engine.scheduler_output import NewRequest
 from helix.layers.specs import AttentionSpec
 from helix.models import DecoderSpec
 from helix.sampling_params import SamplingParams
@@ -21,7 +21,7 @@ from helix.sampling_params import SamplingParams
 class Generated:
     """All updates of a request, joined; attributes as in `RequestUpdate`."""
 
-    output_ids: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] = ()
     finish_reason: str | None = None
     reason: str | None = None
     logprobs: tuple[Logprobs, ...] = ()
@@ -30,8 +30,8 @@ class Generated:
 
 def updates_of(engine: Engine, inbox: Inbox | None) -> Iterator[RequestUpdate]:
     """Serves an inbox, a collective call; yields the updates one by one, on rank 0."""
-    for of_step in engine.serve(inbox):
-        yield from of_step
+    for updates in engine.serve(inbox):
+        yield from updates
 
 
 def resize(engine: Engine, **sizes: int) -> None:
@@ -45,22 +45,22 @@ def generated(engine: Engine, requests: Iterable[Request]) -> dict[Any, Generate
     for update in updates_of(engine, Inbox.of(requests)):
         one = found.setdefault(update.id, Generated())
         assert one.finish_reason is None, f"request {update.id} goes on after its end"
-        one.output_ids += update.new_ids
+        one.token_ids += update.new_token_ids
         one.logprobs += update.logprobs
-        one.scored += () if update.scored is None else (update.scored,)
+        one.scored += () if update.prompt_logprobs is None else (update.prompt_logprobs,)
         one.finish_reason, one.reason = update.finish_reason, update.reason
     return found
 
 
 def generated_ids(engine: Engine, requests: Iterable[Request]) -> dict[Any, tuple[int, ...]]:
     """Serves requests, a collective call; returns the tokens of each by id, on rank 0."""
-    return {name: one.output_ids for name, one in generated(engine, requests).items()}
+    return {name: one.token_ids for name, one in generated(engine, requests).items()}
 
 
-def admission(slot: int, start: int, pages: np.ndarray, limit: int, text: np.ndarray, **more: Any) -> Admission:
+def new_request(slot: int, start: int, pages: np.ndarray, limit: int, text: np.ndarray, **more: Any) -> NewRequest:
     """Makes the admission of a greedy sequence whose first tokens are `text`, int32 [n]."""
     sampling = more.pop("sampling", SamplingParams())
-    return Admission(f"of slot {slot}", slot, len(text), text, start, pages, limit, limit, sampling, **more)
+    return NewRequest(f"of slot {slot}", slot, len(text), text, start, pages, limit, limit, sampling, **more)
 
 
 def with_windows(spec: DecoderSpec, *windows: int | None) -> DecoderSpec:

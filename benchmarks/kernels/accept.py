@@ -13,43 +13,43 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.runner import Given, Row
+from benchmarks.runner import BenchContext, Row
 from benchmarks.timer import READ_CEILING, ROTATED, seconds
 from comm.solo import SoloCommunicator
 from helix.speculation import accepted_candidates
-from helix.worker.sampling import SamplingState, distribution, draw_drafts, sampled_candidates
+from helix.worker.sampling import SamplingState, distribution, sample_drafts, sampled_candidates
 from kernels.tokens.commit import Candidates, commit
 from kernels.tokens.reference import commit as reference
 
 COLUMNS = 19_008, 152_064  # of Qwen2.5-7B: on one of eight ranks, and on one alone
 SHAPES = (1, 0), (1, 4), (1, 11), (8, 0), (8, 8), (6, 11), (64, 4)  # sequences and drafts
-WAYS = "greedy", "drawn", "rejection"
+MODES = "greedy", "drawn", "rejection"
 HISTORY = 1 << 19  # no run takes as many tokens
-KEPT = 0.8  # of each draft, where the tokens of all are known
+ACCEPTANCE = 0.8  # of each draft, where the tokens of all are known
 RANKS = 8
-MOST_COPIES = 64  # fewer bytes than the L2 holds may be there: the projection has just written them
+MAX_COPIES = 64  # fewer bytes than the L2 holds may be there: the projection has just written them
 
 
 class StepEnd:
     """A step's end, from logits [B * (1 + n), V] on, with the state of its sequences."""
 
-    def __init__(self, way: str, rows: int, drafts: int, columns: int, device: torch.device, seed: int) -> None:
+    def __init__(self, mode: str, rows: int, drafts: int, columns: int, device: torch.device, seed: int) -> None:
         generator = torch.Generator(device).manual_seed(seed)
-        self.way, self.device, self.comm = way, device, SoloCommunicator(device)
+        self.mode, self.device, self.comm = mode, device, SoloCommunicator(device)
         self.logits = torch.randn(rows * (1 + drafts), columns, device=device, generator=generator)
         self.sampling = SamplingState.create(rows, device)
-        self.sampling.temperature.fill_(float(way != "greedy"))
+        self.sampling.temperature.fill_(float(mode != "greedy"))
         self.sampling.seed.copy_(torch.arange(rows))
         self.positions = torch.arange(rows * (1 + drafts), device=device)
         self.q = None
-        if way == "rejection":
-            of_drafts = self.logits.view(rows, 1 + drafts, columns)[:, :drafts] * 0.95
-            self.q, best = distribution(of_drafts, 0, self.sampling, self.comm, filtered=False)
+        if mode == "rejection":
+            draft_logits = self.logits.view(rows, 1 + drafts, columns)[:, :drafts] * 0.95
+            self.q, best = distribution(draft_logits, 0, self.sampling, self.comm, filtered=False)
             at = self.positions.view(rows, -1)[:, :drafts].contiguous()
-            self.drafts = draw_drafts(self.q, best, 0, at, self.sampling.seed, self.comm)
+            self.drafts = sample_drafts(self.q, best, 0, at, self.sampling.seed, self.comm)
         else:
-            held = torch.rand(rows, drafts, device=device, generator=generator) < KEPT
-            self.drafts = torch.where(held, self.logits.argmax(1).view(rows, -1)[:, :drafts], 0)
+            accepted = torch.rand(rows, drafts, device=device, generator=generator) < ACCEPTANCE
+            self.drafts = torch.where(accepted, self.logits.argmax(1).view(rows, -1)[:, :drafts], 0)
         self.state = self.fresh()
 
     def fresh(self) -> tuple[Tensor, ...]:
@@ -65,11 +65,11 @@ class StepEnd:
             return accepted_candidates(
                 self.logits, 0, self.drafts, self.q, self.positions, self.sampling, self.comm, filtered=False
             )
-        flags = {"stochastic": self.way == "drawn", "filtered": False}
+        flags = {"stochastic": self.mode == "drawn", "filtered": False}
         return Candidates(sampled_candidates(self.logits, 0, self.positions, self.sampling, self.comm, **flags))
 
-    def commit(self, drawn: Candidates) -> Tensor:
-        return commit(drawn, self.drafts if self.drafts.shape[1] else None, None, *self.state)[0]
+    def commit(self, sampled: Candidates) -> Tensor:
+        return commit(sampled, self.drafts if self.drafts.shape[1] else None, None, *self.state)[0]
 
     def check(self) -> None:
         """Compares a step with the reference.
@@ -77,35 +77,35 @@ class StepEnd:
         Raises:
             RuntimeError: tokens or the state differ.
         """
-        drawn, wanted = self.candidates(), self.fresh()
-        tokens = reference(drawn, self.drafts, None, *wanted)[0]
-        if self.way == "greedy":
+        sampled, wanted = self.candidates(), self.fresh()
+        tokens = reference(sampled, self.drafts, None, *wanted)[0]
+        if self.mode == "greedy":
             best = self.logits.view(*tokens.shape, -1).argmax(-1)
             tokens = torch.where(tokens < 0, tokens, best)
         self.state = self.fresh()
-        if not torch.equal(self.commit(drawn), tokens) or not all(map(torch.equal, self.state, wanted)):
-            raise RuntimeError(f"{self.way}: the commit differs from the reference at {tuple(tokens.shape)}")
+        if not torch.equal(self.commit(sampled), tokens) or not all(map(torch.equal, self.state, wanted)):
+            raise RuntimeError(f"{self.mode}: the commit differs from the reference at {tuple(tokens.shape)}")
 
 
-def measure(given: Given, way: str, rows: int, drafts: int, columns: int) -> Iterator[Row]:
+def measure(ctx: BenchContext, mode: str, rows: int, drafts: int, columns: int) -> Iterator[Row]:
     """All of a step behind its logits, and the launch behind the gather, in microseconds."""
-    device = given.device
+    device = ctx.device
     read = rows * (1 + drafts) * columns * 4
-    copies = min(-(-ROTATED // read), MOST_COPIES) if given.gpu else 1
-    phases = [StepEnd(way, rows, drafts, columns, device, seed) for seed in range(copies)]
+    copies = min(-(-ROTATED // read), MAX_COPIES) if ctx.gpu else 1
+    phases = [StepEnd(mode, rows, drafts, columns, device, seed) for seed in range(copies)]
     phases[0].check()
-    drawn = phases[0].candidates()
-    of_ranks = Candidates(drawn.pairs.repeat(RANKS, 1, 1), drawn.accepted)
+    sampled = phases[0].candidates()
+    gathered = Candidates(sampled.pairs.repeat(RANKS, 1, 1), sampled.accepted)
     runs: dict[str, Callable[[int], Any]] = {
         "us": lambda i: phases[i].commit(phases[i].candidates()),
-        "commit_us": lambda i: phases[0].commit(drawn),
-        "commit_of_ranks_us": lambda i: phases[0].commit(of_ranks),
+        "commit_us": lambda i: phases[0].commit(sampled),
+        "commit_of_ranks_us": lambda i: phases[0].commit(gathered),
     }
     times = {name: seconds(run, len(phases), device) * 1e6 for name, run in runs.items()}
-    row = {"kind": "accept", "way": way, "rows": rows, "drafts": drafts, "columns": columns, "ranks": RANKS}
+    row = {"kind": "accept", "way": mode, "rows": rows, "drafts": drafts, "columns": columns, "ranks": RANKS}
     yield row | times | {"floor_us": read / READ_CEILING * 1e6}
 
 
-def cases(given: Given) -> Iterable[tuple[str, int, int, int]]:
-    shapes = [(*shape, columns) for columns in COLUMNS for shape in SHAPES] if given.gpu else [(2, 3, 500)]
-    return [(way, *shape) for way in WAYS for shape in shapes if shape[1] or way != "rejection"]
+def cases(ctx: BenchContext) -> Iterable[tuple[str, int, int, int]]:
+    shapes = [(*shape, columns) for columns in COLUMNS for shape in SHAPES] if ctx.gpu else [(2, 3, 500)]
+    return [(mode, *shape) for mode in MODES for shape in shapes if shape[1] or mode != "rejection"]

@@ -19,11 +19,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.cases import cases as listed
-from benchmarks.runner import Given, Row
+from benchmarks.runner import BenchContext, Row
 from benchmarks.timer import DIM, PAGE, READ_CEILING, ROTATED, K, seconds
 from kernels.attention.flash_decode import flash_decode
 from kernels.paged_keys import PagedKeys
-from kernels.scaled_keys import rounded
+from kernels.scaled_keys import quantize_fp8
 
 TORCH = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 PEERS = (*TORCH, "flashinfer")
@@ -89,16 +89,16 @@ def flashinfer(s: AttentionCase) -> Callable[[int], torch.Tensor]:
     return lambda i: wrapper.run(q, s.caches[i])
 
 
-def measure_shape(given: Given, dim: int, q_heads: int, kv_heads: int, batch: int, length: int) -> list[Row]:
+def measure_shape(ctx: BenchContext, dim: int, q_heads: int, kv_heads: int, batch: int, length: int) -> list[Row]:
     """One row of one query, of this head dim."""
-    return [row | {"kind": "shape", "dim": dim} for row in measure(given, q_heads, kv_heads, batch, length, 1, dim)]
+    return [row | {"kind": "shape", "dim": dim} for row in measure(ctx, q_heads, kv_heads, batch, length, 1, dim)]
 
 
 def measure(
-    given: Given, q_heads: int, kv_heads: int, batch: int, length: int, queries: int, dim: int = DIM
+    ctx: BenchContext, q_heads: int, kv_heads: int, batch: int, length: int, queries: int, dim: int = DIM
 ) -> list[Row]:
     """One row: ours and the peers, in microseconds."""
-    device = given.device
+    device = ctx.device
     s = setting(q_heads, kv_heads, batch, length, queries, device, dim)
     copies = len(s.caches)
     size = 2 * s.caches[0][0].numel() * 2
@@ -135,9 +135,9 @@ def measure(
     return [row]
 
 
-def measure_kv(given: Given, q_heads: int, kv_heads: int, batch: int, length: int, queries: int) -> Iterator[Row]:
+def measure_kv(ctx: BenchContext, q_heads: int, kv_heads: int, batch: int, length: int, queries: int) -> Iterator[Row]:
     """Yields one row: keys and values in bf16, in e4m3, and values alone in e4m3, in microseconds."""
-    device = given.device
+    device = ctx.device
     s = setting(q_heads, kv_heads, batch, length, queries, device)
     row: dict[str, Any] = {"kind": "decode-kv", "heads": f"{q_heads}/{kv_heads}", "batch": batch, "length": length}
     row |= {"queries": queries, "kv_bytes": 2 * s.caches[0][0].numel() * 2}
@@ -150,7 +150,7 @@ def measure_kv(given: Given, q_heads: int, kv_heads: int, batch: int, length: in
         "k16v8": [PagedKeys(k, v[0], *bounds, None, v[1]) for (k, _), (_, v) in zip(s.caches, few, strict=False)],
     }
     for name, given_keys in keys.items():
-        wanted = flash_decode(s.q, given_keys[0].unpacked(s.q.dtype))[0].float()
+        wanted = flash_decode(s.q, given_keys[0].dequantize(s.q.dtype))[0].float()
         error = (flash_decode(s.q, given_keys[0])[0].float() - wanted).norm() / wanted.norm()
         assert error < 1e-2, f"flash_decode is off by {error:.1e} of its norm in {name} at {row}"  # as above
         row[f"{name}_us"] = seconds(partial(_decode, s.q, given_keys), len(given_keys), device) * 1e6
@@ -165,13 +165,15 @@ def _decode(q: torch.Tensor, keys: list[PagedKeys], copy: int) -> torch.Tensor:
 
 def _few(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A cache in e4m3, and its scales; in pieces, since fp32 takes memory."""
-    data, scales = (torch.cat(parts) for parts in zip(*(rounded(pages) for pages in cache.split(1024)), strict=True))
+    data, scales = (
+        torch.cat(parts) for parts in zip(*(quantize_fp8(pages) for pages in cache.split(1024)), strict=True)
+    )
     return data, scales.transpose(1, 2).contiguous()
 
 
-def measure_ragged(given: Given) -> list[Row]:
+def measure_ragged(ctx: BenchContext) -> list[Row]:
     """The mixed batch beside equal lengths; 8/1 heads."""
-    device = given.device
+    device = ctx.device
     lengths = [K] * 100 + [128 * K] * 4 if device.type == "cuda" else [64] * 5 + [256]
     batch, pages = len(lengths), sum(lengths) // PAGE
     dtype = torch.bfloat16

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks import jobs
-from benchmarks.runner import Given, Row
+from benchmarks.runner import BenchContext, Row
 from comm.emulated import is_emulated
 
 
@@ -18,9 +18,9 @@ def widths(ranks: int) -> list[int]:
     return [ranks] if is_emulated(ranks) else [width for width in (2, 4, 8) if width <= ranks]
 
 
-def cases(given: Given) -> list[tuple[int]]:
-    return [(width,) for width in widths(given.ranks)]
+def cases(ctx: BenchContext) -> list[tuple[int]]:
+    return [(width,) for width in widths(ctx.ranks)]
 
 
-def timed(given: Given, width: int) -> list[Row]:
+def timed(ctx: BenchContext, width: int) -> list[Row]:
     return measure(width)

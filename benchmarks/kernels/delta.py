@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.runner import Given, Row
+from benchmarks.runner import BenchContext, Row
 from benchmarks.timer import ROTATED, seconds
 from kernels.gated_delta import DeltaInput, DeltaState, GatedDelta
 from kernels.recurrent import reference
@@ -65,40 +65,40 @@ def checked(name: str, error: float, row: Row) -> None:
     assert error < 2e-2, f"{name} is off by {error:.1e} of its norm at {row}"
 
 
-def measure(given: Given, values: int, group: int, batch: int, rows: int) -> list[Row]:
+def measure(ctx: BenchContext, values: int, group: int, batch: int, rows: int) -> list[Row]:
     """One row: a step of several rows after one in which all were accepted, in microseconds."""
-    device = given.device
+    device = ctx.device
     p, each = rule(values, group, device), batch * values * DIM * DIM * 4
-    copies = max(2, -(-ROTATED // each)) if given.gpu else 1
-    kept = [states(p, batch, rows, rows) for _ in range(copies)]
+    copies = max(2, -(-ROTATED // each)) if ctx.gpu else 1
+    delta_states = [states(p, batch, rows, rows) for _ in range(copies)]
     x, slots = inputs(p, batch * rows), torch.arange(batch, device=device)
     positions = (100 + torch.arange(rows, device=device)).repeat(batch)
     live = torch.ones_like(positions, dtype=torch.bool)
     row: dict[str, Any] = {"kind": "delta-step", "heads": values, "batch": batch, "queries": rows}
-    copy = DeltaState(*(t.clone() for t in vars(kept[0]).values()))
+    copy = DeltaState(*(t.clone() for t in vars(delta_states[0]).values()))
     wanted = reference.gated_delta_step(x, p, copy, slots, positions, live)
-    checked("gated_delta_step", off(gated_delta_step(x, p, kept[0], slots, positions, live), wanted), row)
-    row["us"] = seconds(lambda i: gated_delta_step(x, p, kept[i], slots, positions, live), copies, device) * 1e6
+    checked("gated_delta_step", off(gated_delta_step(x, p, delta_states[0], slots, positions, live), wanted), row)
+    row["us"] = seconds(lambda i: gated_delta_step(x, p, delta_states[i], slots, positions, live), copies, device) * 1e6
     row["bytes"] = 2 * each
     row["tb_per_s"] = 2 * each / row["us"] / 1e6
     row["bar_us"] = 1.25 * (2 * each / STATE_RATE * 1e6 + 4)
-    peer = _peer_step(p, kept, batch, rows) if given.gpu else None
+    peer = _peer_step(p, delta_states, batch, rows) if ctx.gpu else None
     row["fla_us"] = None if peer is None else seconds(peer, copies, device) * 1e6
     return [row]
 
 
-def measure_prompt(given: Given, values: int, group: int, length: int) -> list[Row]:
+def measure_prompt(ctx: BenchContext, values: int, group: int, length: int) -> list[Row]:
     """One row: a chunk of a prompt, in microseconds."""
-    device = given.device
+    device = ctx.device
     p, slots = rule(values, group, device), torch.zeros(1, dtype=torch.int64, device=device)
-    kept, x = states(p, 1, 1, 0), inputs(p, length)
+    delta_states, x = states(p, 1, 1, 0), inputs(p, length)
     positions, cu_q = torch.arange(length, device=device) + 100, torch.tensor([0, length], device=device).int()
     row: dict[str, Any] = {"kind": "delta-prompt", "heads": values, "length": length}
-    copy = DeltaState(*(t.clone() for t in vars(kept).values()))
+    copy = DeltaState(*(t.clone() for t in vars(delta_states).values()))
     wanted = reference.gated_delta_prefill(x, p, copy, slots, positions, cu_q)
-    checked("gated_delta_prefill", off(gated_delta_prefill(x, p, kept, slots, positions, cu_q), wanted), row)
-    row["us"] = seconds(lambda i: gated_delta_prefill(x, p, kept, slots, positions, cu_q), 1, device) * 1e6
-    peer = _peer_prompt(p, length) if given.gpu else None
+    checked("gated_delta_prefill", off(gated_delta_prefill(x, p, delta_states, slots, positions, cu_q), wanted), row)
+    row["us"] = seconds(lambda i: gated_delta_prefill(x, p, delta_states, slots, positions, cu_q), 1, device) * 1e6
+    peer = _peer_prompt(p, length) if ctx.gpu else None
     row["fla_us"] = None if peer is None else seconds(peer, 1, device) * 1e6
     return [row]
 
@@ -114,16 +114,16 @@ def _rows(p: GatedDelta, batch: int, length: int) -> dict[str, torch.Tensor]:
     return {"q": heads(values), "k": heads(values), "v": heads(values), "g": -g, "beta": beta.bfloat16()}
 
 
-def _peer_step(p: GatedDelta, kept: list[DeltaState], batch: int, rows: int) -> Callable[[int], Any] | None:
+def _peer_step(p: GatedDelta, delta_states: list[DeltaState], batch: int, rows: int) -> Callable[[int], Any] | None:
     if fused_recurrent_gated_delta_rule is None:
         return None
-    given = _rows(p, batch, rows) | {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
-    return lambda i: fused_recurrent_gated_delta_rule(**given, initial_state=kept[i].state)
+    args = _rows(p, batch, rows) | {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    return lambda i: fused_recurrent_gated_delta_rule(**args, initial_state=delta_states[i].state)
 
 
 def _peer_prompt(p: GatedDelta, length: int) -> Callable[[int], Any] | None:
     if chunk_gated_delta_rule is None:
         return None
-    given = _rows(p, 1, length) | {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    args = _rows(p, 1, length) | {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
     state = torch.randn(1, len(p.a_log), DIM, DIM, device=p.conv.device)
-    return lambda i: chunk_gated_delta_rule(**given, initial_state=state)
+    return lambda i: chunk_gated_delta_rule(**args, initial_state=state)

@@ -7,9 +7,9 @@ from functools import partial
 
 import torch
 
-from benchmarks.runner import Given, Part, Row
+from benchmarks.runner import BenchContext, Part, Row
 from benchmarks.timer import ROTATED, K, seconds
-from helix.worker.keeps import dtype_name, score_planes
+from helix.worker.kv_cache_spec import dtype_name, score_planes
 from kernels.attention.flash_decode import decode_tile, flash_decode
 from kernels.attention.reference import flash_decode as by_torch
 from kernels.paged_keys import KeyScores, PagedKeys
@@ -17,7 +17,7 @@ from kernels.sparse.reference import select_tokens as select_by_torch
 from kernels.sparse.select_tokens import select_tokens
 
 PAGE = 128
-KEPT = 0.07  # of all keys
+KEY_SHARE = 0.07  # of all keys
 TAIL = 64
 # Query heads of a KV head, head dim, queries, sequences, keys of each.
 VERIFIED = [
@@ -35,15 +35,15 @@ ATTENDED = [
 ]  # fmt: skip
 
 
-def dtype(given: Given) -> torch.dtype:
-    return torch.bfloat16 if given.gpu else torch.float32
+def dtype(ctx: BenchContext) -> torch.dtype:
+    return torch.bfloat16 if ctx.gpu else torch.float32
 
 
-def collect(given: Given, group: int, dim: int, queries: int, batch: int, length: int) -> list[Row]:
+def collect(ctx: BenchContext, group: int, dim: int, queries: int, batch: int, length: int) -> list[Row]:
     """Verification of one KV head without scores, with those of two queries, and with the best of any, microseconds."""
-    device, kind = given.device, dtype(given)
+    device, kind = ctx.device, dtype(ctx)
     pages = length // PAGE
-    copies = max(4, -(-ROTATED // (batch * length * dim * 2 * kind.itemsize))) if given.gpu else 1
+    copies = max(4, -(-ROTATED // (batch * length * dim * 2 * kind.itemsize))) if ctx.gpu else 1
     k, v = (torch.randn(copies * batch * pages, PAGE, 1, dim, device=device, dtype=kind) for _ in range(2))
     tables = torch.randperm(copies * batch * pages, device=device).int().view(copies, batch, pages)
     q = torch.randn(batch, queries, group, dim, device=device, dtype=kind)
@@ -59,8 +59,8 @@ def collect(given: Given, group: int, dim: int, queries: int, batch: int, length
     def found(rows: str, op: Callable[..., object]) -> torch.Tensor:
         planes.zero_()
         attend(0, rows, op)
-        known = length - queries + 1  # keys of drafts, which some queries do not see
-        return planes.double().sum(0).view(batch, -1)[:, :known]
+        num_keys = length - queries + 1  # keys of drafts, which some queries do not see
+        return planes.double().sum(0).view(batch, -1)[:, :num_keys]
 
     kinds = ["ends"]
     if queries * group <= decode_tile(queries * group, dim, kind)["BLOCK_M"]:
@@ -79,22 +79,22 @@ def collect(given: Given, group: int, dim: int, queries: int, batch: int, length
     return [row]
 
 
-def select(given: Given, layers: int, heads: int, batch: int, length: int) -> list[Row]:
+def select(ctx: BenchContext, layers: int, heads: int, batch: int, length: int) -> list[Row]:
     """A row for all layers, microseconds; where the last k-th score is a guess that is right, and where it never is."""
-    device = given.device
+    device = ctx.device
     read = layers * heads * batch * length * 2
-    copies = max(4, -(-ROTATED // read)) // 2 * 2 if given.gpu else 2
+    copies = max(4, -(-ROTATED // read)) // 2 * 2 if ctx.gpu else 2
     pages = length // PAGE
     scores = [torch.randn(layers, 1, batch * pages, heads, PAGE, device=device).half() for _ in range(copies)]
     score_tables, tables = (torch.randperm(batch * pages, device=device).int().view(batch, pages) for _ in range(2))
-    known = torch.full((batch,), length - TAIL, dtype=torch.int32, device=device)
-    counts = torch.full_like(known, int(KEPT * length))
-    sinks, windows = torch.full_like(known, 4), torch.full_like(known, 16)
-    fresh = torch.zeros_like(known, dtype=torch.bool)
-    table = torch.zeros(layers, batch, heads, int(KEPT * length) + TAIL, dtype=torch.int32, device=device)
+    num_keys = torch.full((batch,), length - TAIL, dtype=torch.int32, device=device)
+    counts = torch.full_like(num_keys, int(KEY_SHARE * length))
+    sinks, windows = torch.full_like(num_keys, 4), torch.full_like(num_keys, 16)
+    fresh = torch.zeros_like(num_keys, dtype=torch.bool)
+    table = torch.zeros(layers, batch, heads, int(KEY_SHARE * length) + TAIL, dtype=torch.int32, device=device)
 
     def choose(copy: int, to: torch.Tensor = table, op: Callable[..., None] = select_tokens) -> None:
-        op(scores[copy], score_tables, tables, known, counts, sinks, windows, fresh, to, TAIL)
+        op(scores[copy], score_tables, tables, num_keys, counts, sinks, windows, fresh, to, TAIL)
 
     wanted = torch.zeros_like(table)
 
@@ -116,18 +116,22 @@ def select(given: Given, layers: int, heads: int, batch: int, length: int) -> li
     return [row]
 
 
-def attend(given: Given, q_heads: int, kv_heads: int, batch: int, length: int, kept: int, run: int) -> list[Row]:
-    """Attention of one query over `kept` keys of each KV head, in runs of `run`, microseconds."""
-    device, kind, dim = given.device, dtype(given), 128
-    read = batch * kept * kv_heads * dim * 2 * kind.itemsize
-    copies = max(4, -(-ROTATED // read)) if given.gpu else 1
+def attend(
+    ctx: BenchContext, q_heads: int, kv_heads: int, batch: int, length: int, keys_read: int, run: int
+) -> list[Row]:
+    """Attention of one query over `keys_read` keys of each KV head, in runs of `run`, microseconds."""
+    device, kind, dim = ctx.device, dtype(ctx), 128
+    read = batch * keys_read * kv_heads * dim * 2 * kind.itemsize
+    copies = max(4, -(-ROTATED // read)) if ctx.gpu else 1
     slots = batch * length
     k, v = (torch.randn(slots, 1, kv_heads, dim, device=device, dtype=kind) for _ in range(2))
     q = torch.randn(batch, 1, q_heads, dim, device=device, dtype=kind)
-    hi = torch.full((batch, 1), kept, dtype=torch.int32, device=device)
+    hi = torch.full((batch, 1), keys_read, dtype=torch.int32, device=device)
     lo = torch.zeros_like(hi)
-    chosen = torch.rand(copies, batch, kv_heads, length // run, device=device).topk(kept // run).indices.sort().values
-    tables = (chosen[..., None] * run + torch.arange(run, device=device)).flatten(3)
+    selected = (
+        torch.rand(copies, batch, kv_heads, length // run, device=device).topk(keys_read // run).indices.sort().values
+    )
+    tables = (selected[..., None] * run + torch.arange(run, device=device)).flatten(3)
     tables = (tables + torch.arange(batch, device=device)[:, None, None] * length).int()
 
     def over(copy: int, op: Callable[..., tuple[torch.Tensor, torch.Tensor]] = flash_decode) -> torch.Tensor:
@@ -135,7 +139,7 @@ def attend(given: Given, q_heads: int, kv_heads: int, batch: int, length: int, k
 
     # As in tests/kernels/oracle.py: bf16 keeps 2^-8 of weights and results, and these are means of thousands of values.
     torch.testing.assert_close(over(0).float(), over(0, by_torch).float(), rtol=2**-6, atol=2**-10)
-    row: Row = {"kind": "attend", "heads": f"{q_heads}/{kv_heads}", "batch": batch, "length": length, "kept": kept}
+    row: Row = {"kind": "attend", "heads": f"{q_heads}/{kv_heads}", "batch": batch, "length": length, "kept": keys_read}
     row |= {"run": run, "read_bytes": read, "us": 1e6 * seconds(over, copies, device)}
     row["target_us"] = read / 4.0e6 + 6
     return [row]
@@ -143,19 +147,19 @@ def attend(given: Given, q_heads: int, kv_heads: int, batch: int, length: int, k
 
 PARTS = (
     Part(
-        lambda given: VERIFIED if given.gpu else [(2, 32, 3, 2, 2 * K)],
+        lambda ctx: VERIFIED if ctx.gpu else [(2, 32, 3, 2, 2 * K)],
         collect,
         "group dim queries batch length plain_us again_us ends_us any_us ends_over_plain any_over_plain",
         "scores beside verification",
     ),
     Part(
-        lambda given: SCORED if given.gpu else [(2, 2, 1, 2 * K)],
+        lambda ctx: SCORED if ctx.gpu else [(2, 2, 1, 2 * K)],
         select,
         "layers kv_heads batch length us missed_us target_us",
         "the choice of keys",
     ),
     Part(
-        lambda given: ATTENDED if given.gpu else [(4, 2, 2, 2 * K, 128, 2)],
+        lambda ctx: ATTENDED if ctx.gpu else [(4, 2, 2, 2 * K, 128, 2)],
         attend,
         "heads batch length kept run us target_us",
         "attention over chosen keys",

@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.cases import cases as listed
-from benchmarks.runner import Given, Row
+from benchmarks.runner import BenchContext, Row
 from benchmarks.timer import ROTATED, seconds
 from kernels.attention.kv_append import kv_append
 from kernels.dense.linear import linear
 from kernels.dense.qkv_append import qkv_append
 from kernels.dense.silu_mul import silu_mul
-from kernels.scaled import quantised
+from kernels.scaled import quantize_fp8
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ LARGE = 50e6  # bytes in bf16
 SATURATED = 4.69e12  # bytes/s that an H200 reads at most
 
 
-def measure(given: Given, matrix: Matrix, rows: int) -> Iterator[Row]:
+def measure(ctx: BenchContext, matrix: Matrix, rows: int) -> Iterator[Row]:
     """A matrix alone, and that of QKV also with its append."""
-    yield measure_matrix(matrix, rows, given.device)
+    yield measure_matrix(matrix, rows, ctx.device)
     if matrix.name.endswith("QKV"):
-        yield measure_append(matrix, rows, given.device)
+        yield measure_append(matrix, rows, ctx.device)
 
 
 def measure_matrix(matrix: Matrix, rows: int, device: torch.device) -> Row:
@@ -70,16 +70,16 @@ def measure_matrix(matrix: Matrix, rows: int, device: torch.device) -> Row:
     }
 
 
-def measure_fp8(given: Given, matrix: Matrix, rows: int) -> Iterator[Row]:
+def measure_fp8(ctx: BenchContext, matrix: Matrix, rows: int) -> Iterator[Row]:
     """The same weights in bf16 and in e4m3 with a scale for 128 columns, in microseconds."""
-    device = given.device
+    device = ctx.device
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     weights, x = _operands(matrix, rows, device, dtype)
     whole = weights[0]
     copies = -(-ROTATED // (whole.numel())) if device.type == "cuda" else 1
-    few = quantised(whole)
+    few = quantize_fp8(whole)
     scaled = [few, *(replace(few, data=few.data.clone(), scales=few.scales.clone()) for _ in range(copies - 1))]
-    wanted = linear(x, few.unpacked(dtype), gated=matrix.gated).float()
+    wanted = linear(x, few.dequantize(dtype), gated=matrix.gated).float()
     error = float((linear(x, few, gated=matrix.gated).float() - wanted).norm() / wanted.norm())
     # The library's weights are rounded to bf16 and ours are not; results are rounded in both, gates three times.
     assert error < 2e-2, f"linear is off by {error:.1e} of its norm at {matrix} in e4m3"
@@ -132,14 +132,14 @@ def _target_us(weight: torch.Tensor) -> float:
     return weight.numel() * weight.itemsize / 4.3e12 * 1e6 + 2.5
 
 
-def cases(given: Given) -> Iterable[tuple[Matrix, int]]:
-    return product(MATRICES if given.gpu else ON_CPU, ROWS)
+def cases(ctx: BenchContext) -> Iterable[tuple[Matrix, int]]:
+    return product(MATRICES if ctx.gpu else ON_CPU, ROWS)
 
 
-def fp8_cases(given: Given) -> Iterator[tuple[Matrix, int]]:
+def fp8_cases(ctx: BenchContext) -> Iterator[tuple[Matrix, int]]:
     """Every matrix with few rows; whole ones with those of a prefill, too."""
-    for matrix in FP8_MATRICES if given.gpu else ON_CPU:
-        for rows in FP8_ROWS if given.gpu else (1, 6):
+    for matrix in FP8_MATRICES if ctx.gpu else ON_CPU:
+        for rows in FP8_ROWS if ctx.gpu else (1, 6):
             yield matrix, rows
-        if given.gpu and matrix.name.startswith("whole"):
+        if ctx.gpu and matrix.name.startswith("whole"):
             yield matrix, CHUNK

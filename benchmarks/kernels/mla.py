@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from benchmarks.cases import cases as listed
-from benchmarks.runner import Given, Row
+from benchmarks.runner import BenchContext, Row
 from benchmarks.timer import PAGE, READ_CEILING, ROTATED, seconds
 from kernels.mla.decode import mla_decode
 from kernels.paged_keys import PagedKeys
-from kernels.scaled_keys import rounded_latents, unpacked_latents
+from kernels.scaled_keys import dequantize_latents, quantize_latents
 
 try:
     from flashinfer.mla import BatchMLAPagedAttentionWrapper
@@ -83,9 +83,9 @@ def setting(heads: int, batch: int, length: int, queries: int, device: torch.dev
     return MLACase(q, caches, table, torch.zeros_like(hi), hi)
 
 
-def measure(given: Given, heads: int, batch: int, length: int, queries: int) -> list[Row]:
+def measure(ctx: BenchContext, heads: int, batch: int, length: int, queries: int) -> list[Row]:
     """One row: ours and the peer, in microseconds."""
-    device = given.device
+    device = ctx.device
     s = setting(heads, batch, length, queries, device)
     copies = len(s.caches)
     size = s.caches[0].numel() * s.caches[0].itemsize
@@ -109,20 +109,20 @@ def measure(given: Given, heads: int, batch: int, length: int, queries: int) -> 
     return [row]
 
 
-def measure_fp8(given: Given, heads: int, batch: int, length: int, queries: int) -> list[Row]:
+def measure_fp8(ctx: BenchContext, heads: int, batch: int, length: int, queries: int) -> list[Row]:
     """One row: latents in bf16 and in e4m3, in microseconds."""
-    s = setting(heads, batch, length, queries, given.device)
+    s = setting(heads, batch, length, queries, ctx.device)
     row: dict[str, Any] = {"kind": "mla-fp8", "heads": heads, "batch": batch, "length": length, "queries": queries}
-    row["us"] = seconds(s.ours, len(s.caches), given.device) * 1e6
+    row["us"] = seconds(s.ours, len(s.caches), ctx.device) * 1e6
     # Of 0.57 of the bytes: twice as many copies, beyond the L2.
     few = [_few(s, cache) for cache in s.caches * (2 if len(s.caches) > 1 else 1)]
     scales, rope = few[0].k_scale, few[0].rope
     assert scales is not None and rope is not None
-    whole = torch.cat((unpacked_latents(few[0].k, scales), rope), -1).to(s.q.dtype)
+    whole = torch.cat((dequantize_latents(few[0].k, scales), rope), -1).to(s.q.dtype)
     wanted = replace(s, caches=[whole]).ours(0).float()
     error = (mla_decode(s.q, few[0])[0].float() - wanted).norm() / wanted.norm()
     assert error < 1e-2, f"mla_decode is off by {float(error):.1e} of its norm in fp8 at {row}"  # as above
-    row["fp8_us"] = seconds(lambda copy: mla_decode(s.q, few[copy])[0], len(few), given.device) * 1e6
+    row["fp8_us"] = seconds(lambda copy: mla_decode(s.q, few[copy])[0], len(few), ctx.device) * 1e6
     # The bytes that it saves, at the rate of the others; where products bind, nothing.
     row["bar_us"] = row["us"] * (0.7 if heads * queries <= 32 else 1.0)
     return [row]
@@ -130,7 +130,7 @@ def measure_fp8(given: Given, heads: int, batch: int, length: int, queries: int)
 
 def _few(s: MLACase, cache: torch.Tensor) -> PagedKeys:
     """A cache in e4m3; in pieces, since fp32 takes memory."""
-    parts = [rounded_latents(pages) for pages in cache[..., :LATENT].split(1024)]
+    parts = [quantize_latents(pages) for pages in cache[..., :LATENT].split(1024)]
     latents, scales = (torch.cat(planes) for planes in zip(*parts, strict=True))
     bounds = s.table, s.lo, s.hi, SCALE
     return PagedKeys(latents, latents, *bounds, k_scale=scales.mT.contiguous(), rope=cache[..., LATENT:].contiguous())

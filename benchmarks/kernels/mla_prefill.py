@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.runner import Given, Row
+from benchmarks.runner import BenchContext, Row
 from benchmarks.timer import PAGE, seconds
 from kernels.mla.expanded_prefill import expanded_prefill
 from kernels.mla.prefill import mla_prefill
@@ -20,9 +20,9 @@ NOPE, VALUE, LATENT, ROPE = 128, 128, 512, 64
 SCALE = (NOPE + ROPE) ** -0.5
 
 
-def measure(given: Given, heads: int, queries: int, length: int) -> list[Row]:
+def measure(ctx: BenchContext, heads: int, queries: int, length: int) -> list[Row]:
     """One row: the same attention in both ways, in microseconds."""
-    device, dtype = given.device, torch.bfloat16
+    device, dtype = ctx.device, torch.bfloat16
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=device, dtype=dtype)
@@ -37,8 +37,8 @@ def measure(given: Given, heads: int, queries: int, length: int) -> list[Row]:
     paged = PagedKeys(cache, cache[..., :LATENT], table, torch.zeros_like(hi), hi, SCALE)
 
     def absorbed(copy: int) -> torch.Tensor:
-        of_latents = torch.einsum("nhd,hdr->nhr", q[..., :NOPE], w_uk)
-        out, _ = mla_prefill(torch.cat((of_latents, q[..., NOPE:]), -1), paged, cu_q, queries, length)
+        absorbed_q = torch.einsum("nhd,hdr->nhr", q[..., :NOPE], w_uk)
+        out, _ = mla_prefill(torch.cat((absorbed_q, q[..., NOPE:]), -1), paged, cu_q, queries, length)
         return torch.einsum("nhr,hvr->nhv", out, w_uv)
 
     def expanded(copy: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 import torch
 
 from benchmarks.cases import cases as listed
-from benchmarks.runner import Given, Row
+from benchmarks.runner import BenchContext, Row
 from benchmarks.timer import ROTATED, read_ceiling, seconds
 from kernels.moe.experts import RoutedExperts
 from kernels.moe.reference import moe as reference
@@ -50,14 +50,14 @@ GROUPS = (1, 2, 3, 5, 7, 9, 12, 20, 28, 40)  # tokens that one step verifies: of
 INPUTS = 32  # at least, each with a choice of experts of its own
 
 
-def random_weight(stored: Stored, E: int, R: int, K: int, given: Given) -> torch.Tensor | ScaledMatrix:
+def random_weight(stored: Stored, E: int, R: int, K: int, ctx: BenchContext) -> torch.Tensor | ScaledMatrix:
     """Draws the weights of experts, of a size that keeps that of their inputs."""
-    device = given.device
+    device = ctx.device
     if stored == "mxfp4":
         data = torch.randint(256, (E, R, K // 2), device=device, dtype=torch.uint8)
         shape, half = (E, groups(0, K, 32), R), round(math.log2(K) / 2)
         return ScaledMatrix(data, torch.full(shape, 125 - half, device=device, dtype=torch.uint8), 32)
-    normal = torch.randn(E, R, K, device=device, dtype=torch.bfloat16 if given.gpu else torch.float32)
+    normal = torch.randn(E, R, K, device=device, dtype=torch.bfloat16 if ctx.gpu else torch.float32)
     if stored == "bf16":
         return normal * K**-0.5
     scales = (0.5 + torch.rand(E, groups(0, K, 128), R, device=device)) * K**-0.5
@@ -65,9 +65,11 @@ def random_weight(stored: Stored, E: int, R: int, K: int, given: Given) -> torch
 
 
 @torch.inference_mode()
-def measure(given: Given, model: Experts, grid: tuple[int, int], tokens: int, stored: Stored = "bf16") -> list[Row]:
+def measure(
+    ctx: BenchContext, model: Experts, grid: tuple[int, int], tokens: int, stored: Stored = "bf16"
+) -> list[Row]:
     """One rank's layer in microseconds, over inputs and weights that rotate, beside the bytes that it has to read."""
-    device, (tpf, ep) = given.device, grid
+    device, (tpf, ep) = ctx.device, grid
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     shared_count = model.shared_count if ep == 1 else 0
     E, F, H = model.experts // ep + shared_count, model.width // tpf, model.hidden
@@ -79,7 +81,7 @@ def measure(given: Given, model: Experts, grid: tuple[int, int], tokens: int, st
         scoring |= dict(groups=model.groups, top_groups=model.top_groups, group_score=2, bias=bias)
     expert_bytes = model.clamped * (2 * F + H) * dtype.itemsize
     for rows, columns in ((2 * F, H), (H, F)):
-        one = random_weight(stored, 1, rows, columns, given)
+        one = random_weight(stored, 1, rows, columns, ctx)
         expert_bytes += one.bytes if isinstance(one, ScaledMatrix) else one.numel() * one.itemsize
     expected = (shared_count + (E - shared_count) * (1 - (1 - model.top_k / model.experts) ** tokens)) * expert_bytes
     # Copies of all weights, of which each input touches a part; and several times as many inputs where that part hangs
@@ -92,25 +94,23 @@ def measure(given: Given, model: Experts, grid: tuple[int, int], tokens: int, st
 
     xs = [normal(tokens, H) for _ in range(copies)]
     logits = [torch.randn(tokens, model.experts, device=device) for _ in range(copies)]
-    weights = [
-        (random_weight(stored, E, 2 * F, H, given), random_weight(stored, E, H, F, given)) for _ in range(shards)
-    ]
+    weights = [(random_weight(stored, E, 2 * F, H, ctx), random_weight(stored, E, H, F, ctx)) for _ in range(shards)]
     clamps: dict[str, Any] = dict(gate_up_bias=None, down_bias=None, clamp_at=None)
     if model.clamped:
         clamps = dict(gate_up_bias=normal(E, 2 * F), down_bias=normal(E, H), clamp_at=7.0)
     options = clamps | dict(total_experts=model.experts + shared_count, shared_count=shared_count)
 
     def ours(i: int) -> torch.Tensor:
-        chosen = route(logits[i], model.top_k, **scoring)
-        return RoutedExperts(xs[i], *chosen, *weights[i % shards], 0, **options).compute()
+        routing = route(logits[i], model.top_k, **scoring)
+        return RoutedExperts(xs[i], *routing, *weights[i % shards], 0, **options).compute()
 
-    chosen = [route(score, model.top_k, **scoring) for score in logits]
-    wanted = reference(xs[0], *chosen[0], *weights[0], 0, **clamps, addend=None).float()
+    routing = [route(score, model.top_k, **scoring) for score in logits]
+    wanted = reference(xs[0], *routing[0], *weights[0], 0, **clamps, addend=None).float()
     error = float((ours(0).float() - wanted).norm() / wanted.norm().clamp(min=1e-6))
     # Four roundings to bf16 here or there, of 2^-9 each.
     case = f"{model.name}, {tpf} x {ep}, {tokens} tokens, {stored}"
     assert error < 2e-2, f"moe is off by {error:.1e} of its norm at {case}"
-    touched = sum(len(ids[ids < E].unique()) for ids, _ in chosen) / copies
+    touched = sum(len(ids[ids < E].unique()) for ids, _ in routing) / copies
     row = {
         "kind": "moe",
         "model": model.name if stored == "bf16" else f"{model.name} in {stored}",
@@ -128,37 +128,37 @@ def measure(given: Given, model: Experts, grid: tuple[int, int], tokens: int, st
     return [row]
 
 
-def cases(given: Given) -> Iterable[tuple[Experts, tuple[int, int], int]]:
+def cases(ctx: BenchContext) -> Iterable[tuple[Experts, tuple[int, int], int]]:
     """All models, grids of eight ranks and batches."""
-    if not given.gpu:
+    if not ctx.gpu:
         return [(Experts("tiny", 8, 2, 32, 16), (1, 2), 3)]
-    return product([model for model in MODELS if _is_chosen(model, given)], GRIDS, TOKENS)
+    return product([model for model in MODELS if _is_chosen(model, ctx)], GRIDS, TOKENS)
 
 
-def verified_cases(given: Given) -> Iterator[tuple[Experts, tuple[int, int], int, Stored]]:
+def verified_cases(ctx: BenchContext) -> Iterator[tuple[Experts, tuple[int, int], int, Stored]]:
     """Groups of drafts on one GPU, whose tokens choose evenly: what reading the experts that they touch takes."""
-    if given.gpu:
+    if ctx.gpu:
         of = [(MODELS[0], "bf16"), (MODELS[0], "fp8"), (MODELS[1], "bf16"), (MODELS[1], "mxfp4")]
         for (model, stored), tokens in product(of, GROUPS):
-            if _is_chosen(model, given):
+            if _is_chosen(model, ctx):
                 yield model, (1, 1), tokens, cast(Stored, stored)
     else:
         yield Experts("tiny", 8, 2, 32, 16), (1, 1), 3, "bf16"
 
 
-def few_bits_cases(given: Given) -> Iterator[tuple[Experts, tuple[int, int], int, Stored]]:
+def few_bits_cases(ctx: BenchContext) -> Iterator[tuple[Experts, tuple[int, int], int, Stored]]:
     """The same weights in bf16 and in a few bits, of whole experts and of slices; a chunk of a prefill last."""
     tiny: list[tuple[Experts, Stored]] = [(Experts("tiny", 8, 2, 64, 64), "fp8")]
-    for model, few in FEW_BITS if given.gpu else tiny:
-        if _is_chosen(model, given) or not given.gpu:
+    for model, few in FEW_BITS if ctx.gpu else tiny:
+        if _is_chosen(model, ctx) or not ctx.gpu:
             for grid in ((1, 8), (8, 1)):
-                for tokens in (1, 4, 8, 16, 32, CHUNK) if given.gpu else (3,):
+                for tokens in (1, 4, 8, 16, 32, CHUNK) if ctx.gpu else (3,):
                     yield model, grid, tokens, "bf16"
                     yield model, grid, tokens, few
 
 
-def _is_chosen(model: Experts, given: Given) -> bool:
-    return given.models is None or model.name in given.models
+def _is_chosen(model: Experts, ctx: BenchContext) -> bool:
+    return ctx.models is None or model.name in ctx.models
 
 
 NAMES = tuple(dict.fromkeys(model.name for model in (*MODELS, *(model for model, _ in FEW_BITS))))

@@ -27,7 +27,7 @@ from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.kernels.attention import TORCH
-from benchmarks.runner import Given, Row
+from benchmarks.runner import BenchContext, Row
 from benchmarks.timer import DIM, ROTATED, K, seconds
 from kernels.attention.flash_decode import flash_decode
 from kernels.paged_keys import PagedKeys
@@ -37,8 +37,8 @@ from kernels.sparse.select_blocks import select_blocks
 
 PAGE = 128
 SINK, LOCAL = 1, 4
-MOST_COPIES = 40
-CHOSEN = (8, 32)
+MAX_COPIES = 40
+TOPKS = (8, 32)
 PARTS = 8  # of a block
 CANDIDATES = [(128, 256), (128, 128), (64, 64)]  # chosen parts, and blocks whose parts are considered
 
@@ -63,8 +63,10 @@ class SparseCase:
 
     def select(self, topk: int, copy: int, **options: Any) -> torch.Tensor:
         """A table [B, Hkv, topk + 8] of the pages that are read."""
-        ranges, most = (self.first, self.last, self.pages), topk + 8
-        return select_blocks(self.q[copy], self.bounds, self.tables[copy], *ranges, topk, most, self.counted, **options)
+        ranges, max_pages = (self.first, self.last, self.pages), topk + 8
+        return select_blocks(
+            self.q[copy], self.bounds, self.tables[copy], *ranges, topk, max_pages, self.counted, **options
+        )
 
     def candidates(self, count: int, copy: int) -> torch.Tensor:
         """A table [B, Hkv, count + 8] of the pages that are read anyway and of the candidates."""
@@ -74,7 +76,7 @@ class SparseCase:
         """A table [B, Hkv, topk + 8 * PARTS] of the parts that are read; `ranges` are those of the candidates."""
         return select_blocks(
             self.q[copy], self.part_bounds, self.candidates(count, copy), *ranges, topk, topk + 8 * PARTS, self.counted,
-            most=count * PARTS,
+            max_pages=count * PARTS,
         )  # fmt: skip
 
     def attend(self, table: torch.Tensor, hi: torch.Tensor, copy: int, parts: int = 1) -> torch.Tensor:
@@ -105,11 +107,11 @@ def read_bytes(kv_heads: int, batch: int, length: int, topk: int) -> int:
 
 def setting(q_heads: int, kv_heads: int, batch: int, length: int, device: torch.device) -> SparseCase:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    held = batch * length // PAGE  # pages of a batch
-    read = held * kv_heads * 2 * DIM * dtype.itemsize  # of bounds alone
-    copies = min(MOST_COPIES, max(4, -(-ROTATED // read))) if device.type == "cuda" else 1
-    batches = min(copies, max(1, 8 * K * K // PAGE // held))  # that lie in the pool, so that it fits
-    pool = batches * held
+    num_pages = batch * length // PAGE  # pages of a batch
+    read = num_pages * kv_heads * 2 * DIM * dtype.itemsize  # of bounds alone
+    copies = min(MAX_COPIES, max(4, -(-ROTATED // read))) if device.type == "cuda" else 1
+    batches = min(copies, max(1, 8 * K * K // PAGE // num_pages))  # that lie in the pool, so that it fits
+    pool = batches * num_pages
     k, v = (torch.randn(pool, PAGE, kv_heads, DIM, device=device, dtype=dtype) for _ in range(2))
     bounds = torch.empty(1, pool, kv_heads, 2, DIM, device=device, dtype=dtype)
     every = torch.arange(pool, dtype=torch.int32, device=device)[None]
@@ -145,16 +147,16 @@ def check(s: SparseCase, topk: int) -> None:
         scores = block_scores(s.q[0][b], s.bounds[row])[:, SINK:-LOCAL]
         count = min(topk, scores.shape[1])
         best = scores.topk(count).values.sort().values
-        places = torch.zeros(len(s.k), dtype=torch.long, device=row.device)
-        places[row] = torch.arange(len(row), device=row.device)
-        mine = scores.gather(1, places[table[b, :, SINK : SINK + count].long()] - SINK).sort().values
+        column_of = torch.zeros(len(s.k), dtype=torch.long, device=row.device)
+        column_of[row] = torch.arange(len(row), device=row.device)
+        mine = scores.gather(1, column_of[table[b, :, SINK : SINK + count].long()] - SINK).sort().values
         # fp32 sums of 256 products in other orders.
         torch.testing.assert_close(mine, best, rtol=1e-4, atol=1e-4)
 
 
-def measure(given: Given, q_heads: int, kv_heads: int, batch: int, length: int) -> list[Row]:
-    """A row for each of CHOSEN, microseconds."""
-    device = given.device
+def measure(ctx: BenchContext, q_heads: int, kv_heads: int, batch: int, length: int) -> list[Row]:
+    """A row for each of TOPKS, microseconds."""
+    device = ctx.device
     s = setting(q_heads, kv_heads, batch, length, device)
     copies, shape = len(s.q), {"heads": f"{q_heads}/{kv_heads}", "batch": batch, "length": length}
     all_keys = torch.full_like(s.lo, length)
@@ -163,7 +165,7 @@ def measure(given: Given, q_heads: int, kv_heads: int, batch: int, length: int) 
         few = min(copies, max(1, ROTATED // (batch * length * kv_heads * DIM * 4)) + 1)
         dense |= torchs(s, few, device)
     rows = []
-    for topk in CHOSEN:
+    for topk in TOPKS:
         check(s, topk)
         tables = [s.select(topk, i).clone() for i in range(copies)]
         size = read_bytes(kv_heads, batch, length, topk)
@@ -183,11 +185,11 @@ def measure(given: Given, q_heads: int, kv_heads: int, batch: int, length: int) 
     return rows
 
 
-def measure_parts(given: Given, q_heads: int, kv_heads: int, batch: int, length: int) -> list[Row]:
+def measure_parts(ctx: BenchContext, q_heads: int, kv_heads: int, batch: int, length: int) -> list[Row]:
     """A row for each of CANDIDATES, microseconds."""
-    device, held = given.device, length // PAGE
+    device, num_pages = ctx.device, length // PAGE
     s = setting(q_heads, kv_heads, batch, length, device)
-    between, rows = held - SINK - LOCAL, []
+    between, rows = num_pages - SINK - LOCAL, []
     for topk, count in CANDIDATES:
         looked_at = min(between, count)
         candidates_end = SINK + looked_at
@@ -200,8 +202,8 @@ def measure_parts(given: Given, q_heads: int, kv_heads: int, batch: int, length:
         check_parts(s, topk, count, ranges)
         tables = [s.select_parts(topk, count, i, ranges).clone() for i in range(len(s.q))]
 
-        def select(i: int, given: tuple[int, int] = (topk, count), ranges: Ranges = ranges) -> torch.Tensor:
-            return s.select_parts(*given, i, ranges)
+        def select(i: int, counts: tuple[int, int] = (topk, count), ranges: Ranges = ranges) -> torch.Tensor:
+            return s.select_parts(*counts, i, ranges)
 
         def attend(i: int, tables: list[torch.Tensor] = tables, hi: torch.Tensor = hi) -> torch.Tensor:
             return s.attend(tables[i], hi, i, PARTS)
@@ -210,29 +212,29 @@ def measure_parts(given: Given, q_heads: int, kv_heads: int, batch: int, length:
             return s.attend(select(i), hi, i, PARTS)
 
         size = bounds_bytes(kv_heads, batch, length) + batch * kv_heads * DIM * 4 * (looked_at * PARTS + read)
-        of_blocks = 1e6 * seconds(s.choose_and_attend(32), len(s.q), device)
+        blocks_us = 1e6 * seconds(s.choose_and_attend(32), len(s.q), device)
         row: Row = {"kind": "parts", "heads": f"{q_heads}/{kv_heads}", "batch": batch, "length": length, "topk": topk}
         row |= {"candidates": count, "read_bytes": size}
         row |= {"candidates_us": 1e6 * seconds(partial(s.candidates, count), len(s.q), device)}
         row |= {"select_us": 1e6 * seconds(select, len(s.q), device)}
         row |= {"attend_us": 1e6 * seconds(attend, len(s.q), device)}
-        row |= {"us": 1e6 * seconds(both, len(s.q), device), "blocks_us": of_blocks}
-        rows.append(row | {"over_blocks": row["us"] / of_blocks})
+        row |= {"us": 1e6 * seconds(both, len(s.q), device), "blocks_us": blocks_us}
+        rows.append(row | {"over_blocks": row["us"] / blocks_us})
     return rows
 
 
 def check_parts(s: SparseCase, topk: int, count: int, ranges: Ranges) -> None:
     """Raises AssertionError unless parts promise as much as the best, by torch, of the candidates' parts."""
-    of_candidates = s.candidates(count, 0)
+    candidate_tables = s.candidates(count, 0)
     table = s.select_parts(topk, count, 0, ranges)
     first, last = (int(x[0]) // PARTS for x in ranges[:2])
     head = torch.arange(s.bounds.shape[1], device=table.device)[:, None]
-    for b, looked_at in enumerate(of_candidates[:, :, first:last].long()):
-        of_parts = s.part_bounds[looked_at, head].flatten(1, 2).transpose(0, 1)  # [n * PARTS, Hkv, 2, D]
-        k = min(topk, len(of_parts))
-        best = block_scores(s.q[0][b], of_parts).topk(k).values.sort().values
-        chosen = table[b, :, first * PARTS : first * PARTS + k].long()
-        mine = s.part_bounds[chosen // PARTS, head, chosen % PARTS].transpose(0, 1)
+    for b, looked_at in enumerate(candidate_tables[:, :, first:last].long()):
+        candidate_bounds = s.part_bounds[looked_at, head].flatten(1, 2).transpose(0, 1)  # [n * PARTS, Hkv, 2, D]
+        k = min(topk, len(candidate_bounds))
+        best = block_scores(s.q[0][b], candidate_bounds).topk(k).values.sort().values
+        selected = table[b, :, first * PARTS : first * PARTS + k].long()
+        mine = s.part_bounds[selected // PARTS, head, selected % PARTS].transpose(0, 1)
         # fp32 sums of 256 products in other orders.
         torch.testing.assert_close(block_scores(s.q[0][b], mine).sort().values, best, rtol=1e-4, atol=1e-4)
 

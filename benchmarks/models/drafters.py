@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks import jobs
 from benchmarks.models.workloads import K, decoding, failed, fitting_spec, named, widest
-from benchmarks.runner import Given, Row
+from benchmarks.runner import BenchContext, Row
 from helix.layout import HelixLayout
 
 MODELS = ("qwen3-8b", "llama-3.1-8b", "qwen3-30b-a3b", "gpt-oss-20b")
@@ -36,11 +36,11 @@ EMULATED_BATCHES, EMULATED_LENGTHS = ((1, 8, 32),), LENGTHS[1:]  # of 8K, eight 
 GAMMAS = [0, 2, 4, 6]
 STEPS = 12
 SPARSITY = 0.07
-KEPT_OF_A_STEP = (
+STEP_COLUMNS = (
     "batch", "length", "gamma", "sparsity", "ttl_p50_us", "ttl_p90_us", "idle_share", "phase_us", "captured", "failed",
     "used_bytes_per_gpu",
 )  # fmt: skip
-KEPT = 0.9  # of the timed drafts; it changes which slots steps write, not what they take
+ACCEPTANCE = 0.9  # of the timed drafts; it changes which slots steps write, not what they take
 PROMPT, NEW_TOKENS = 8 * K, 512
 
 
@@ -54,58 +54,58 @@ def drafting(policy: str, gamma: int) -> list[str]:
     ]  # fmt: skip
 
 
-def cases(given: Given) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+def cases(ctx: BenchContext) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     """A job for each drafter, model and some batches; on a CPU the tiniest."""
-    if given.gpu:
-        return product(POLICIES, given.models or MODELS, EMULATED_BATCHES if given.emulated else BATCHES)
+    if ctx.gpu:
+        return product(POLICIES, ctx.models or MODELS, EMULATED_BATCHES if ctx.emulated else BATCHES)
     return product(["any", "ngram"], ["demo"], [(2,)])
 
 
-def measure(given: Given, policy: str, model: str, batches: tuple[int, ...]) -> Iterator[Row]:
+def measure(ctx: BenchContext, policy: str, model: str, batches: tuple[int, ...]) -> Iterator[Row]:
     """Rows of jobs in the grid with the widest tpa that splits the KV.
 
     A job has all lengths; of quest it has one, whose share of blocks is that of the longest sequence there may be.
     """
-    lengths = (512,) if not given.gpu else EMULATED_LENGTHS if given.emulated else LENGTHS
-    spec, overrides = fitting_spec(model, given.ranks)
-    layout = widest(spec, given.ranks)
-    for of_job in [(length,) for length in lengths] if policy == "quest" else [lengths]:
-        longest = [f"model.config.max_position_embeddings={of_job[0] + K}"] if policy == "quest" else []
-        yield from _of_job(given, model, layout, [*product(batches, of_job)], policy, [*overrides, *longest])
+    lengths = (512,) if not ctx.gpu else EMULATED_LENGTHS if ctx.emulated else LENGTHS
+    spec, overrides = fitting_spec(model, ctx.ranks)
+    layout = widest(spec, ctx.ranks)
+    for job_lengths in [(length,) for length in lengths] if policy == "quest" else [lengths]:
+        longest = [f"model.config.max_position_embeddings={job_lengths[0] + K}"] if policy == "quest" else []
+        yield from _drafter_rows(ctx, model, layout, [*product(batches, job_lengths)], policy, [*overrides, *longest])
 
 
-def _of_job(
-    given: Given, model: str, layout: HelixLayout, points: list[tuple[int, int]], policy: str, overrides: list[str]
+def _drafter_rows(
+    ctx: BenchContext, model: str, layout: HelixLayout, points: list[tuple[int, int]], policy: str, overrides: list[str]
 ) -> Iterator[Row]:
     """Rows of each point as it ends, with each number of drafts; of points that a job did not come to, why."""
-    gammas, steps = (GAMMAS, STEPS) if given.gpu else ([0, 2], 3)
-    layers = len(fitting_spec(model, given.ranks)[0].layers)
+    gammas, steps = (GAMMAS, STEPS) if ctx.gpu else ([0, 2], 3)
+    layers = len(fitting_spec(model, ctx.ranks)[0].layers)
     about: dict[str, Any] = {"kind": "drafters", "model": model, "layers": layers, "layout": str(layout)}
     about |= {"drafter": policy}
     drafts = [*drafting(policy, max(gammas)), "kv.page_size=64", *overrides]
-    job = decoding(model, layout, points, gammas, steps, KEPT, *drafts)
+    job = decoding(model, layout, points, gammas, steps, ACCEPTANCE, *drafts)
     left = [*points]
     try:
-        for row in jobs.points(given.ranks, job):
+        for row in jobs.points(ctx.ranks, job):
             point = row["batch"], row["length"]
             if point in left:
                 left.remove(point)
             if "failed" in row:
                 yield from (about | one for one in failed([point], gammas, row["failed"]))
             else:
-                yield about | {name: row[name] for name in KEPT_OF_A_STEP if name in row}
+                yield about | {name: row[name] for name in STEP_COLUMNS if name in row}
     except jobs.JobError as error:
         yield from (about | row for row in failed(left, gammas, error))
 
 
-def adaptive_cases(given: Given) -> Iterator[tuple[str, int]]:
+def adaptive_cases(ctx: BenchContext) -> Iterator[tuple[str, int]]:
     """Models and batches of text; none on a CPU, where times say nothing, or on emulated ranks."""
-    return product(given.models or MODELS, (1, 4)) if given.gpu and not given.emulated else iter(())
+    return product(ctx.models or MODELS, (1, 4)) if ctx.gpu and not ctx.emulated else iter(())
 
 
-def adaptively(given: Given, model: str, batch: int) -> Iterator[Row]:
+def adaptively(ctx: BenchContext, model: str, batch: int) -> Iterator[Row]:
     """Rows of text without drafts, then with each drafter, whose number of drafts rank 0 chooses."""
-    spec, overrides = fitting_spec(model, given.ranks)
+    spec, overrides = fitting_spec(model, ctx.ranks)
     draw = random.Random(0)
     plain = None
     with tempfile.TemporaryDirectory() as directory:
@@ -117,10 +117,10 @@ def adaptively(given: Given, model: str, batch: int) -> Iterator[Row]:
         prompts.write_text("".join(json.dumps(prompt) + "\n" for prompt in wanted), encoding="utf-8")
         for policy in ("none", "any", "ngram"):
             drafted = ["speculation=none"] if policy == "none" else drafting(policy, GAMMAS[-1])
-            job = [*named(model), f"layout.kvp={given.ranks}", f"decode.prompts={prompts}", "decode.stream=false"]
+            job = [*named(model), f"layout.kvp={ctx.ranks}", f"decode.prompts={prompts}", "decode.stream=false"]
             row: Row = {"kind": "adaptive", "model": model, "batch": batch, "length": PROMPT, "drafter": policy}
             try:
-                record = jobs.measure(given.ranks, [*job, f"decode.max_tokens={NEW_TOKENS}", *drafted, *overrides])
+                record = jobs.measure(ctx.ranks, [*job, f"decode.max_tokens={NEW_TOKENS}", *drafted, *overrides])
             except jobs.JobError as error:
                 yield row | {"failed": str(error)}
                 continue

@@ -1,6 +1,6 @@
 """Times steps with HOP-B and without it, a job for each backend, model and grid: `helix bench hopb`.
 
-Models are cut to the layers that fit, and to MOST_LAYERS: more of the same make a step longer, and nothing else. One or
+Models are cut to the layers that fit, and to MAX_LAYERS: more of the same make a step longer, and nothing else. One or
 two GPUs emulate `ranks=8` or 16: a rank then has its shapes of that many, and sends what it would send to all others
 over the one link. With NCCL_P2P_DISABLE=1 that link leads through host memory:
 
@@ -17,14 +17,14 @@ import torch
 from benchmarks import jobs
 from benchmarks.models.workloads import Items, fitting_layers, named
 from benchmarks.ranks.hopb import PEER_MEMORY, STEPS, link
-from benchmarks.runner import Given, Row
+from benchmarks.runner import BenchContext, Row
 from helix.layout import HelixLayout
 from launch.inputs.shapes import spec_of
 
 K = 1024
 POINTS = [(batch, length) for length in (8 * K, 32 * K, 128 * K) for batch in (8, 16, 32, 64)]
 ON_CPU = [(4, 64)]  # one sequence has nothing to be cut into
-MOST_LAYERS = 12
+MAX_LAYERS = 12
 FP8 = {"llama-3.1-405b": ("model.weights=fp8",)}  # as the paper's FP4, a fraction of bf16; deepseek-r1 is stored so
 
 
@@ -37,37 +37,37 @@ class Case:
     layout: HelixLayout
 
 
-def cases(given: Given) -> list[tuple[Case]]:
+def cases(ctx: BenchContext) -> list[tuple[Case]]:
     """A job for each model, backend and grid with an exchange; on a CPU a tiny one.
 
     Raises:
         ValueError: there is one rank.
     """
-    if given.ranks < 2:
+    if ctx.ranks < 2:
         raise ValueError("one GPU has nobody to exchange with: use two or more")
-    own = ("symm_mem", "nccl") if link() == PEER_MEMORY else ("nccl",)
-    backends = ("emulated",) if given.emulated else own if given.gpu else ("gloo",)
+    gpu_backends = ("symm_mem", "nccl") if link() == PEER_MEMORY else ("nccl",)
+    backends = ("emulated",) if ctx.emulated else gpu_backends if ctx.gpu else ("gloo",)
     found = []
-    for model in (given.models or ["qwen2.5-7b"]) if given.gpu else ["demo"]:
+    for model in (ctx.models or ["qwen2.5-7b"]) if ctx.gpu else ["demo"]:
         heads = spec_of(model).attention.kv_heads
-        for tpa in (n for n in range(1, given.ranks) if given.ranks % n == 0 and heads % n == 0):
-            layout = HelixLayout.create("helix", given.ranks // tpa, tpa)
+        for tpa in (n for n in range(1, ctx.ranks) if ctx.ranks % n == 0 and heads % n == 0):
+            layout = HelixLayout.create("helix", ctx.ranks // tpa, tpa)
             found += [(Case(model, backend, layout),) for backend in backends]
     return found
 
 
-def measure(given: Given, case: Case) -> list[Row]:
+def measure(ctx: BenchContext, case: Case) -> list[Row]:
     """Rows of a job; what does not depend on a model, a backend or a grid counts once."""
-    points = POINTS if given.gpu else ON_CPU
+    points = POINTS if ctx.gpu else ON_CPU
     overrides = [
         *named(case.model), "bench=hopb", f"layout.kvp={case.layout.kvp}", f"layout.tpa={case.layout.tpa}",
         f"bench.points=[{','.join(f'{batch}x{length}' for batch, length in points)}]",
-        f"bench.steps={STEPS if given.gpu else 3}",
-        *([] if given.emulated else [f"comm.backend={case.backend}"]),
-        *(cut(case.model, given.ranks, points) if given.gpu else []),
+        f"bench.steps={STEPS if ctx.gpu else 3}",
+        *([] if ctx.emulated else [f"comm.backend={case.backend}"]),
+        *(cut(case.model, ctx.ranks, points) if ctx.gpu else []),
     ]  # fmt: skip
-    rows: list[Row] = jobs.measure(given.ranks, overrides)["hopb"]
-    (first,), *_ = cases(given)
+    rows: list[Row] = jobs.measure(ctx.ranks, overrides)["hopb"]
+    (first,), *_ = cases(ctx)
     alike = case.model == first.model and case.layout == first.layout
     kinds = {"ttl", "failed", *["mla"] * alike, *["delay", "timeline"] * (case == first)}
     rows = [row | {"model": case.model} if row["kind"] in ("ttl", "failed") else row for row in rows]
@@ -78,10 +78,12 @@ def cut(model: str, ranks: int, points: list[tuple[int, int]]) -> list[str]:
     """The overrides of a model in few bits, with the layers that fit beside the largest point's KV."""
     overrides = list(FP8.get(model, ()))
     spec = spec_of(model)
-    keeps = spec.keeps(HelixLayout.create(), 0, "bfloat16")
+    cache_specs = spec.kv_cache_specs(HelixLayout.create(), 0, "bfloat16")
     tokens = max(batch * length for batch, length in points)
-    each = sum(tokens * sum(kept.bytes for kept in layer) for layer in keeps) / len(keeps) / ranks
+    each = (
+        sum(tokens * sum(cache_spec.bytes for cache_spec in layer) for layer in cache_specs) / len(cache_specs) / ranks
+    )
     memory = torch.cuda.get_device_properties(0).total_memory
     fit = fitting_layers(spec, ranks, memory, Items.of([*named(model), *overrides]), kv=each)
-    layers = min(fit, MOST_LAYERS)
+    layers = min(fit, MAX_LAYERS)
     return [*overrides, *([f"model.config.num_hidden_layers={layers}"] if layers < len(spec.layers) else [])]

@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.jobs import JobError
 from benchmarks.models.workloads import K, named
-from benchmarks.runner import Given, Row
+from benchmarks.runner import BenchContext, Row
 from launch.client.supervisor import cause
 from launch.job import spawn
 
@@ -30,26 +30,26 @@ AGENTS = 2
 POINTS = [f"{batch}x{8 * K}" for batch in (1, 8, 64)]
 STEPS = 32
 SOCKETS = {"TORCH_CPP_LOG_LEVEL": "ERROR", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_NET": "Socket"}
-LOOK_S = 0.1
+POLL_S = 0.1
 
 
-def cases(given: Given) -> list[tuple[str]]:
+def cases(ctx: BenchContext) -> list[tuple[str]]:
     """Lists the models.
 
     Raises:
         ValueError: there is one GPU.
     """
-    if given.gpu and torch.cuda.device_count() < AGENTS:
+    if ctx.gpu and torch.cuda.device_count() < AGENTS:
         raise ValueError("one GPU has no other host to send to: use two")
-    return [(model,) for model in ((given.models or ["llama-3.1-8b"]) if given.gpu else ["demo"])]
+    return [(model,) for model in ((ctx.models or ["llama-3.1-8b"]) if ctx.gpu else ["demo"])]
 
 
-def measure(given: Given, model: str) -> Iterator[Row]:
+def measure(ctx: BenchContext, model: str) -> Iterator[Row]:
     """Yields the rows of a job over two agents."""
-    points = POINTS if given.gpu else ["4x256"]
+    points = POINTS if ctx.gpu else ["4x256"]
     overrides = [*named(model), "bench=hosts", "layout.kvp=2", f"bench.points=[{','.join(points)}]"]
-    overrides += [f"bench.steps={STEPS if given.gpu else 3}", f"comm.backend={'nccl' if given.gpu else 'gloo'}"]
-    for row in over_agents(overrides, given.gpu):
+    overrides += [f"bench.steps={STEPS if ctx.gpu else 3}", f"comm.backend={'nccl' if ctx.gpu else 'gloo'}"]
+    for row in over_agents(overrides, ctx.gpu):
         yield {"model": model, **row}
 
 
@@ -67,15 +67,15 @@ def over_agents(overrides: Sequence[str], gpus: bool) -> list[Row]:
         command = (sys.executable, "-m", "benchmarks.agent", *overrides, f"record={record}")
         shared = {"ENDPOINT": endpoint, "NODES": str(AGENTS), "RANKS": "1", **SOCKETS}
         shared["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // AGENTS))  # they share the cores
-        with spawn.heard() as lines, ExitStack() as stack:
+        with spawn.captured_stderr() as lines, ExitStack() as stack:
             agents = []
             for i in range(AGENTS):
                 environment = os.environ | shared | {"CUDA_VISIBLE_DEVICES": str(i) if gpus else ""}
-                said = subprocess.DEVNULL if i else None  # both would say the same
-                agents.append(stack.enter_context(subprocess.Popen(command, stdout=said, env=environment)))
+                stdout = subprocess.DEVNULL if i else None  # both would say the same
+                agents.append(stack.enter_context(subprocess.Popen(command, stdout=stdout, env=environment)))
                 stack.callback(agents[-1].terminate)
             while None in (codes := [agent.poll() for agent in agents]) and not any(codes):
-                time.sleep(LOOK_S)
+                time.sleep(POLL_S)
         if spawn.INTERRUPTED in codes:
             raise KeyboardInterrupt
         if any(codes):

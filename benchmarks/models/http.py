@@ -35,9 +35,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 from benchmarks import jobs
-from benchmarks.ranks.crowds import CROWDS
-from benchmarks.runner import Given, Row
-from launch.inputs.compose import ROOT, composed
+from benchmarks.ranks.offline import OFFLINE_LOADS
+from benchmarks.runner import BenchContext, Row
+from launch.inputs.compose import ROOT, compose_config
 
 K, M = 1 << 10, 1 << 20
 SMALLER = 256  # without a GPU, contexts are so many times shorter
@@ -64,7 +64,7 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "items", "schema": SCHE
 
 
 @dataclass
-class HTTPSeen:
+class HTTPTiming:
     """What a client sees of a request, by the clock.
 
     Attributes:
@@ -72,7 +72,7 @@ class HTTPSeen:
     """
 
     sent: float
-    came: list[float] = field(default_factory=list)
+    chunk_times: list[float] = field(default_factory=list)
     usage: dict[str, Any] = field(default_factory=dict)
 
 
@@ -93,7 +93,7 @@ class HTTPClient:
         ids: list[int] = self._rng.integers(0, self._vocab, count).tolist()
         return ids
 
-    async def stream(self, prompt: Sequence[int], new: int, after_s: float = 0.0, **more: Any) -> HTTPSeen:
+    async def stream(self, prompt: Sequence[int], new: int, after_s: float = 0.0, **more: Any) -> HTTPTiming:
         """Has so many tokens drawn behind a prompt, after a while."""
         await asyncio.sleep(after_s)
         wanted = {"stream": True, "stream_options": {"include_usage": True}, "temperature": 0, "ignore_eos": True}
@@ -101,18 +101,18 @@ class HTTPClient:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {self._host}\r\nConnection: close\r\n"
         async with asyncio.timeout(ANSWER_S):
             reader, writer = await asyncio.open_connection(self._host, self._port, limit=1 << 20)
-            seen = HTTPSeen(time.perf_counter())
+            seen = HTTPTiming(time.perf_counter())
             writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
             if b" 200 " not in (status := await reader.readline()):
-                said = (await reader.read()).partition(b"\r\n\r\n")[2]
-                raise jobs.JobError(f"the server answered {status.decode().strip()}: {said.decode()[:300]}")
+                error = (await reader.read()).partition(b"\r\n\r\n")[2]
+                raise jobs.JobError(f"the server answered {status.decode().strip()}: {error.decode()[:300]}")
             async for line in reader:
                 if line.startswith(b'data: {"error"'):
                     raise jobs.JobError(f"the server ended a stream: {line.decode()[:300]}")
                 if line.startswith(b"data: {"):
                     piece, now = json.loads(line[6:]), time.perf_counter()
                     seen.usage = piece.get("usage") or seen.usage
-                    seen.came += [now] * bool(piece["choices"])
+                    seen.chunk_times += [now] * bool(piece["choices"])
             writer.close()
         return seen
 
@@ -141,8 +141,8 @@ def serving(overrides: Sequence[str]) -> Iterator[ServerProcess]:
     """
     command = [sys.executable, "-m", "launch.serve", "serve.port=0", *overrides]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    late = Timer(START_S, process.kill)
-    late.start()
+    kill_timer = Timer(START_S, process.kill)
+    kill_timer.start()
     try:
         assert process.stdout is not None
         for line in process.stdout:
@@ -150,11 +150,11 @@ def serving(overrides: Sequence[str]) -> Iterator[ServerProcess]:
                 break
         else:
             raise jobs.JobError(f"the server did not start within {START_S:g} s, or said why above")
-        late.cancel()
+        kill_timer.cancel()
         Thread(target=_read, args=(process.stdout,), daemon=True).start()  # or the server would wait for a reader
         yield ServerProcess(line.partition(" is served at ")[2].strip(), process.pid)
     finally:
-        late.cancel()
+        kill_timer.cancel()
         process.terminate()
         try:
             process.wait(ENDING_S)
@@ -183,14 +183,14 @@ def write_model(directory: Path, config: dict[str, Any]) -> None:
     (directory / "config.json").write_text(json.dumps(config | {"eos_token_id": config["vocab_size"] - 1}))
 
 
-def row(seen: Sequence[HTTPSeen], seconds: float, step_s: float | None = None) -> Row:
+def row(seen: Sequence[HTTPTiming], seconds: float, step_s: float | None = None) -> Row:
     """What clients saw, over so many seconds."""
-    gaps = [b - a for s in seen for a, b in zip(s.came, s.came[1:], strict=False)]
+    gaps = [b - a for s in seen for a, b in zip(s.chunk_times, s.chunk_times[1:], strict=False)]
     new = [int(s.usage["completion_tokens"]) for s in seen]
     figures = {
-        "ttft": [s.came[0] - s.sent for s in seen],
+        "ttft": [s.chunk_times[0] - s.sent for s in seen],
         "itl": gaps,
-        "tpot": [(s.came[-1] - s.came[0]) / (n - 1) for s, n in zip(seen, new, strict=True) if n > 1],
+        "tpot": [(s.chunk_times[-1] - s.chunk_times[0]) / (n - 1) for s, n in zip(seen, new, strict=True) if n > 1],
     }
     found: Row = {}
     for name, values in figures.items():
@@ -199,19 +199,19 @@ def row(seen: Sequence[HTTPSeen], seconds: float, step_s: float | None = None) -
         found[f"mean_{name}_ms"] = 1e3 * float(np.mean(values))
         found |= {f"p{p}_{name}_ms": 1e3 * float(np.percentile(values, p)) for p in (50, 90, 99)}
     prompts = sum(s.usage["prompt_tokens"] for s in seen)
-    cached = sum(s.usage["prompt_tokens_details"]["cached_tokens"] for s in seen)
-    found |= {"requests": len(seen), "output_throughput": sum(new) / seconds, "hit_rate": cached / prompts}
+    num_cached_tokens = sum(s.usage["prompt_tokens_details"]["cached_tokens"] for s in seen)
+    found |= {"requests": len(seen), "output_throughput": sum(new) / seconds, "hit_rate": num_cached_tokens / prompts}
     if step_s is not None:
         found |= {"step_ms": 1e3 * step_s, "over_step": found["mean_tpot_ms"] / (1e3 * step_s)}
     return found
 
 
-async def crowds(client: HTTPClient, server: ServerProcess, small: int) -> AsyncIterator[Row]:
+async def offline(client: HTTPClient, server: ServerProcess, small: int) -> AsyncIterator[Row]:
     """Rows of requests of one size, all at once; first those that a server meets first.
 
     `front_us` is what the front end takes of a core for each new token: 150 are 15% of a core at 1,000 tokens a second.
     """
-    for count, length, new in CROWDS:
+    for count, length, new in OFFLINE_LOADS:
         if small > 1:
             count, length, new = min(count, 8), max(length // small, 4), min(new, 4)
         prompts = [client.tokens(length) for _ in range(count)]
@@ -223,16 +223,16 @@ async def crowds(client: HTTPClient, server: ServerProcess, small: int) -> Async
 
 
 async def traces(
-    client: HTTPClient, server: ServerProcess, given: Given, steps: dict[int, float]
+    client: HTTPClient, server: ServerProcess, ctx: BenchContext, steps: dict[int, float]
 ) -> AsyncIterator[Row]:
     """Rows of all of them, as they come.
 
     Args:
         steps: seconds of a decode step, by the number of sequences.
     """
-    small = 1 if given.gpu else SMALLER
-    new = 512 if given.gpu else 48
-    async for one in crowds(client, server, small):
+    small = 1 if ctx.gpu else SMALLER
+    new = 512 if ctx.gpu else 48
+    async for one in offline(client, server, small):
         yield one
 
     async def together(contexts: list[list[int]], arrivals: int = 0, **more: Any) -> Row:
@@ -253,31 +253,31 @@ async def traces(
         for trace, arrivals, more in kinds:
             found = await together(contexts, arrivals, **more)
             yield {"trace": trace, "batch": batch, "length": length, "arrivals": arrivals, **found}
-    for context in [long, *[client.tokens(M // small)] * (given.ranks > 1)]:
+    for context in [long, *[client.tokens(M // small)] * (ctx.ranks > 1)]:
         await client.stream(context, 1)
         begin = time.perf_counter()
-        turns = [await client.stream(context + client.tokens(100), 4) for _ in range(7)][1:]
-        found = row(turns, time.perf_counter() - begin)
+        follow_ups = [await client.stream(context + client.tokens(100), 4) for _ in range(7)][1:]
+        found = row(follow_ups, time.perf_counter() - begin)
         yield {"trace": "next turn", "batch": 1, "length": len(context), "arrivals": 0, **found}
 
 
-def measure(given: Given) -> Iterator[Row]:
+def measure(ctx: BenchContext) -> Iterator[Row]:
     """The time of a step in a job of its own, and then rows of all traces."""
-    small = 1 if given.gpu else SMALLER
+    small = 1 if ctx.gpu else SMALLER
     points = {1: 128 * K // small, 8: 32 * K // small}
-    config = composed(["model=qwen2.5-7b"]).model.config if given.gpu else TINY
+    config = compose_config(["model=qwen2.5-7b"]).model.config if ctx.gpu else TINY
     assert config is not None
     vocab = int(str(config["vocab_size"]))
     with tempfile.TemporaryDirectory() as directory:
         write_model(Path(directory), config)
-        model = [f"model.path={directory}", "model.load=random", f"layout.kvp={given.ranks}"]
-        model += ["model.dtype=bfloat16"] if given.gpu else ["kv.tokens=32768", "decode.max_batch=16"]
+        model = [f"model.path={directory}", "model.load=random", f"layout.kvp={ctx.ranks}"]
+        model += ["model.dtype=bfloat16"] if ctx.gpu else ["kv.tokens=32768", "decode.max_batch=16"]
         timed = [f"bench.points=[{','.join(f'{b}x{n}' for b, n in points.items())}]", "bench=decode"]
-        done = jobs.measure(given.ranks, [*model, *timed, f"bench.steps={32 if given.gpu else 3}"])
+        done = jobs.measure(ctx.ranks, [*model, *timed, f"bench.steps={32 if ctx.gpu else 3}"])
         steps = {p["batch"]: p["ttl_p50_us"] / 1e6 for p in done["points"]}
-        about = {"model": "qwen2.5-7b" if given.gpu else "tiny", "layout": f"helix kvp={given.ranks}"}
+        about = {"model": "qwen2.5-7b" if ctx.gpu else "tiny", "layout": f"helix kvp={ctx.ranks}"}
         with serving(model) as server, asyncio.Runner() as loop:
-            rows = traces(HTTPClient(server.url, vocab - 1), server, given, steps)
+            rows = traces(HTTPClient(server.url, vocab - 1), server, ctx, steps)
 
             async def following() -> Row | None:
                 return await anext(rows, None)

@@ -22,11 +22,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from benchmarks.models.workloads import Items, K, M, drafted, fitting_layers, named, over_plain
-from benchmarks.runner import Given, Row
+from benchmarks.runner import BenchContext, Row
 from helix.layers.specs import AttentionSpec, MLPSpec
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
-from helix.worker.keeps import token_bytes
+from helix.worker.kv_cache_spec import token_bytes
 from launch.inputs.shapes import spec_of
 
 MODELS = ("qwen2.5-7b", "qwen3.5-27b", "glm-4.6", "deepseek-r1")
@@ -34,7 +34,7 @@ DRAFTERS = {"qwen2.5-7b": "eagle3"}  # of the others: mtp
 OPTIONS = {"glm-4.6": ["model.weights=fp8"]}  # as published
 POINTS = {1: [(1, 128 * K), (4, 96 * K)], 8: [(1, 128 * K), (8, 128 * K), (1, M)]}
 GAMMAS = [0, 1, 2, 3, 4, 5, 7]
-KEPT, STEPS = 0.8, 16
+ACCEPTANCE, STEPS = 0.8, 16
 HEAD = 32_000  # tokens of an EAGLE-3 layer's vocabulary
 # Tokens an iteration by number of drafts, SPEED-Bench coding: DeepSeek-V4-Pro's and GLM-5.2's MTP, and MiniMax-M3's
 # EAGLE-3 with grouped heads (SemiAnalysisAI/InferenceX, golden_al_distribution, 2026-08); and Qwen3.5-397B's MTP.
@@ -53,16 +53,16 @@ def write_eagle3(spec: DecoderSpec, to: Path) -> None:
     hidden, width, vocab = spec.hidden, mlp.width, min(HEAD, spec.vocab)
     q, kv = (heads * attention.head_dim for heads in (attention.q_heads, attention.kv_heads))
 
-    def drawn(*shape: int) -> Tensor:
+    def random_tensor(*shape: int) -> Tensor:
         return (torch.randn(*shape) * 0.02).bfloat16()
 
     layer = {"self_attn.o_proj": (hidden, q), "mlp.down_proj": (hidden, width)}
     layer |= {f"self_attn.{part}_proj": (rows, 2 * hidden) for part, rows in (("q", q), ("k", kv), ("v", kv))}
     layer |= {f"mlp.{part}_proj": (width, hidden) for part in ("gate", "up")}
-    tensors = {"fc.weight": drawn(hidden, 3 * hidden), "lm_head.weight": drawn(vocab, hidden)}
-    tensors |= {f"midlayer.{name}.weight": drawn(*shape) for name, shape in layer.items()}
+    tensors = {"fc.weight": random_tensor(hidden, 3 * hidden), "lm_head.weight": random_tensor(vocab, hidden)}
+    tensors |= {f"midlayer.{name}.weight": random_tensor(*shape) for name, shape in layer.items()}
     norms = ("norm", *(f"midlayer.{n}" for n in ("input_layernorm", "hidden_norm", "post_attention_layernorm")))
-    tensors |= {f"{name}.weight": 1 + drawn(hidden) for name in norms}
+    tensors |= {f"{name}.weight": 1 + random_tensor(hidden) for name in norms}
     tensors["d2t"] = torch.arange(vocab) * (spec.vocab // vocab - 1)
     save_file(tensors, to / "model.safetensors")
     about = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "max_position_embeddings": 2048}
@@ -77,35 +77,35 @@ def fitting(model: str, layout: HelixLayout, tokens: int) -> tuple[int, list[str
     spec = spec_of(model)
     layers = len(spec.layers)
     if torch.cuda.is_available():
-        kept = token_bytes(spec.keeps(layout, 0, "bfloat16")[0]) * tokens / layout.kvp
+        kv_bytes = token_bytes(spec.kv_cache_specs(layout, 0, "bfloat16")[0]) * tokens / layout.kvp
         items = Items.of([*named(model), *OPTIONS.get(model, [])])
         memory = torch.cuda.get_device_properties(0).total_memory
-        layers = fitting_layers(spec, layout.world_size, memory, items, kept)
+        layers = fitting_layers(spec, layout.world_size, memory, items, kv_bytes)
     return layers, [f"model.config.num_hidden_layers={layers}"] if layers < len(spec.layers) else []
 
 
-def cases(given: Given) -> list[tuple[str]]:
+def cases(ctx: BenchContext) -> list[tuple[str]]:
     """A job for each model; of one GPU the smallest two, and on a CPU the tiniest."""
-    if not given.gpu:
+    if not ctx.gpu:
         return [("demo",)]
-    return [(model,) for model in given.models or (MODELS if given.ranks > 1 else MODELS[:2])]
+    return [(model,) for model in ctx.models or (MODELS if ctx.ranks > 1 else MODELS[:2])]
 
 
-def measure(given: Given, model: str) -> Iterator[Row]:
+def measure(ctx: BenchContext, model: str) -> Iterator[Row]:
     """Rows of a job whose ranks split the sequence."""
-    near = max(n for n in POINTS if n <= given.ranks)
-    points, gammas, steps = (POINTS[near], GAMMAS, STEPS) if given.gpu else ([(2, 512)], [0, 2], 3)
-    drafter = DRAFTERS.get(model, "mtp") if given.gpu else "eagle3"
-    layout = HelixLayout.create("helix", given.ranks, ep=1 if spec_of(model).experts is None else given.ranks)
+    near = max(n for n in POINTS if n <= ctx.ranks)
+    points, gammas, steps = (POINTS[near], GAMMAS, STEPS) if ctx.gpu else ([(2, 512)], [0, 2], 3)
+    drafter = DRAFTERS.get(model, "mtp") if ctx.gpu else "eagle3"
+    layout = HelixLayout.create("helix", ctx.ranks, ep=1 if spec_of(model).experts is None else ctx.ranks)
     layers, cut = fitting(model, layout, max(batch * length for batch, length in points))
     about: dict[str, Any] = {"kind": "layer-drafts", "model": model, "layers": layers, "drafter": drafter}
-    about |= {"layout": str(layout), "acceptance": KEPT}
+    about |= {"layout": str(layout), "acceptance": ACCEPTANCE}
     with tempfile.TemporaryDirectory() as directory:
         if drafter == "eagle3":
             write_eagle3(spec_of(model), Path(directory))
         drafts = [f"speculation={drafter}", f"speculation.gamma={max(gammas)}", *cut, *OPTIONS.get(model, [])]
         drafts += [f"speculation.path={directory}"] if drafter == "eagle3" else []
-        _, found = drafted(model, layout, points, gammas, steps, KEPT, *drafts)
+        _, found = drafted(model, layout, points, gammas, steps, ACCEPTANCE, *drafts)
     yield from (about | row | gains(model, row, found) for row in found)
 
 

@@ -16,20 +16,20 @@ import numpy as np
 import torch
 
 from benchmarks.quality import agent_turns
-from benchmarks.runner import Given, Row
-from helix.engine.decision import Admission
-from helix.placement import NO_PAGES
+from benchmarks.runner import BenchContext, Row
+from helix.engine.scheduler_output import NewRequest
+from helix.kv_placement import NO_PAGES
 from helix.sampling_params import SamplingParams
 from helix.speculation import Drafter, SuffixDrafter
-from helix.worker.graph_keys import StepKind
+from helix.worker.graph_keys import DecodeGraphKey
 
 DRAFTS = 6  # most of a step
-REMEMBERED = 1 << 15  # tokens of answers before: all of them
-LONGEST = {"ngram": (3, 8), "suffix": (3, 8)}  # the most final words that are compared
+POOL_TOKENS = 1 << 15  # tokens of answers before: all of them
+MAX_MATCHES = {"ngram": (3, 8), "suffix": (3, 8)}  # the most final words that are compared
 Turn = tuple[np.ndarray, np.ndarray]
 
 
-def worded() -> list[Turn]:
+def tokenized_turns() -> list[Turn]:
     """Numbers words, spaces and signs of the turns: what was said before each answer, and the answer, int32."""
     ids: dict[str, int] = {}
 
@@ -47,36 +47,38 @@ class Replay:
         most: words of the longest prompt and its answer together.
     """
 
-    def __init__(self, drafter: Drafter, most: int = 1 << 13) -> None:
+    def __init__(self, drafter: Drafter, max_tokens: int = 1 << 13) -> None:
         self.drafter = drafter
-        self.history = torch.full((1, most), -1, dtype=torch.int32)
+        self.history = torch.full((1, max_tokens), -1, dtype=torch.int32)
 
-    def steps(self, prompt: np.ndarray, answer: np.ndarray, salt: int = 0) -> int:
+    def steps(self, prompt: np.ndarray, answer: np.ndarray, cache_salt: int = 0) -> int:
         """Counts the steps in which an answer is decoded, behind a prompt, both int32."""
-        text = np.concatenate((prompt, answer))
-        limit = len(text) - 1
+        token_ids = np.concatenate((prompt, answer))
+        limit = len(token_ids) - 1
         sampling = SamplingParams()
-        begun: Any = SimpleNamespace(slots=torch.tensor([0]))
-        self.drafter.admit(Admission("", 0, len(prompt), prompt, 0, NO_PAGES, limit, limit, sampling, salt=salt))
-        self.drafter.begun(begun)
-        self.history[0, : len(text)] = torch.from_numpy(text)
+        first_token: Any = SimpleNamespace(slots=torch.tensor([0]))
+        self.drafter.admit(
+            NewRequest("", 0, len(prompt), prompt, 0, NO_PAGES, limit, limit, sampling, cache_salt=cache_salt)
+        )
+        self.drafter.on_first_token(first_token)
+        self.history[0, : len(token_ids)] = torch.from_numpy(token_ids)
         at, steps = len(prompt), 0
         while at < limit:
             state: Any = SimpleNamespace(history=self.history, lengths=torch.tensor([at]))
-            drafts = self.drafter.propose(state, StepKind(1, DRAFTS)).tokens[0].tolist()
-            kept = 0
-            while kept < DRAFTS and at + 1 + kept <= limit and drafts[kept] == text[at + 1 + kept]:
-                kept += 1
-            at, steps = at + 1 + kept, steps + 1
-        gone: Any = SimpleNamespace(slot=0, history=self.history[0], length=torch.tensor([min(at, limit)]))
-        self.drafter.retire(gone)
+            drafts = self.drafter.propose(state, DecodeGraphKey(1, DRAFTS)).tokens[0].tolist()
+            accepted = 0
+            while accepted < DRAFTS and at + 1 + accepted <= limit and drafts[accepted] == token_ids[at + 1 + accepted]:
+                accepted += 1
+            at, steps = at + 1 + accepted, steps + 1
+        released: Any = SimpleNamespace(slot=0, history=self.history[0], length=torch.tensor([min(at, limit)]))
+        self.drafter.release(released)
         return steps
 
 
-def measure(given: Given, name: str, longest: int) -> Iterator[Row]:
+def measure(ctx: BenchContext, name: str, longest: int) -> Iterator[Row]:
     """Counts the steps of all answers, said one after the other."""
-    drafter = SuffixDrafter(DRAFTS, longest, REMEMBERED if name == "suffix" else 0, 1)
-    replay, turns = Replay(drafter), worded()
+    drafter = SuffixDrafter(DRAFTS, longest, POOL_TOKENS if name == "suffix" else 0, 1)
+    replay, turns = Replay(drafter), tokenized_turns()
     steps, words = sum(replay.steps(*turn) for turn in turns), sum(len(answer) for _, answer in turns)
     yield {
         "kind": "lookup", "drafter": name, "longest": longest, "drafts": DRAFTS, "answers": len(turns),
@@ -84,5 +86,5 @@ def measure(given: Given, name: str, longest: int) -> Iterator[Row]:
     }  # fmt: skip
 
 
-def cases(given: Given) -> list[tuple[str, int]]:
-    return [(name, longest) for name, lengths in LONGEST.items() for longest in lengths]
+def cases(ctx: BenchContext) -> list[tuple[str, int]]:
+    return [(name, longest) for name, lengths in MAX_MATCHES.items() for longest in lengths]

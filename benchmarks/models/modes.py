@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from benchmarks.models.steps import ON_CPU
 from benchmarks.models.workloads import K, Workload, fitting_spec, layouts
-from benchmarks.runner import Given
+from benchmarks.runner import BenchContext
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
 
@@ -20,12 +20,12 @@ MODELS = ("deepseek-v2-lite", "qwen3-30b-a3b", "deepseek-r1")
 POINTS = [(1, 128 * K), (8, 32 * K), (32, 8 * K)]
 
 
-def cases(given: Given) -> Iterator[tuple[list[Workload], DecoderSpec, HelixLayout, list[str]]]:
+def cases(ctx: BenchContext) -> Iterator[tuple[list[Workload], DecoderSpec, HelixLayout, list[str]]]:
     """Each model's workloads in each layout, a job each; on a CPU a tiny one."""
-    for model in (given.models or MODELS) if given.gpu else [ON_CPU.model]:
+    for model in (ctx.models or MODELS) if ctx.gpu else [ON_CPU.model]:
         spec, cut = fitting_spec(model, 1)  # on a single GPU: Medha may have the whole FFN on one
-        works = [Workload(model, batch, length) for batch, length in POINTS] if given.gpu else [ON_CPU]
-        for layout in [*layouts(spec, given.ranks, baselines=True), HelixLayout.create("dp", dp=given.ranks)]:
+        works = [Workload(model, batch, length) for batch, length in POINTS] if ctx.gpu else [ON_CPU]
+        for layout in [*layouts(spec, ctx.ranks, baselines=True), HelixLayout.create("dp", dp=ctx.ranks)]:
             yield works, spec, layout, cut
             if spec.experts is not None and layout.mode != "medha":
-                yield works, spec, replace(layout, tpf=1, ep=given.ranks), cut
+                yield works, spec, replace(layout, tpf=1, ep=ctx.ranks), cut

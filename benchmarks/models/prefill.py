@@ -21,9 +21,9 @@ from benchmarks import jobs
 from benchmarks.cases import cases as listed
 from benchmarks.kernels.attention import TORCH
 from benchmarks.models.workloads import named
-from benchmarks.runner import Given, Row
+from benchmarks.runner import BenchContext, Row
 from benchmarks.timer import DIM, PAGE, replays
-from helix.worker.clock import seconds_of_each
+from helix.worker.clock import time_each
 from kernels.attention import flash_prefill_sm90
 from kernels.attention.flash_prefill import flash_prefill
 from kernels.paged_keys import PagedKeys
@@ -51,9 +51,11 @@ class Chunk:
         AssertionError: the kernel's last row is not that of torch's attention in fp32.
     """
 
-    def __init__(self, given: Given, q_heads: int, kv_heads: int, queries: int, length: int, prompts: int = 1) -> None:
-        device, pages = given.device, -(-length // PAGE)
-        dtype = torch.bfloat16 if given.gpu else torch.float32
+    def __init__(
+        self, ctx: BenchContext, q_heads: int, kv_heads: int, queries: int, length: int, prompts: int = 1
+    ) -> None:
+        device, pages = ctx.device, -(-length // PAGE)
+        dtype = torch.bfloat16 if ctx.gpu else torch.float32
         shape = (prompts * pages, PAGE, kv_heads, DIM)
         k_cache, v_cache = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
         table = torch.randperm(prompts * pages, device=device).int().view(prompts, pages)
@@ -80,51 +82,53 @@ class Chunk:
         return k[:, :, : self.length].contiguous(), v[:, :, : self.length].contiguous()
 
 
-def measure_kernel(given: Given, q_heads: int, kv_heads: int, queries: int, length: int, rate: float) -> list[Row]:
+def measure_kernel(ctx: BenchContext, q_heads: int, kv_heads: int, queries: int, length: int, rate: float) -> list[Row]:
     """Ours with causal bounds, the peers over all keys."""
-    chunk = Chunk(given, q_heads, kv_heads, queries, length)
+    chunk = Chunk(ctx, q_heads, kv_heads, queries, length)
     row: Row = {"kind": "kernel", "heads": f"{q_heads}/{kv_heads}", "q_tokens": queries, "length": length}
-    row["tflops"] = chunk.work / _seconds(chunk.attend, given.device) / 1e12
+    row["tflops"] = chunk.work / _seconds(chunk.attend, ctx.device) / 1e12
     peer = partial(scaled_dot_product_attention, chunk.q.transpose(0, 1)[None], *chunk.contiguous(), enable_gqa=True)
     for name, backend in TORCH.items():
         row[f"{name}_tflops"] = None
-        if given.gpu:
+        if ctx.gpu:
             with sdpa_kernel(backend):
-                seconds = _seconds(peer, given.device)
+                seconds = _seconds(peer, ctx.device)
             row[f"{name}_tflops"] = WORK * q_heads * queries * length / seconds / 1e12
     return [row | {"matrix_tflops": rate}]
 
 
-def measure_chunks(given: Given, q_heads: int, kv_heads: int, length: int, chunks: tuple[int, ...]) -> Iterator[Row]:
+def measure_chunks(
+    ctx: BenchContext, q_heads: int, kv_heads: int, length: int, chunks: tuple[int, ...]
+) -> Iterator[Row]:
     """Chunks of several lengths at the end of one prompt, by the kernel that is chosen and by the general one."""
     first: float | None = None
     for queries in chunks:
-        chunk = Chunk(given, q_heads, kv_heads, queries, length)
-        chosen = given.gpu and flash_prefill_sm90.fits(chunk.q, chunk.keys, queries, length)
-        tflops = chunk.work / _replayed(chunk.attend, given.device) / 1e12
+        chunk = Chunk(ctx, q_heads, kv_heads, queries, length)
+        uses_sm90 = ctx.gpu and flash_prefill_sm90.fits(chunk.q, chunk.keys, queries, length)
+        tflops = chunk.work / _replayed(chunk.attend, ctx.device) / 1e12
         first = first or tflops
         row: Row = {"kind": "chunk", "heads": f"{q_heads}/{kv_heads}", "q_tokens": queries, "length": length}
         row |= {"us": chunk.work / tflops / 1e6, "tflops": tflops, "of_largest": tflops / first}
-        row |= {"kernel": "sm90" if chosen else "general", "general_us": None, "sm90_us": None}
-        for name, rows in (("general", 1 << 40), ("sm90", 0)) if given.gpu else ():
-            row[f"{name}_us"] = 1e6 * _replayed(partial(_by, rows, chunk), given.device)
+        row |= {"kernel": "sm90" if uses_sm90 else "general", "general_us": None, "sm90_us": None}
+        for name, rows in (("general", 1 << 40), ("sm90", 0)) if ctx.gpu else ():
+            row[f"{name}_us"] = 1e6 * _replayed(partial(_by, rows, chunk), ctx.device)
         yield row
 
 
-def measure_together(given: Given, q_heads: int, kv_heads: int, prompts: int, length: int) -> list[Row]:
+def measure_together(ctx: BenchContext, q_heads: int, kv_heads: int, prompts: int, length: int) -> list[Row]:
     """A chunk of several whole prompts, by the kernel that is chosen, the general one and Hopper's."""
-    chunk = Chunk(given, q_heads, kv_heads, length, length, prompts)
+    chunk = Chunk(ctx, q_heads, kv_heads, length, length, prompts)
     row: Row = {"kind": "together", "heads": f"{q_heads}/{kv_heads}", "prompts": prompts, "length": length}
-    row["us"] = 1e6 * _replayed(chunk.attend, given.device)
+    row["us"] = 1e6 * _replayed(chunk.attend, ctx.device)
     row |= {"tflops": chunk.work / row["us"] / 1e6, "general_us": None, "sm90_us": None}
-    for name, rows in (("general", 1 << 40), ("sm90", 0)) if given.gpu else ():
-        row[f"{name}_us"] = 1e6 * _replayed(partial(_by, rows, chunk), given.device)
+    for name, rows in (("general", 1 << 40), ("sm90", 0)) if ctx.gpu else ():
+        row[f"{name}_us"] = 1e6 * _replayed(partial(_by, rows, chunk), ctx.device)
     return [row]
 
 
-def _by(least_rows: int, chunk: Chunk) -> None:
+def _by(min_rows: int, chunk: Chunk) -> None:
     """Attention by Hopper's kernel for chunks of at least so many rows."""
-    with patch.multiple(flash_prefill_sm90, MIN_ROWS=least_rows, OF_KEYS=0, MIN_KEYS=1 << 40):
+    with patch.multiple(flash_prefill_sm90, MIN_ROWS=min_rows, MIN_KEYS_MANY_ROWS=0, MIN_KEYS=1 << 40):
         chunk.attend()
 
 
@@ -139,40 +143,40 @@ def matrix_tflops(device: torch.device) -> float:
 def _seconds(run: Callable[[], Any], device: torch.device) -> float:
     """Median of a few runs, behind one that does not count."""
     run()
-    return median(seconds_of_each(run, 5, device))
+    return median(time_each(run, 5, device))
 
 
 def _replayed(run: Callable[[], Any], device: torch.device) -> float:
     """The same within a graph: short chunks would wait for the host."""
-    return median(replays(lambda _: run(), 1, device, least=3, times=3))
+    return median(replays(lambda _: run(), 1, device, min_launches=3, times=3))
 
 
-def kernel_cases(given: Given) -> Iterator[tuple[int, int, int, int, float]]:
+def kernel_cases(ctx: BenchContext) -> Iterator[tuple[int, int, int, int, float]]:
     """Shapes and the matrix rate; none where GPUs emulate ranks: the kernel is the same."""
-    shapes = [] if given.emulated else listed("prefill") if given.gpu else [(4, 2, 128, 512)]
-    rate = matrix_tflops(given.device) if shapes else 0.0
+    shapes = [] if ctx.emulated else listed("prefill") if ctx.gpu else [(4, 2, 128, 512)]
+    rate = matrix_tflops(ctx.device) if shapes else 0.0
     return ((*shape, rate) for shape in shapes)
 
 
-def chunk_cases(given: Given) -> list[tuple[int, int, int, tuple[int, ...]]]:
-    return [] if given.emulated else CHUNKS if given.gpu else [(4, 2, 512, (128, 16))]
+def chunk_cases(ctx: BenchContext) -> list[tuple[int, int, int, tuple[int, ...]]]:
+    return [] if ctx.emulated else CHUNKS if ctx.gpu else [(4, 2, 512, (128, 16))]
 
 
-def together_cases(given: Given) -> list[tuple[int, int, int, int]]:
-    if given.emulated:
+def together_cases(ctx: BenchContext) -> list[tuple[int, int, int, int]]:
+    if ctx.emulated:
         return []
-    heads = [(28, 4), (32, 8), (14, 2), (8, 1)] if given.gpu else [(4, 2)]
-    return [(*of, *sizes) for of in heads for sizes in (TOGETHER if given.gpu else [(3, 20)])]
+    heads = [(28, 4), (32, 8), (14, 2), (8, 1)] if ctx.gpu else [(4, 2)]
+    return [(*of, *sizes) for of in heads for sizes in (TOGETHER if ctx.gpu else [(3, 20)])]
 
 
-def measure_prompts(given: Given) -> list[Row]:
+def measure_prompts(ctx: BenchContext) -> list[Row]:
     """Prompts of Qwen2.5-7B's shape, in one job; on a CPU one of the demo model."""
-    model, ranks = "qwen2.5-7b" if given.gpu else "demo", given.ranks
-    points = ",".join(PROMPTS if given.gpu else ["1x600"])
+    model, ranks = "qwen2.5-7b" if ctx.gpu else "demo", ctx.ranks
+    points = ",".join(PROMPTS if ctx.gpu else ["1x600"])
     overrides = [*named(model), f"layout.kvp={ranks}", "bench=prefill", f"bench.points=[{points}]"]
     done = jobs.measure(ranks, overrides)
     rows = [{"kind": "prompt", "model": model, "layout": f"helix kvp={ranks}", **point} for point in done["points"]]
-    beside = VLLM_TP2_S if given.gpu and ranks == 2 and not given.emulated else {}
+    vllm_s = VLLM_TP2_S if ctx.gpu and ranks == 2 and not ctx.emulated else {}
     for row in rows:
-        row["vllm_tp2_s"] = beside.get(row["length"])
+        row["vllm_tp2_s"] = vllm_s.get(row["length"])
     return rows

@@ -53,9 +53,9 @@ def joined(parts: Sequence[T]) -> T:
     return _over_arrays(np.concatenate, parts)
 
 
-def taken(step: StepCost, chosen: Array) -> StepCost:
+def select_points(step: StepCost, indices: Array) -> StepCost:
     """Selects points of a prediction, by a mask or by indices."""
-    return _over_arrays(lambda arrays: arrays[0][chosen], [step])
+    return _over_arrays(lambda arrays: arrays[0][indices], [step])
 
 
 def _over_arrays(function: Callable[[Sequence[Array]], Array], parts: Sequence[Any]) -> Any:
@@ -81,21 +81,21 @@ def ordered(step: StepCost, *speeds: Array) -> Array:
 
 def frontier(step: StepCost) -> Array:
     """Finds the points that no other beats in both speeds; returns indices by increasing speed for a user."""
-    order = ordered(step, step.user, step.gpu)
-    gpu = _rounded(step.gpu)[order]
+    order = ordered(step, step.tokens_per_s_user, step.tokens_per_s_gpu)
+    gpu = _rounded(step.tokens_per_s_gpu)[order]
     better = np.concatenate([[True], gpu[1:] > np.maximum.accumulate(gpu)[:-1]])
     return order[better][::-1]
 
 
 def best_at(step: StepCost, user: float) -> tuple[int | None, int | None]:
     """Finds the indices of the highest throughput and of the most users, among points at least as fast as `user`."""
-    fast = np.flatnonzero(_rounded(step.user) >= _rounded(np.array([user])))
+    fast = np.flatnonzero(_rounded(step.tokens_per_s_user) >= _rounded(np.array([user])))
     if not len(fast):
         return None, None
-    kept = taken(step, fast)
+    fastest = select_points(step, fast)
     return (
-        int(fast[ordered(kept, kept.gpu)[0]]),
-        int(fast[ordered(kept, kept.points.users.astype(float), kept.gpu)[0]]),
+        int(fast[ordered(fastest, fastest.tokens_per_s_gpu)[0]]),
+        int(fast[ordered(fastest, fastest.points.users.astype(float), fastest.tokens_per_s_gpu)[0]]),
     )
 
 

@@ -16,10 +16,10 @@ from typing import Any
 
 from benchmarks.models.speculate import expected_tokens, with_gains
 from benchmarks.models.workloads import K, M, drafted, fitting_spec, over_plain, widest
-from benchmarks.runner import Given, Row
+from benchmarks.runner import BenchContext, Row
 
 MODELS = ("qwen2.5-7b", "llama-3.1-8b", "qwen3-8b", "gpt-oss-20b", "qwen3-30b-a3b")
-KEPT = 0.9  # of each draft behind kept ones; the paper's own is 0.96
+ACCEPTANCE = 0.9  # of each draft behind kept ones; the paper's own is 0.96
 RATES = (0.8, 0.9, 0.96)
 SPARSITIES = (0.07, 0.03)
 GAMMAS = [0, 2, 4, 6, 8, 11]
@@ -32,26 +32,26 @@ POINTS = {
 }
 
 
-def cases(given: Given) -> Iterator[tuple[str, float]]:
+def cases(ctx: BenchContext) -> Iterator[tuple[str, float]]:
     """A job for each model and share of keys; on a CPU the tiniest."""
-    for model in (given.models or MODELS) if given.gpu else ["demo"]:
-        for sparsity in SPARSITIES if given.gpu else SPARSITIES[:1]:
+    for model in (ctx.models or MODELS) if ctx.gpu else ["demo"]:
+        for sparsity in SPARSITIES if ctx.gpu else SPARSITIES[:1]:
             yield model, sparsity
 
 
-def measure(given: Given, model: str, sparsity: float) -> list[Row]:
+def measure(ctx: BenchContext, model: str, sparsity: float) -> list[Row]:
     """Rows of a job in the grid with the widest tpa that splits the KV."""
-    ranks = given.ranks
+    ranks = ctx.ranks
     near = max((n for n in POINTS if n <= ranks), default=1)
-    points, gammas, steps = (POINTS[near], GAMMAS, STEPS) if given.gpu else ([(2, 512)], [0, 2], 3)
+    points, gammas, steps = (POINTS[near], GAMMAS, STEPS) if ctx.gpu else ([(2, 512)], [0, 2], 3)
     spec, overrides = fitting_spec(model, ranks)
     layout = widest(spec, ranks)
     about: dict[str, Any] = {"kind": "self-drafts", "model": model, "layers": len(spec.layers), "layout": str(layout)}
-    about |= {"sparsity": sparsity, "acceptance": KEPT}
+    about |= {"sparsity": sparsity, "acceptance": ACCEPTANCE}
     drafts = ["speculation=sparse", f"speculation.gamma={max(gammas)}", f"speculation.sparsity={sparsity}"]
     drafts += ["kv.page_size=64", "kv.append_block=64"]
-    backend, found = drafted(model, layout, points, gammas, steps, KEPT, *drafts, *overrides)
-    return [about | backend | row | at_rates(row, found) for row in with_gains(found, KEPT)]
+    backend, found = drafted(model, layout, points, gammas, steps, ACCEPTANCE, *drafts, *overrides)
+    return [about | backend | row | at_rates(row, found) for row in with_gains(found, ACCEPTANCE)]
 
 
 def at_rates(row: Row, points: list[Row]) -> Row:

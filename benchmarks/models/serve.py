@@ -12,12 +12,12 @@ from collections.abc import Iterator
 
 from benchmarks import jobs
 from benchmarks.models.workloads import named
-from benchmarks.runner import Given, Row
+from benchmarks.runner import BenchContext, Row
 
 
-def measure(given: Given) -> Iterator[Row]:
+def measure(ctx: BenchContext) -> Iterator[Row]:
     """All traces in a job."""
-    model = "qwen2.5-7b" if given.gpu else "demo"
-    overrides = [*named(model), f"layout.kvp={given.ranks}", "bench=serve"]
+    model = "qwen2.5-7b" if ctx.gpu else "demo"
+    overrides = [*named(model), f"layout.kvp={ctx.ranks}", "bench=serve"]
     for row in jobs.rows(overrides):
-        yield {"model": model, "layout": f"helix kvp={given.ranks}", **row}
+        yield {"model": model, "layout": f"helix kvp={ctx.ranks}", **row}

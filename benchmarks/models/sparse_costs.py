@@ -18,7 +18,7 @@ from functools import cache
 from benchmarks import jobs
 from benchmarks.models.steps import ROOMY
 from benchmarks.models.workloads import K, M, fitting_spec, named, widest
-from benchmarks.runner import Given, Row
+from benchmarks.runner import BenchContext, Row
 
 MODELS = ("qwen2.5-7b",)
 SPARSE = ("attention=block_sparse", "attention.from_tokens=0")
@@ -64,16 +64,16 @@ def times_us(model: str, ranks: int, steps: int, job: Probe) -> dict[CostPoint, 
     return {(row["batch"], row["length"]): row["ttl_p50_us"] for row in record["points"]}
 
 
-def cases(given: Given) -> Iterator[tuple[str, str, Probe, Probe]]:
+def cases(ctx: BenchContext) -> Iterator[tuple[str, str, Probe, Probe]]:
     """A case for each model and comparison; on a CPU one."""
-    for model in (given.models or MODELS) if given.gpu else ["demo"]:
-        for what, pair in (ON_GPU if given.gpu else ON_CPU).items():
+    for model in (ctx.models or MODELS) if ctx.gpu else ["demo"]:
+        for what, pair in (ON_GPU if ctx.gpu else ON_CPU).items():
             yield model, what, *pair
 
 
-def measure(given: Given, model: str, what: str, one: Probe, other: Probe) -> Iterator[Row]:
+def measure(ctx: BenchContext, model: str, what: str, one: Probe, other: Probe) -> Iterator[Row]:
     """A row for each point that both have."""
-    plain, with_it = (times_us(model, given.ranks, 64 if given.gpu else 3, job) for job in (one, other))
+    plain, with_it = (times_us(model, ctx.ranks, 64 if ctx.gpu else 3, job) for job in (one, other))
     for point in plain.keys() & with_it.keys():
         yield {
             "kind": "sparse-costs", "model": model, "case": what, "batch": point[0], "length": point[1],

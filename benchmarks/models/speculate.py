@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks import jobs
 from benchmarks.models.workloads import K, M, drafted, fitting_spec, widest
 from benchmarks.quality.copy_prompts import copy_prompts
-from benchmarks.runner import Given, Row
+from benchmarks.runner import BenchContext, Row
 
 MODELS = ["llama-3.1-70b", "demo"]  # the shape of steps with synthetic drafts; `demo` stands for the copies
 ACCEPTANCE = 0.8  # chance of a draft behind drafts that were kept
@@ -37,17 +37,17 @@ MEASURED = [
     "tokens_per_s_gpu", "speculation",
 ]  # fmt: skip
 PARTS = {
-    "draft": r"^_(replay|find(_others)?|propose|draft_ranges|select_tokens)_kernel",
-    "attention": r"^_(kv_append|flash_decode((_fp8|_many)_sm90)?|merge_parts|mla_\w+|gated_delta_step)_kernel"
-    r"|^_(angles|local_bounds|cache_slots|index_append|index_scores|count_(digits|listed)|list_(between|own_best))_kernel"
-    r"|^_write_(chosen|listed)_kernel"
-    r"|^_(select_blocks|choose|keep_best|repeat_blocks|block_ranges|fold_blocks|resolve|copy_blocks|write_back)_kernel",
-    "exchange": r"^_((merge_)?exchange|merge_messages|pack|lse_combine)_kernel|ncclDevKernel_SendRecv",
+    "draft": r"^_(replay|find_in_(history|pool)|propose|draft_ranges|select_tokens)_kernel",
+    "attention": r"^_(kv_append|flash_decode((_fp8|_many)_sm90)?|merge_splits|mla_\w+|gated_delta_step)_kernel"
+    r"|^_(angles|local_bounds|slot_mapping|index_append|index_scores|count_(digits|listed)|list_(between|local_topk))_kernel"
+    r"|^_write_(topk|listed)_kernel"
+    r"|^_(select_(blocks|pages)|keep_best|repeat_blocks|block_ranges|fold_blocks|resolve|copy_blocks|write_back)_kernel",
+    "exchange": r"^_((merge_states_)?exchange|merge_states(_pack)?|pack_states)_kernel|ncclDevKernel_SendRecv",
     "projections": r"^_(embedding|rms_norm|(scaled_)?linear(_fp8)?(_sm90)?|qkv_append|each_head|head_squares)_kernel"
-    r"|^_(silu_mul|sigmoid_mul|gated_norm|route|moe(_scaled)?_sm90|experts_many|(count|place)_pairs|(gate_up|down)(_few)?|sum)_kernel|nvjet|cublas|gemm",
+    r"|^_(silu_mul|sigmoid_mul|gated_norm|route|moe(_scaled)?_sm90|experts_many|(count|order)_pairs|(gate_up|down)(_few)?|sum)_kernel|nvjet|cublas|gemm",
     "all-reduce": r"^_(all_reduce_norm(_rows|_long)?|reduce_scatter)_kernel|ncclDevKernel_(AllReduce|ReduceScatter)",
-    "acceptance": r"^_(all_gather|best_of_\w+|kept_mass|accept|draw|commit)_kernel|ncclDevKernel_AllGather"
-    r"|^_(shape_logits|top_of_blocks|merge_tops)_kernel",
+    "acceptance": r"^_(all_gather|best_of_\w+|kept_mass|accept|gumbel_sample|commit)_kernel|ncclDevKernel_AllGather"
+    r"|^_(process_logits|top_of_blocks|merge_tops)_kernel",
 }
 REST = "rest"  # torch's own small kernels around the layers, and copies
 
@@ -62,7 +62,7 @@ def split(kernel_us: Mapping[str, float]) -> dict[str, float]:
 
 def expected_tokens(gamma: int, acceptance: float) -> float:
     """Tokens of a step with `gamma` drafts, each kept with a chance where those before it were."""
-    return sum(acceptance**kept for kept in range(gamma + 1))
+    return sum(acceptance**accepted for accepted in range(gamma + 1))
 
 
 def with_gains(points: list[dict[str, Any]], acceptance: float) -> list[dict[str, Any]]:
@@ -85,10 +85,10 @@ def with_gains(points: list[dict[str, Any]], acceptance: float) -> list[dict[str
     return rows
 
 
-def synthetic(given: Given, model: str) -> list[Row]:
+def synthetic(ctx: BenchContext, model: str) -> list[Row]:
     """One job of a model over the grid with the widest tpa that splits the KV; on a CPU the tiniest case."""
-    ranks = given.ranks
-    points, gammas, steps = (POINTS, GAMMAS, STEPS) if given.gpu else ([(2, 64)], [0, 2], 3)
+    ranks = ctx.ranks
+    points, gammas, steps = (POINTS, GAMMAS, STEPS) if ctx.gpu else ([(2, 64)], [0, 2], 3)
     spec, overrides = fitting_spec(model, ranks)
     layout = widest(spec, ranks)
     about: dict[str, Any] = {"kind": "synthetic", "model": model, "layers": len(spec.layers), "layout": str(layout)}
@@ -98,9 +98,9 @@ def synthetic(given: Given, model: str) -> list[Row]:
     return [about | backend | row for row in with_gains(found, ACCEPTANCE)]
 
 
-def copies(given: Given) -> Iterator[Row]:
+def copies(ctx: BenchContext) -> Iterator[Row]:
     """A job for each way of drafting, over the same prompts; on a CPU one short prompt, two ways."""
-    gpu, ranks = given.gpu, given.ranks
+    gpu, ranks = ctx.gpu, ctx.ranks
     prompts = copy_prompts(EDIT_TOKENS) if gpu else copy_prompts(16)[:1]
     plain: tuple[list[list[int]], dict[str, Any]] | None = None
     with tempfile.TemporaryDirectory() as directory:
@@ -110,7 +110,7 @@ def copies(given: Given) -> Iterator[Row]:
         job.append("decode.stream=false")
         for drafting in DRAFTING if gpu else ["none", "4"]:
             record = jobs.measure(ranks, [*job, *DRAFTING[drafting]])
-            tokens = [json.loads(line)["output_ids"] for line in answers.read_text("utf-8").strip().split("\n")]
+            tokens = [json.loads(line)["token_ids"] for line in answers.read_text("utf-8").strip().split("\n")]
             answers.unlink()
             plain = plain or (tokens, record)
             yield {
@@ -122,11 +122,11 @@ def copies(given: Given) -> Iterator[Row]:
             }  # fmt: skip
 
 
-def models(given: Given) -> list[tuple[str]]:
+def models(ctx: BenchContext) -> list[tuple[str]]:
     """Shapes of steps with synthetic drafts."""
-    return [(model,) for model in given.models or MODELS if model != "demo"] if given.gpu else [("demo",)]
+    return [(model,) for model in ctx.models or MODELS if model != "demo"] if ctx.gpu else [("demo",)]
 
 
-def copied(given: Given) -> list[tuple[()]]:
+def copied(ctx: BenchContext) -> list[tuple[()]]:
     """One case, unless other models are chosen or ranks are emulated: tokens mean nothing there."""
-    return [()] if not given.gpu or ("demo" in (given.models or MODELS) and not given.emulated) else []
+    return [()] if not ctx.gpu or ("demo" in (ctx.models or MODELS) and not ctx.emulated) else []

@@ -14,17 +14,17 @@ from pathlib import Path
 
 from benchmarks import jobs
 from benchmarks.models.workloads import named
-from benchmarks.runner import Given, Row
+from benchmarks.runner import BenchContext, Row
 
 PROMPTS, NEW_TOKENS = 5, 40
 
 
-def measure(given: Given, model: str) -> Iterator[Row]:
+def measure(ctx: BenchContext, model: str) -> Iterator[Row]:
     """The job of a model, without and with compiled kernels."""
     with tempfile.TemporaryDirectory() as directory:
         prompts, record = Path(directory) / "prompts.jsonl", Path(directory) / "record.json"
         prompts.write_text("".join(json.dumps({"prompt_ids": [*range(1, 20 + i)]}) + "\n" for i in range(PROMPTS)))
-        overrides = [*named(model), f"layout.kvp={given.ranks}", f"decode.prompts={prompts}", f"record={record}"]
+        overrides = [*named(model), f"layout.kvp={ctx.ranks}", f"decode.prompts={prompts}", f"record={record}"]
         overrides += ["decode.stream=false", f"decode.max_tokens={NEW_TOKENS}"]
         for kernels in ("none", "compiled"):
             for _ in jobs.rows(overrides, TRITON_CACHE_DIR=str(Path(directory) / "kernels")):
@@ -35,7 +35,7 @@ def measure(given: Given, model: str) -> Iterator[Row]:
             ready_s = sum(s for name, s in phases.items() if name not in ("load_s", "decode_s"))
             yield {
                 "model": model,
-                "layout": f"helix kvp={given.ranks}",
+                "layout": f"helix kvp={ctx.ranks}",
                 "kernels": kernels,
                 **phases,
                 "ready_s": ready_s,

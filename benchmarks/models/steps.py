@@ -36,8 +36,8 @@ from benchmarks.models.workloads import (
     named,
     widest,
 )
-from benchmarks.runner import Given, Row
-from benchmarks.schema import composed
+from benchmarks.runner import BenchContext, Row
+from benchmarks.schema import compose_config
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
 from launch.inputs.auto_layout import budget
@@ -52,7 +52,7 @@ BATCHES = (1, 2, 4, 8)
 POLICY_POINTS = [(1, 128 * K), (1, 512 * K), (4, 128 * K)]  # that one GPU holds of each of SPARSE_MODELS
 BUDGETS: tuple[tuple[str, ...], ...] = (
     (),
-    *(("attention=block_sparse", f"attention.topk={topk}", "attention.from_tokens=0") for topk in (8, 32)),
+    *(("attention=block_sparse", f"attention.num_blocks={topk}", "attention.from_tokens=0") for topk in (8, 32)),
 )
 POLICIES: tuple[tuple[str, ...], ...] = (
     (),
@@ -96,43 +96,43 @@ def time_job(works: list[Workload], layout: HelixLayout, overrides: list[str]) -
 
 
 def cases(
-    workloads: list[Workload], baselines: bool, given: Given
+    workloads: list[Workload], baselines: bool, ctx: BenchContext
 ) -> Iterator[tuple[list[Workload], DecoderSpec, HelixLayout, list[str]]]:
     """Each model's workloads in each of its layouts, a job each; on a CPU a tiny one."""
-    chosen = [w for w in workloads if given.models is None or w.model in given.models] if given.gpu else [ON_CPU]
-    for model in dict.fromkeys(w.model for w in chosen):
-        spec, overrides = fitting_spec(model, given.ranks)
-        for layout in layouts(spec, given.ranks, baselines):
-            yield [w for w in chosen if w.model == model], spec, layout, overrides
+    selected = [w for w in workloads if ctx.models is None or w.model in ctx.models] if ctx.gpu else [ON_CPU]
+    for model in dict.fromkeys(w.model for w in selected):
+        spec, overrides = fitting_spec(model, ctx.ranks)
+        for layout in layouts(spec, ctx.ranks, baselines):
+            yield [w for w in selected if w.model == model], spec, layout, overrides
 
 
 def measure(
-    given: Given, works: list[Workload], spec: DecoderSpec, layout: HelixLayout, overrides: list[str]
+    ctx: BenchContext, works: list[Workload], spec: DecoderSpec, layout: HelixLayout, overrides: list[str]
 ) -> Iterator[Row]:
     """Rows of a job, and the floor of each."""
-    items = Items.of([*named(works[0].model), *overrides]) if given.gpu else Items(4, 4, 4)
+    items = Items.of([*named(works[0].model), *overrides]) if ctx.gpu else Items(4, 4, 4)
     for row in time_job(works, layout, overrides):
-        floor_us = 1e6 * floor_s(spec, row["batch"], row["length"], given.ranks, items)
+        floor_us = 1e6 * floor_s(spec, row["batch"], row["length"], ctx.ranks, items)
         yield row | {"layers": len(spec.layers), "floor_us": floor_us}
 
 
 def sparse_cases(
-    models: tuple[str, ...], points: list[tuple[int, int]], attentions: tuple[tuple[str, ...], ...], given: Given
+    models: tuple[str, ...], points: list[tuple[int, int]], attentions: tuple[tuple[str, ...], ...], ctx: BenchContext
 ) -> Iterator[tuple[list[Workload], DecoderSpec, HelixLayout, list[str]]]:
     """Each model in the grid with the widest tpa that splits the KV: a job for each attention."""
-    for model in (given.models or models) if given.gpu else [SPARSE_ON_CPU[0].model]:
-        spec, cut = fitting_spec(model, given.ranks)
+    for model in (ctx.models or models) if ctx.gpu else [SPARSE_ON_CPU[0].model]:
+        spec, cut = fitting_spec(model, ctx.ranks)
         works = [Workload(model, batch, length) for batch, length in points]
-        grid = widest(spec, given.ranks)
+        grid = widest(spec, ctx.ranks)
         for attention in attentions:
-            yield works if given.gpu else SPARSE_ON_CPU, spec, grid, [*cut, *ROOMY, *attention]
+            yield works if ctx.gpu else SPARSE_ON_CPU, spec, grid, [*cut, *ROOMY, *attention]
 
 
 def measure_sparse(
-    given: Given, works: list[Workload], spec: DecoderSpec, layout: HelixLayout, overrides: list[str]
+    ctx: BenchContext, works: list[Workload], spec: DecoderSpec, layout: HelixLayout, overrides: list[str]
 ) -> Iterator[Row]:
     """Rows of a job, each with what its queries read: `sparse` is None in those of dense attention."""
-    read = budget(composed(overrides))
+    read = budget(compose_config(overrides))
     attention = "dense" if read is None else f"block_sparse, k={read.topk} of {read.block // read.parts}"
     for row in time_job(works, layout, overrides):
         about = {"layers": len(spec.layers), "attention": attention}

@@ -17,10 +17,10 @@ from helix.layers.specs import MLASpec, MoESpec
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
 from helix.models.spec import LayerSpec
-from helix.planner.hardware import BYTES
-from helix.worker.keeps import Keeps
+from helix.planner.hardware import DTYPE_BYTES
+from helix.worker.kv_cache_spec import KVCacheSpec
 from launch.inputs.auto_layout import weight_dtypes
-from launch.inputs.compose import ROOT, composed
+from launch.inputs.compose import ROOT, compose_config
 from launch.inputs.shapes import spec_of
 
 K, M = 1024, 1 << 20
@@ -59,8 +59,8 @@ class Items(NamedTuple):
     @classmethod
     def of(cls, overrides: Sequence[str]) -> Items:
         """Returns those of a job on GPUs."""
-        weights, experts = weight_dtypes(composed(overrides).model)
-        return cls(BYTES[weights], BYTES[experts])
+        weights, experts = weight_dtypes(compose_config(overrides).model)
+        return cls(DTYPE_BYTES[weights], DTYPE_BYTES[experts])
 
 
 BF16 = Items()
@@ -80,8 +80,11 @@ def floor_s(spec: DecoderSpec, batch: int, length: int, ranks: int, items: Items
     weights = sum(_layer_bytes(spec, layer, touched, items) for layer in spec.layers)
     weights += spec.vocab * spec.hidden * items.other
     whole, rank = HelixLayout.create(), 0
-    kept = spec.keeps(whole, rank, "bfloat16")
-    read = sum(_read_bytes(layer, kept, length, items) for layer, kept in zip(spec.layers, kept, strict=True))
+    cache_specs = spec.kv_cache_specs(whole, rank, "bfloat16")
+    read = sum(
+        _read_bytes(layer, cache_specs, length, items)
+        for layer, cache_specs in zip(spec.layers, cache_specs, strict=True)
+    )
     return (weights + batch * read) / ranks / READ_CEILING
 
 
@@ -100,15 +103,15 @@ def attention_over_reading_s(layers: Sequence[LayerSpec], batch: int, length: in
     return over
 
 
-def _read_bytes(layer: LayerSpec, kept: Sequence[Keeps], length: int, items: Items) -> float:
+def _read_bytes(layer: LayerSpec, cache_specs: Sequence[KVCacheSpec], length: int, items: Items) -> float:
     """Bytes that a step reads of what a layer keeps of a sequence, and writes of its state."""
     topk = getattr(layer.mixer, "topk", None)
     found = 0.0
-    for each in kept:
+    for each in cache_specs:
         if each.per == "slot":
             found += 2 * each.bytes
         elif each.per == "token":
-            reach = topk if topk and not each.name.startswith("index") else each.reach
+            reach = topk if topk and not each.name.startswith("index") else each.window
             found += min(reach or length, length) * math.prod(each.entry) * items.other
     return found
 
@@ -154,7 +157,7 @@ def fitting_spec(model: str, ranks: int, *overrides: str) -> tuple[DecoderSpec, 
 
 def named(model: str) -> list[str]:
     """The overrides of a model: the demo model with its checkpoint, a shape with random weights."""
-    has_weights = composed([f"model={model}"]).model.path is not None
+    has_weights = compose_config([f"model={model}"]).model.path is not None
     return [f"model={model}", *([] if has_weights else ["model.load=random"])]
 
 
@@ -167,11 +170,11 @@ def layouts(spec: DecoderSpec, ranks: int, baselines: bool) -> list[HelixLayout]
     found = [layout for layout in helix if spec.attention.kv_heads % layout.tpa == 0]
     split = [layout for layout in found if layout.kvp > 1]
     if not baselines:
-        chosen = split or found
+        selected = split or found
         experts = 1 if spec.experts is None else spec.experts.experts
         eps = [ep for ep in range(2, min(ranks, experts) + 1) if ranks % ep == 0]
-        last = chosen[-1]
-        return [*chosen, *(HelixLayout.create("helix", last.kvp, last.tpa, ep=ep) for ep in eps)]
+        last = selected[-1]
+        return [*selected, *(HelixLayout.create("helix", last.kvp, last.tpa, ep=ep) for ep in eps)]
     tp = HelixLayout.create("tp", 1, ranks)
     return [tp, *(HelixLayout.create("medha", layout.kvp, layout.tpa) for layout in split[-1:]), *split[-2:]]
 
@@ -182,23 +185,35 @@ def widest(spec: DecoderSpec, ranks: int) -> HelixLayout:
 
 
 def decoding(
-    model: str, layout: HelixLayout, points: Sequence[Point], gammas: Sequence[int], steps: int, kept: float, *more: str
+    model: str,
+    layout: HelixLayout,
+    points: Sequence[Point],
+    gammas: Sequence[int],
+    steps: int,
+    acceptance: float,
+    *more: str,
 ) -> list[str]:
     """The overrides of a job that times decode steps with and without drafts, which are kept at a set rate."""
     return [
         *named(model), f"layout.kvp={layout.kvp}", f"layout.tpa={layout.tpa}", f"layout.ep={layout.ep}",
         "hopb=off", "decode.stream=false", "bench=decode", f"bench.gammas={[*gammas]}",
         f"bench.points=[{','.join(f'{batch}x{length}' for batch, length in points)}]", f"bench.steps={steps}",
-        f"bench.acceptance={kept}", *more,
+        f"bench.acceptance={acceptance}", *more,
     ]  # fmt: skip
 
 
 def drafted(
-    model: str, layout: HelixLayout, points: Sequence[Point], gammas: Sequence[int], steps: int, kept: float, *more: str
+    model: str,
+    layout: HelixLayout,
+    points: Sequence[Point],
+    gammas: Sequence[int],
+    steps: int,
+    acceptance: float,
+    *more: str,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The backend of such a job, where it ran, and the row of each point and number of drafts."""
     try:
-        record = jobs.measure(layout.world_size, decoding(model, layout, points, gammas, steps, kept, *more))
+        record = jobs.measure(layout.world_size, decoding(model, layout, points, gammas, steps, acceptance, *more))
     except jobs.JobError as error:
         return {}, failed(points, gammas, error)
     return {"backend": record["backend"]}, record["points"]

@@ -21,10 +21,10 @@ from benchmarks.papers.items import lines_of
 from benchmarks.papers.verification_figures import CAPTIONS, drawable
 from benchmarks.papers.verification_figures import draw as draw_verification
 from benchmarks.records import figures as recorded
-from benchmarks.records.columns import filled
+from benchmarks.records.columns import fill_tables
 from benchmarks.records.tables import TABLES
-from helix.schema import unknown
-from launch.inputs.arguments import helped, need_checkout, parse
+from helix.schema import unknown_message
+from launch.inputs.arguments import handle_help, need_checkout, parse
 from launch.inputs.compose import ROOT
 
 PAGE = ROOT / "benchmarks" / "papers" / "README.md"
@@ -57,7 +57,7 @@ def with_items(text: str) -> str:
             return lines_of(PAPERS[name].items())
         return SHOWN[name]() if name in SHOWN else TABLES[name]()
 
-    return filled(text, lines)
+    return fill_tables(text, lines)
 
 
 def _verification() -> list[str]:
@@ -106,23 +106,23 @@ def write() -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints a paper, or writes all; a wrong name ends with what is known."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if helped(arguments, __doc__):
+    if handle_help(arguments, __doc__):
         return
     need_checkout("helix papers")
     names = [text for text in arguments if "=" not in text]
     try:
-        given = parse([text for text in arguments if "=" in text], {"figures": Path})
+        options = parse([text for text in arguments if "=" in text], {"figures": Path})
         for name in names:
             if name not in PAPERS:
-                raise ValueError(unknown(name, PAPERS))
-        if given and not names:
-            raise ValueError(f"figures={given['figures']} needs a paper: {', '.join(PAPERS)}")
+                raise ValueError(unknown_message(name, PAPERS))
+        if options and not names:
+            raise ValueError(f"figures={options['figures']} needs a paper: {', '.join(PAPERS)}")
     except ValueError as error:
         sys.exit(f"error: {error}")
     for name in names:
         show(name)
-        if given:
-            draw(name, given["figures"])
+        if options:
+            draw(name, options["figures"])
     if not names:
         write()
 

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.papers import rows as paper_rows
 from benchmarks.papers.rows import CLAIMS, Row, Setting
-from benchmarks.records.columns import Cells, filled
+from benchmarks.records.columns import Cells, fill_tables
 from benchmarks.records.columns import page as as_page
 from benchmarks.records.fit import quantiles
 from benchmarks.records.recorded_steps import compare, halves, read_cells
@@ -267,7 +267,7 @@ def _gain(models: dict[str, list[Row]]) -> Figure:
 
 def with_tables(text: str, tables: Mapping[str, Cells]) -> str:
     """The page with its tables filled anew."""
-    return filled(text, lambda name: as_page(tables[name]))
+    return fill_tables(text, lambda name: as_page(tables[name]))
 
 
 def write_figures(results: Path, figures: Path, page: Path | None) -> None:

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from functools import partial
 
 from benchmarks.papers.items import NOT_RECORDED, Item, Table, filled_items, span
-from benchmarks.records import sparse_bill, sparse_gates
-from benchmarks.records.fidelity_tables import KEY, LONGEST, pooled
+from benchmarks.records import sparse_cost_model, sparse_criteria
+from benchmarks.records.fidelity_tables import KEY, MAX_LENGTH, pooled
 from benchmarks.records.rows import WORKLOAD, Row, results
 from benchmarks.records.serving_tables import tier_steps
-from benchmarks.records.sparse_gates import KEEPS, over_dense
+from benchmarks.records.sparse_criteria import KEEPS, over_dense
 from benchmarks.records.tables import TABLES
 
 K, M = 1024, 1 << 20
@@ -68,8 +68,8 @@ def _step(batch: int, length: int, topk: int) -> str:
 
 
 def _verdicts() -> str:
-    said = [passed for gate in sparse_gates.listed() for _, passed in gate.ours]
-    return f"{sum(said)} of {len(said)} figures pass; below"
+    parts = [passed for gate in sparse_criteria.listed() for _, passed in gate.ours]
+    return f"{sum(parts)} of {len(parts)} figures pass; below"
 
 
 def _flat(topk: int) -> str:
@@ -91,11 +91,11 @@ def _needles(policy: str, length: int, haystack: str, count: int = 200) -> str:
 
 def _newest(kind: str, *policies: str) -> str:
     """Hits of some policies at 32K in code, on the newest prompts on which parts were measured."""
-    rows = [r for r in _fidelity(kind, length=LONGEST, haystack="code") if r["policy"] in policies]
+    rows = [r for r in _fidelity(kind, length=MAX_LENGTH, haystack="code") if r["policy"] in policies]
     together = [r["commit"] for r in rows if r["policy"] == KEEPS][-1:]
     found = {r["policy"]: r for r in rows if r["commit"] in together}
-    said = [f"{policy} {found[policy]['hits']} of {found[policy]['count']}" for policy in policies if policy in found]
-    return ", ".join(said) or NOT_RECORDED
+    parts = [f"{policy} {found[policy]['hits']} of {found[policy]['count']}" for policy in policies if policy in found]
+    return ", ".join(parts) or NOT_RECORDED
 
 
 def _margins() -> str:
@@ -110,14 +110,14 @@ def _text(policy: str, length: int, name: str) -> str:
 
 
 def _bill(one: str) -> str:
-    accounts = [a for a in sparse_bill.recorded() if one in a.machine]
-    said = [
-        f"{a.budget}: {a.bill.bytes_per_s / 1e12:.2f} TB/s, {1e3 * a.bill.overhead_s:.2f} ms, "
-        f"{1e3 * a.bill.finding_s:.2f} ms, R² {a.r2():.3f}, held out at most {max(a.errors):.1%}"
+    accounts = [a for a in sparse_cost_model.recorded() if one in a.machine]
+    parts = [
+        f"{a.budget}: {a.costs.bytes_per_s / 1e12:.2f} TB/s, {1e3 * a.costs.overhead_s:.2f} ms, "
+        f"{1e3 * a.costs.selection_s:.2f} ms, R² {a.r2():.3f}, held out at most {max(a.errors):.1%}"
         for a in accounts
         if a.errors
     ]
-    return "; ".join(said) or NOT_RECORDED
+    return "; ".join(parts) or NOT_RECORDED
 
 
 def _tier() -> str:

@@ -88,8 +88,8 @@ def _dp() -> str:
     """Times of data-parallel attention and of Helix, DeepSeek-R1 in FP8 over eight GPUs."""
     rows = results("fp8-steps", *WORKLOAD, model="deepseek-r1", batch=8, length=M >> 3)
     found = {mode: r for mode in ("dp", "helix") if (r := best_step(rows, mode))}
-    said = (f"{mode} {r['ttl_p50_us'] / 1e3:.2f} ms ({r['commit'][:7]})" for mode, r in found.items())
-    return f"eight GPUs, deepseek-r1, 8 x 128K: {', '.join(said)}" if found else NOT_RECORDED
+    parts = (f"{mode} {r['ttl_p50_us'] / 1e3:.2f} ms ({r['commit'][:7]})" for mode, r in found.items())
+    return f"eight GPUs, deepseek-r1, 8 x 128K: {', '.join(parts)}" if found else NOT_RECORDED
 
 
 def _measured(model: str) -> str:
@@ -108,11 +108,11 @@ def _timeline() -> str:
 def _correct() -> str:
     """Answers equal to one rank's by dtype, over GPUs (with NCCL) and over loopback ranks (threads, no link)."""
     equal = [r for r in results("correctness", "name", "over") if r["name"].endswith("-equal")]
-    said = []
+    parts = []
     for (over,), rows in grouped(equal, "over").items():
-        held = ", ".join(f"{r['as_one_rank']} of {r['needles']} in {r['name'].split('-')[2]}" for r in rows)
-        said.append(f"over {over} {held}")
-    return f"same tokens as one rank: {'; '.join(said)}" if said else NOT_RECORDED
+        counts = ", ".join(f"{r['as_one_rank']} of {r['needles']} in {r['name'].split('-')[2]}" for r in rows)
+        parts.append(f"over {over} {counts}")
+    return f"same tokens as one rank: {'; '.join(parts)}" if parts else NOT_RECORDED
 
 
 def _exchange() -> str:

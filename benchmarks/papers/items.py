@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.records.columns import page
-from helix.schema import value_of
+from helix.schema import parse_value
 
 NOT_RECORDED = "not recorded"
 TEXT = Path(__file__).with_name("items.md")
@@ -46,7 +46,7 @@ def filled_items(paper: str, figures: Mapping[str, Callable[..., str]]) -> list[
     """Reads the items of a paper, in its order, and fills in its figures."""
 
     def figure(match: re.Match[str]) -> str:
-        return figures[match[1]](*(value_of(match[0], text, int | str) for text in match[2].split()))
+        return figures[match[1]](*(parse_value(match[0], text, int | str) for text in match[2].split()))
 
     table = TEXT.read_text(encoding="utf-8").partition(f"\n## {paper}\n")[2].partition("\n## ")[0]
     assert {*re.findall(r"{(\w+)", table)} == figures.keys(), f"figures that the items of {paper} do not name"
@@ -65,5 +65,5 @@ def span(values: Sequence[float], form: str, unit: str = "") -> str:
     """Formats the least and the largest of some values, or says that none is recorded."""
     if not values:
         return NOT_RECORDED
-    least, most = (format(value, form) for value in (min(values), max(values)))
-    return (least if least == most else f"{least} to {most}") + (f" {unit}" if unit else "")
+    low, high = (format(value, form) for value in (min(values), max(values)))
+    return (low if low == high else f"{low} to {high}") + (f" {unit}" if unit else "")

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from helix.attention.block_sparse import BlockSparseAttention
 from helix.attention.dense import DenseAttention
-from helix.worker.follower import Span
-from helix.worker.keeps import EngineSizes
 from helix.worker.kv_cache import KVCache
+from helix.worker.kv_cache_spec import EngineSizes
+from helix.worker.sequence_observer import Span
 
 FULL = f"{__name__}:full"
 
@@ -25,13 +25,13 @@ def fold_means(cache: KVCache) -> None:
         if (bounds := group.tensors.get("bounds")) is not None:
             scales, parts = group.tensors.get("key_scales"), group.tensors.get("part_bounds")
             for layer, keys in enumerate(group.tensors["keys"]):  # [pages, page_size, Hkv, D]
-                of_layer = keys.float()
+                layer_keys = keys.float()
                 if scales is not None:
-                    of_layer *= scales[layer].transpose(1, 2)[..., None]
-                bounds[layer] = of_layer.mean(1)[:, :, None]
+                    layer_keys *= scales[layer].transpose(1, 2)[..., None]
+                bounds[layer] = layer_keys.mean(1)[:, :, None]
                 if parts is not None:  # [layers, pages, Hkv, parts, 2, D]
-                    of_parts = of_layer.unflatten(1, (parts.shape[3], -1)).mean(2)
-                    parts[layer] = of_parts.transpose(1, 2)[:, :, :, None]
+                    part_means = layer_keys.unflatten(1, (parts.shape[3], -1)).mean(2)
+                    parts[layer] = part_means.transpose(1, 2)[:, :, :, None]
 
 
 class MeanCache(KVCache):

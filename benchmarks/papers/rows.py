@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from benchmarks.models.search import best_at, frontier, ordered, search, taken
+from benchmarks.models.search import best_at, frontier, ordered, search, select_points
 from helix.models import DecoderSpec
-from helix.planner.hardware import BYTES, PROVENANCE, Constant, Hardware
+from helix.planner.hardware import DTYPE_BYTES, PROVENANCE, Constant, Hardware
 from helix.planner.points import DP, MEDHA, TP, Options
 from helix.planner.step import StepCost
 
@@ -71,28 +71,28 @@ def baseline_modes(spec: DecoderSpec) -> tuple[str, ...]:
 def components(base: StepCost) -> dict[str, StepCost]:
     """The baseline's points by strategy."""
     p = base.points
-    chosen = {
+    selected = {
         "TP": (p.mode == TP) & (p.pp == 1),
         "TP with PP": (p.mode == TP) & (p.pp > 1),
         "DP attention, EP or TP in the FFN": p.mode == DP,
         "Medha (KVP, FFN on TP)": p.mode == MEDHA,
     }
-    return {name: taken(base, mask) for name, mask in chosen.items() if mask.any()}
+    return {name: select_points(base, mask) for name, mask in selected.items() if mask.any()}
 
 
 def compare(base: StepCost, helix: StepCost, fraction: float = 1.0) -> Row:
     """Helix over baseline at `fraction` of the baseline's largest interactivity."""
-    top = float(base.user.max())
+    top = float(base.tokens_per_s_user.max())
     user = fraction * top * LOOSE
     base_gpu, base_batch = best_at(base, user)
     helix_gpu, helix_batch = best_at(helix, user)
     assert base_gpu is not None and base_batch is not None
     row: Row = {"fraction": fraction, "tokens_per_s_user": fraction * top}
-    row |= {"baseline": _words(base, base_gpu), "baseline_gpu": base.gpu[base_gpu]}
+    row |= {"baseline": _words(base, base_gpu), "baseline_gpu": base.tokens_per_s_gpu[base_gpu]}
     row |= {"baseline_users": int(base.points.users[base_batch]), "provenance": base.provenance(base_gpu)}
     if helix_gpu is None or helix_batch is None:  # Helix is slower than the baseline
         return row | {"helix": "-", "helix_gpu": 0.0, "helix_users": 0, "gpu_gain": 0.0, "batch_gain": 0.0}
-    row |= {"helix": _words(helix, helix_gpu), "helix_gpu": helix.gpu[helix_gpu]}
+    row |= {"helix": _words(helix, helix_gpu), "helix_gpu": helix.tokens_per_s_gpu[helix_gpu]}
     row |= {"helix_users": int(helix.points.users[helix_batch])}
     row["gpu_gain"] = row["helix_gpu"] / row["baseline_gpu"]
     row["batch_gain"] = row["helix_users"] / row["baseline_users"]
@@ -103,9 +103,9 @@ def compare(base: StepCost, helix: StepCost, fraction: float = 1.0) -> Row:
 def headline(spec: DecoderSpec, setting: Setting) -> tuple[Row, StepCost, StepCost]:
     """Largest interactivity, throughput and batch of Helix over the baseline, with both sets of points."""
     base, helix = setting.run(spec, baseline_modes(spec)), setting.run(spec, ("helix",))
-    fastest = int(ordered(helix, helix.user)[0])
+    fastest = int(ordered(helix, helix.tokens_per_s_user)[0])
     row = compare(base, helix)
-    row["user_gain"] = float(helix.user.max() / base.user.max())
+    row["user_gain"] = float(helix.tokens_per_s_user.max() / base.tokens_per_s_user.max())
     row["fastest_helix"] = _words(helix, fastest)
     row["gpu_gain_95"] = compare(base, helix, 0.95)["gpu_gain"]
     row["provenance"] = helix.provenance(fastest)
@@ -119,16 +119,16 @@ def curve(base: StepCost, helix: StepCost) -> list[Row]:
 
 def frontier_rows(name: str, step: StepCost, base: StepCost) -> list[Row]:
     """A frontier's points, absolute and in units of the baseline's extremes, as the paper draws them."""
-    top_user, top_gpu = base.user.max(), base.gpu.max()
+    top_user, top_gpu = base.tokens_per_s_user.max(), base.tokens_per_s_gpu.max()
     rows = []
     for i in frontier(step):
         p = step.points
         rows.append(
             {
                 "series": name, "layout": p.describe(i), "gpus": int(p.gpus[i]), "batch": int(p.batch[i]),
-                "users": int(p.users[i]), "ttl_ms": 1e3 * step.ttl_s[i], "tokens_per_s_user": step.user[i],
-                "tokens_per_s_gpu": step.gpu[i], "user_normalised": step.user[i] / top_user,
-                "gpu_normalised": step.gpu[i] / top_gpu, "provenance": step.provenance(i),
+                "users": int(p.users[i]), "ttl_ms": 1e3 * step.ttl_s[i], "tokens_per_s_user": step.tokens_per_s_user[i],
+                "tokens_per_s_gpu": step.tokens_per_s_gpu[i], "user_normalised": step.tokens_per_s_user[i] / top_user,
+                "gpu_normalised": step.tokens_per_s_gpu[i] / top_gpu, "provenance": step.provenance(i),
             }
         )  # fmt: skip
     return rows
@@ -143,7 +143,7 @@ class DenseLayer:
     kv_heads: int
     head_dim: int
     ffn: int
-    item: float = BYTES["fp4"]
+    item: float = DTYPE_BYTES["fp4"]
     rate: float = 8e12
 
     def kv_s(self, batch: int, length: int, tpa: Any, kvp: Any) -> Any:
@@ -199,21 +199,25 @@ def hopb(spec: DecoderSpec, setting: Setting, exchange: Literal["batched", "seri
     setting = replace(setting, batches=tuple(map(int, ALL_BATCHES)))
     steps = []
     for on in (True, False):
-        chosen = replace(setting.options, hopb=on, exchange=exchange)
-        step = replace(setting, options=chosen).run(spec, ("helix",))
-        steps.append(taken(step, step.points.dp == 1))
+        selected = replace(setting.options, hopb=on, exchange=exchange)
+        step = replace(setting, options=selected).run(spec, ("helix",))
+        steps.append(select_points(step, step.points.dp == 1))
     on_step, off_step = steps  # the same points in the same order
     rows: list[Row] = []
     for name, step in (("HOP-B on", on_step), ("HOP-B off", off_step)):
         rows += [{"exchange": exchange, **row} for row in frontier_rows(name, step, on_step)]
     best, behind = frontier(on_step), frontier(off_step)[::-1]
-    best = best[on_step.gpu[best] <= off_step.gpu.max()]
+    best = best[on_step.tokens_per_s_gpu[best] <= off_step.tokens_per_s_gpu.max()]
     # Frontiers have points, not lines: between those of `off` its speed is interpolated (both logarithmic).
-    reached = np.interp(np.log(on_step.gpu[best]), np.log(off_step.gpu[behind]), np.log(off_step.user[behind]))
-    everywhere = 1 - np.exp(reached) / on_step.user[best]
-    fast = on_step.user[best] >= on_step.user.max() / 2
+    reached = np.interp(
+        np.log(on_step.tokens_per_s_gpu[best]),
+        np.log(off_step.tokens_per_s_gpu[behind]),
+        np.log(off_step.tokens_per_s_user[behind]),
+    )
+    everywhere = 1 - np.exp(reached) / on_step.tokens_per_s_user[best]
+    fast = on_step.tokens_per_s_user[best] >= on_step.tokens_per_s_user.max() / 2
     best, fixed = best[fast], everywhere[fast]
-    same = 1 - off_step.user[best] / on_step.user[best]
+    same = 1 - off_step.tokens_per_s_user[best] / on_step.tokens_per_s_user[best]
     i = int(np.argmax(fixed))
     return rows, {
         "exchange": exchange,

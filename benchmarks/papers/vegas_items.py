@@ -7,7 +7,7 @@ from functools import partial
 
 from benchmarks.papers.items import NOT_RECORDED, Item, Table, filled_items, span
 from benchmarks.records import tuned_tables
-from benchmarks.records.acceptance_tables import KEY, joined
+from benchmarks.records.acceptance_tables import KEY, join_tasks
 from benchmarks.records.draft_gains import DEMO, REAL, best, gained
 from benchmarks.records.draft_tables import adapted, choice_over_rest, experts_over_inherent, selection_over_rest, timed
 from benchmarks.records.rows import Row, results, tokens
@@ -39,7 +39,7 @@ RECORDED = {
 
 
 def _joined(kind: str, **fields: object) -> list[Row]:
-    rows = joined(
+    rows = join_tasks(
         [r for r in results("acceptance", *KEY) if r["kind"] in ("acceptance", "sweep") and r["kind"] == kind]
     )
     return [r for r in rows if all(r[name] == value for name, value in fields.items())]
@@ -48,11 +48,11 @@ def _joined(kind: str, **fields: object) -> list[Row]:
 def _kept(*policies: str, gamma: int = 7) -> str:
     """Tokens an iteration of some policies with 32K tokens, the mean over three tasks."""
     usual = {"length": 32768, "gamma": gamma, "prompts": 30, "kvp": 1, "temperature": 0.0}
-    said = []
+    parts = []
     for policy in policies:
         rows = _joined("acceptance", policy=policy, **usual)
-        said.append(f"{policy} {rows[0]['mean']:.2f}" if rows else f"{policy} -")
-    return ", ".join(said)
+        parts.append(f"{policy} {rows[0]['mean']:.2f}" if rows else f"{policy} -")
+    return ", ".join(parts)
 
 
 def _choice(policy: str, length: int, name: str) -> Sequence[float]:
@@ -68,16 +68,18 @@ def _runs(kind: str, policy: str, length: int | None = None, needs: str = "kind"
     """How many prompts of which length the lines of a figure had, and on what."""
     rows = [r for r in results("acceptance", *KEY) if (r["kind"], r["policy"]) == (kind, policy) and r.get(needs)]
     rows = [r for r in rows if length in (None, r["length"])]
-    said = dict.fromkeys(f"{r['prompts']} x {tokens(r['length'])}, {r['device'].removeprefix('NVIDIA ')}" for r in rows)
-    return "; ".join(said) or NOT_RECORDED
+    parts = dict.fromkeys(
+        f"{r['prompts']} x {tokens(r['length'])}, {r['device'].removeprefix('NVIDIA ')}" for r in rows
+    )
+    return "; ".join(parts) or NOT_RECORDED
 
 
 def _beyond() -> str:
     """Gains of Qwen3-8B, 4 x 112K, with the most drafts that the table chooses from, and with the most recorded."""
     found = results("self-drafts", "sparsity", "gamma", model="qwen3-8b", batch=4, length=LONG)
     gains = {r["gamma"]: r["gain_at_rates"]["0.96"] for r in found if r["gamma"] in (6, 8) and "failed" not in r}
-    said = ", ".join(f"{gamma} drafts {gain:.2f} x" for gamma, gain in sorted(gains.items()))
-    return f"at a rate of 0.96: {said}" if said else NOT_RECORDED
+    parts = ", ".join(f"{gamma} drafts {gain:.2f} x" for gamma, gain in sorted(gains.items()))
+    return f"at a rate of 0.96: {parts}" if parts else NOT_RECORDED
 
 
 def _overlap() -> str:
@@ -120,13 +122,13 @@ def _gain(rate: str) -> str:
 def _beside(*drafters: str, model: str = DEMO) -> str:
     """Gains over plain steps on the task that gains least, Qwen3-8B, 4 x 112K, by measured acceptance."""
     found = [r for r in best(timed(), model) if r["drafter"] in drafters and _is_long(r)]
-    said = []
+    parts = []
     found.sort(key=lambda r: drafters.index(r["drafter"]))
     for commit in dict.fromkeys(r["commit"] for r in found):
         rows = [r for r in found if r["commit"] == commit]
         gains = (f"{r['drafter']} {gained(r, model):.2f} x ({r['gamma']} drafts)" for r in rows)
-        said.append(f"{', '.join(gains)} ({commit[:7]})")
-    return "; ".join(said) or NOT_RECORDED
+        parts.append(f"{', '.join(gains)} ({commit[:7]})")
+    return "; ".join(parts) or NOT_RECORDED
 
 
 def _is_long(r: Row) -> bool:
@@ -135,15 +137,15 @@ def _is_long(r: Row) -> bool:
 
 def _choosing(*drafters: str) -> str:
     """Share of the choice of keys in an iteration, Qwen3-8B, 4 x 112K, four drafts."""
-    said = (f"{name} {choice_over_rest(r):.1%}" for name, r in _parts().items() if name in drafters)
-    return ", ".join(said) or NOT_RECORDED
+    parts = (f"{name} {choice_over_rest(r):.1%}" for name, r in _parts().items() if name in drafters)
+    return ", ".join(parts) or NOT_RECORDED
 
 
 def _selecting(*drafters: str) -> str:
     """The same with the scores that verification keeps: it takes longer by these than a window's, which needs none."""
     found = _parts()
-    said = (f"{name} {selection_over_rest(found[name], found['window']):.1%}" for name in drafters if name in found)
-    return ", ".join(said) or NOT_RECORDED
+    parts = (f"{name} {selection_over_rest(found[name], found['window']):.1%}" for name in drafters if name in found)
+    return ", ".join(parts) or NOT_RECORDED
 
 
 def _parts() -> dict[str, Row]:
@@ -154,8 +156,8 @@ def _parts() -> dict[str, Row]:
 
 def _by_length(drafter: str) -> str:
     rows = [r for r in best(timed()) if (r["model"], r["drafter"], r["batch"]) == ("qwen3-8b", drafter, 4)]
-    said = (f"{r['length'] // 1024}K {gained(r):.2f} x" for r in sorted(rows, key=lambda r: int(r["length"])))
-    return ", ".join(said) or NOT_RECORDED
+    parts = (f"{r['length'] // 1024}K {gained(r):.2f} x" for r in sorted(rows, key=lambda r: int(r["length"])))
+    return ", ".join(parts) or NOT_RECORDED
 
 
 def _lost() -> str:

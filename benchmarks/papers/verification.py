@@ -17,13 +17,13 @@ import torch
 from benchmarks.papers import verification_kernels as baselines
 from benchmarks.papers import verification_reference as reference
 from benchmarks.papers.verify_and_pack import Packed, Verified, verify_and_pack
-from benchmarks.runner import Benchmark, Given, Part, Row
+from benchmarks.runner import BenchContext, Benchmark, Part, Row
 from benchmarks.timer import ROTATED, replays
-from helix.worker.clock import seconds_of_each
+from helix.worker.clock import time_each
 
 VOCABULARY = 4096
-MOST_COPIES = 256
-WARM_UPS, TIMED, TURNS = 10, 50, 4  # launches from Python, a turn of a variant; turns
+MAX_COPIES = 256
+WARM_UPS, TIMED, ROUNDS = 10, 50, 4  # launches from Python, a turn of a variant; turns
 REPLAYS = 50
 WARM_UP_S = 0.01  # of a graph: the eager runs before it have woken the GPU up
 DISPATCH_BYTES = 5e6  # below, the paper takes its one-block kernel, and from here on a scan and torch's packing
@@ -99,11 +99,11 @@ def check(work: VerifiedBatch, name: str, scan: Callable[..., None] | None, fuse
 def eager_seconds(run: Replay, copies: int, device: torch.device) -> list[float]:
     """Seconds of single runs, launched from Python between two events."""
     if device.type != "cuda":
-        return seconds_of_each(lambda: run(0), 1, device)
+        return time_each(lambda: run(0), 1, device)
     indices = cycle(range(copies))
     for _ in range(WARM_UPS):
         run(next(indices))
-    return seconds_of_each(lambda: run(next(indices)), TIMED, device)
+    return time_each(lambda: run(next(indices)), TIMED, device)
 
 
 def percentiles(name: str, seconds: Iterable[float]) -> dict[str, float]:
@@ -118,7 +118,7 @@ def timed(runs: dict[str, Replay], copies: int, device: torch.device, captured: 
     Launches from Python take turns, so that a host that gets slower or faster does so for all.
     """
     eager: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(TURNS):
+    for _ in range(ROUNDS):
         for name, run in runs.items():
             eager[name] += eager_seconds(run, copies, device)
     found: dict[str, float] = {}
@@ -129,11 +129,11 @@ def timed(runs: dict[str, Replay], copies: int, device: torch.device, captured: 
     return found
 
 
-def batches(given: Given, batch: int, gamma: int, alpha: float, width: int) -> list[VerifiedBatch]:
+def batches(ctx: BenchContext, batch: int, gamma: int, alpha: float, width: int) -> list[VerifiedBatch]:
     """As many as pass the L2, over which runs rotate."""
     kind = torch.bfloat16
-    copies = min(MOST_COPIES, -(-ROTATED // (batch * gamma * width * kind.itemsize))) if given.gpu else 1
-    return [workload(batch, gamma, alpha, width, kind, given.device, seed=7 + i) for i in range(copies)]
+    copies = min(MAX_COPIES, -(-ROTATED // (batch * gamma * width * kind.itemsize))) if ctx.gpu else 1
+    return [workload(batch, gamma, alpha, width, kind, ctx.device, seed=7 + i) for i in range(copies)]
 
 
 def scanning(scan: Callable[..., None], work: VerifiedBatch) -> Replay:
@@ -146,15 +146,15 @@ def packing(fused: Callable[..., None], works: list[VerifiedBatch]) -> Replay:
     return lambda i: fused(works[i].draft, works[i].target, works[i].kv, works[i].out, works[i].packed)
 
 
-def measure_scan(given: Given, batch: int, gamma: int, alpha: float) -> list[Row]:
+def measure_scan(ctx: BenchContext, batch: int, gamma: int, alpha: float) -> list[Row]:
     """Lengths, flags and next tokens: eager torch, one lane a sequence, a warp that votes, and the scan."""
-    work = workload(batch, gamma, alpha, 1, torch.bfloat16, given.device, seed=7)
+    work = workload(batch, gamma, alpha, 1, torch.bfloat16, ctx.device, seed=7)
     runs: dict[str, Replay] = {"torch": lambda i: reference.verify(work.draft, work.target)}
     for name, scan in (("naive", baselines.naive), ("ballot", baselines.ballot), ("scan", baselines.verify)):
         check(work, name, scan, None)
         runs[name] = scanning(scan, work)
     row: Row = {"kind": "scan", "batch": batch, "gamma": gamma, "alpha": alpha}
-    return [row | timed(runs, 1, given.device, captured=runs)]
+    return [row | timed(runs, 1, ctx.device, captured=runs)]
 
 
 def two_step(draft: Any, target: Any, kv: torch.Tensor, out: Verified, packed: Packed) -> None:
@@ -163,9 +163,9 @@ def two_step(draft: Any, target: Any, kv: torch.Tensor, out: Verified, packed: P
     baselines.pack(kv, out.accepted, packed)
 
 
-def measure_pack(given: Given, batch: int, gamma: int, alpha: float, width: int) -> list[Row]:
+def measure_pack(ctx: BenchContext, batch: int, gamma: int, alpha: float, width: int) -> list[Row]:
     """All of it with packed KV: ours in one launch, the paper's one block, two steps by kernels and with torch."""
-    works = batches(given, batch, gamma, alpha, width)
+    works = batches(ctx, batch, gamma, alpha, width)
 
     def torch_step(i: int) -> tuple[torch.Tensor, torch.Tensor]:
         baselines.verify(works[i].draft, works[i].target, works[i].out)
@@ -185,7 +185,7 @@ def measure_pack(given: Given, batch: int, gamma: int, alpha: float, width: int)
     row["packed_bytes"] = sum(int(w.accepted.sum()) for w in works) / len(works) * width * itemsize
     runs: dict[str, Replay] = {name: packing(fused, works) for name, fused in variants.items()}
     runs |= {"two_step_torch": torch_step, "torch": torch_alone}
-    row |= timed(runs, len(works), given.device, captured=variants)
+    row |= timed(runs, len(works), ctx.device, captured=variants)
     # The paper's dispatcher is a comparison on the host, and then one of its two kernels.
     if "one_block" in variants:
         small = batch * alpha * gamma * width * itemsize < DISPATCH_BYTES
@@ -197,9 +197,9 @@ def measure_pack(given: Given, batch: int, gamma: int, alpha: float, width: int)
     return [row]
 
 
-def measure_pack_alone(given: Given, batch: int, gamma: int, alpha: float, width: int) -> list[Row]:
+def measure_pack_alone(ctx: BenchContext, batch: int, gamma: int, alpha: float, width: int) -> list[Row]:
     """Packing by known lengths: our kernel, and torch's mask."""
-    works = batches(given, batch, gamma, alpha, width)
+    works = batches(ctx, batch, gamma, alpha, width)
     rows, offsets = reference.pack(works[0].kv, works[0].accepted)
     baselines.pack(works[0].kv, works[0].accepted, works[0].packed)
     if not torch.equal(works[0].packed.kv[: len(rows)], rows) or not torch.equal(works[0].packed.offsets, offsets):
@@ -209,33 +209,33 @@ def measure_pack_alone(given: Given, batch: int, gamma: int, alpha: float, width
         "pack_torch": lambda i: reference.pack(works[i].kv, works[i].accepted),
     }
     row: Row = {"kind": "pack_alone", "batch": batch, "gamma": gamma, "alpha": alpha, "kv_dim": width}
-    return [row | timed(runs, len(works), given.device, captured={"pack"})]
+    return [row | timed(runs, len(works), ctx.device, captured={"pack"})]
 
 
-def measure_sorted(given: Given, batch: int, gamma: int, alpha: float) -> list[Row]:
+def measure_sorted(ctx: BenchContext, batch: int, gamma: int, alpha: float) -> list[Row]:
     """One lane a sequence, in the order of requests and in that of accepted lengths, beside the scan.
 
     A warp takes as long as its longest sequence. Lengths are known here, which is the best that a prediction can do;
     what sorting costs is not counted.
     """
-    work = workload(batch, gamma, alpha, 1, torch.bfloat16, given.device, seed=7)
+    work = workload(batch, gamma, alpha, 1, torch.bfloat16, ctx.device, seed=7)
     order = work.accepted.argsort()
     in_order = replace(
         work, draft=work.draft[order], target=work.target[order], kv=work.kv[order], accepted=work.accepted[order]
     )
     kernels = {"naive": (baselines.naive, work), "naive_sorted": (baselines.naive, in_order)}
     kernels["scan"] = baselines.verify, work
-    for name, (scan, given_work) in kernels.items():
-        check(given_work, name, scan, None)
-    runs = {name: scanning(scan, given_work) for name, (scan, given_work) in kernels.items()}
+    for name, (scan, kernel_work) in kernels.items():
+        check(kernel_work, name, scan, None)
+    runs = {name: scanning(scan, kernel_work) for name, (scan, kernel_work) in kernels.items()}
     row: Row = {"kind": "sorted", "batch": batch, "gamma": gamma, "alpha": alpha}
-    return [row | timed(runs, 1, given.device, captured=runs)]
+    return [row | timed(runs, 1, ctx.device, captured=runs)]
 
 
 def _part(cases: list[Any], measure: Callable[..., list[Row]], settings: str, names: str) -> Part:
     """The cases of a kind, the first alone without a GPU, with the time of each kernel from Python and in a graph."""
     columns = [settings, *(f"{name}_us {name}_graph_us" for name in names.split())]
-    return Part(lambda given: cases if given.gpu else cases[:1], measure, " ".join(columns))
+    return Part(lambda ctx: cases if ctx.gpu else cases[:1], measure, " ".join(columns))
 
 
 PARTS = (

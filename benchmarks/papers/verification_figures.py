@@ -191,9 +191,9 @@ def _worst_case(records: Records) -> Figure:
         for i, (name, style) in enumerate(KERNELS.items()):
             us = row.get(name + suffix)
             if us is not None:
-                late = row[name + suffix.replace("_us", "_p95_us")] - us
-                panel.barh(i, us, xerr=[[0], [max(late, 0)]], color=style["color"], capsize=3)
-                panel.text(us + max(late, 0), i, f"  {us:.1f}", va="center")
+                p95_excess = row[name + suffix.replace("_us", "_p95_us")] - us
+                panel.barh(i, us, xerr=[[0], [max(p95_excess, 0)]], color=style["color"], capsize=3)
+                panel.text(us + max(p95_excess, 0), i, f"  {us:.1f}", va="center")
         panel.set_yticks(range(len(KERNELS)), [str(style["label"]) for style in KERNELS.values()])
         panel.set(title=how, xlabel=TIME, ylim=(len(KERNELS) - 0.5, -0.5))
         panel.margins(x=0.15)
@@ -241,13 +241,13 @@ def drawable(records: Records) -> list[str]:
 
 def figures(records: Records) -> dict[str, Figure]:
     """The paper's figures by number, and sorted batches; those for which there are records."""
-    of_32 = records.times(KERNELS, "scan", batch=32)
-    long = [r for r in of_32 if r["gamma"] > 32]
+    batch_32 = records.times(KERNELS, "scan", batch=32)
+    long = [r for r in batch_32 if r["gamma"] > 32]
     alone, fused = records.times(PACKERS, "pack_alone"), records.times(FUSED, "pack", batch=32, gamma=128)
     ordered = [r for r in records.times(ORDERS, "sorted", gamma=128) if r["how"] == HOW["_graph_us"]]
     width = "elements of a row"
     makers: dict[str, Callable[[], Figure]] = {
-        "1": partial(_by_kernel, of_32, "gamma", KERNELS, "how", title="{}", label="drafts"),
+        "1": partial(_by_kernel, batch_32, "gamma", KERNELS, "how", title="{}", label="drafts"),
         "2": partial(_by_kernel, long, "alpha", KERNELS, "how", "gamma", title="{}, gamma {}", label="alpha"),
         "3": partial(_worst_case, records),
         "4": partial(_heat, records),

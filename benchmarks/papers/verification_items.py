@@ -25,24 +25,24 @@ def records() -> Records:
 def _of(kind: str, *point: Any) -> Callable[..., str]:
     """What the record of a point has: a time in us, or the first over the second."""
 
-    def said(name: str, over: str | None = None) -> str:
+    def cell(name: str, over: str | None = None) -> str:
         row = records().us(kind, *point)
         if over is None:
             return f"{row.get(name, 0):.1f}"
         return f"{row[name] / row[over]:.2f} x" if name in row and over in row else NOT_RECORDED
 
-    return said
+    return cell
 
 
-def _over(kind: str, name: str, over: str, form: str = ".2f", most: float = math.inf, **fields: object) -> str:
-    """Quotients of two times, of all rows that have both and `most` sequences at most."""
-    rows = [r for r in records().of(kind, **fields) if {name, over} <= r.keys() and r["batch"] <= most]
+def _over(kind: str, name: str, over: str, form: str = ".2f", maximum: float = math.inf, **fields: object) -> str:
+    """Quotients of two times, of all rows that have both and `maximum` sequences at most."""
+    rows = [r for r in records().of(kind, **fields) if {name, over} <= r.keys() and r["batch"] <= maximum]
     return span([r[name] / r[over] for r in rows], form, "x")
 
 
-def _scans(name: str, most: float = math.inf) -> str:
-    """A kernel's times, of `most` drafts at most."""
-    return span([r[name] for r in records().of("scan") if name in r and r["gamma"] <= most], ".1f", "us")
+def _scans(name: str, maximum: float = math.inf) -> str:
+    """A kernel's times, of `maximum` drafts at most."""
+    return span([r[name] for r in records().of("scan") if name in r and r["gamma"] <= maximum], ".1f", "us")
 
 
 def _slope(name: str, gamma: int) -> str:
@@ -65,33 +65,33 @@ def _largest() -> str:
 
 def _lost() -> str:
     """Rows in which another kernel is faster than fused, of all batches: in a graph, and launched from Python."""
-    said = []
+    parts = []
     for how, suffix in (("in a graph", "_graph_us"), ("launched from Python", "_us")):
         rows = [[r[n + suffix] / r["fused" + suffix] for n in OTHERS if n + suffix in r] for r in records().of("pack")]
         ratios = [min(row) for row in rows if row]
         if ratios:
-            behind = sum(ratio < 1 for ratio in ratios)
-            said.append(
-                f"{how} slower than another kernel in {behind} of {len(ratios)} rows, at worst {min(ratios):.2f} x"
+            num_slower = sum(ratio < 1 for ratio in ratios)
+            parts.append(
+                f"{how} slower than another kernel in {num_slower} of {len(ratios)} rows, at worst {min(ratios):.2f} x"
             )
-    return "; ".join(said) or NOT_RECORDED
+    return "; ".join(parts) or NOT_RECORDED
 
 
 def _dispatched() -> str:
     """Time of the dispatcher over fused's: below 1, the dispatcher is faster."""
-    said = []
+    parts = []
     for how, suffix in (("in a graph", "_graph_us"), ("launched from Python", "_us")):
         rows = [r for r in records().of("pack") if "dispatcher" + suffix in r]
         ratios = [r["dispatcher" + suffix] / r["fused" + suffix] for r in rows]
         faster = f", faster in {sum(ratio < 1 for ratio in ratios)} of {len(ratios)} rows" if ratios else ""
-        said.append(f"{how} {span(ratios, '.2f', 'x')}{faster}")
-    return f"dispatcher over fused {'; '.join(said)}"
+        parts.append(f"{how} {span(ratios, '.2f', 'x')}{faster}")
+    return f"dispatcher over fused {'; '.join(parts)}"
 
 
 def _commit() -> str:
     rows = [r for r in results("accept", "way", "rows", "drafts", "columns") if (r["rows"], r["drafts"]) == (8, 8)]
-    said = span([r["us"] for r in rows if r["way"] == "greedy"], ".1f", "us")
-    return f"from logits to tokens, 8 sequences of 8 drafts: {said}"
+    parts = span([r["us"] for r in rows if r["way"] == "greedy"], ".1f", "us")
+    return f"from logits to tokens, 8 sequences of 8 drafts: {parts}"
 
 
 FIGURES: dict[str, Callable[..., str]] = {

@@ -209,20 +209,20 @@ def verify_and_pack_one_block(
     )  # fmt: skip
 
 
-def _scan(way: str, draft: torch.Tensor, target: torch.Tensor, out: Verified) -> None:
+def _scan(variant: str, draft: torch.Tensor, target: torch.Tensor, out: Verified) -> None:
     if not dispatch.on_gpu(draft):
         return out.copy(*reference.verify(draft, target))
-    launch = scan_launch(way, like(draft), like(target), out.layout, draft.device)
+    launch = scan_launch(variant, like(draft), like(target), out.layout, draft.device)
     return launch(draft, target, out.accepted, out.has_mismatch, out.next_tokens)
 
 
 @cache
-def scan_launch(way: str, draft: Like, target: Like, out: tuple[Like, ...], device: torch.device) -> Launch:
+def scan_launch(variant: str, draft: Like, target: Like, out: tuple[Like, ...], device: torch.device) -> Launch:
     B, G = tokens_of(draft, target, out)
     strides = draft[1][0], target[1][0]
-    if way == "naive":
+    if variant == "naive":
         return Launch(_naive_kernel, (triton.cdiv(B, LANES), 1, 1), 1, (*strides, B, G), LANES=LANES)
-    if way == "ballot":
+    if variant == "ballot":
         chunks = triton.cdiv(G, LANES)
         return Launch(_ballot_kernel, (B, 1, 1), 1, (*strides, G), LANES=LANES, CHUNKS=chunks)
     return Launch(_verify_kernel, (B, 1, 1), 1, (*strides, B, G), BLOCK_G=block_of(G))

@@ -26,5 +26,5 @@ def pack(kv: torch.Tensor, accepted: torch.Tensor) -> tuple[torch.Tensor, torch.
 
     The size of the result depends on the data: on a GPU the host waits for it.
     """
-    kept = torch.arange(kv.shape[1], device=kv.device) < accepted[:, None]
-    return kv[kept], offsets_of(accepted)
+    mask = torch.arange(kv.shape[1], device=kv.device) < accepted[:, None]
+    return kv[mask], offsets_of(accepted)

@@ -4,9 +4,9 @@ The last kernel of Kolawole's "Batched Speculative Decoding Verification Kernels
 32 and the bandwidth of one SM: many programs share the copy of accepted rows, and each finds where it begins while its
 first rows are on their way. Few tokens it compares itself, those of all sequences before its own. Of many it compares
 its own sequence's alone and looks up the lengths of the others, which their first programs publish as words with tags
-(`kernels.peers.mailbox`); if one is late it compares after all, so that no program depends on another's being there.
-The paper's other kernels are in `benchmarks/papers/verification_kernels.py`. A decode step packs nothing: what it
-accepts stays where it was appended (`kernels.tokens.commit`).
+(`kernels.peers.ll_protocol`); if one is late it compares after all, so that no program depends on another's being
+there. The paper's other kernels are in `benchmarks/papers/verification_kernels.py`. A decode step packs nothing: what
+it accepts stays where it was appended (`kernels.tokens.commit`).
 
 Whoever packs owns the buffer: nothing is allocated here, so that captured steps and eager ones pay one launch. Checks
 and launch geometry depend on shapes, and are worked out once for each (`Launch`).
@@ -24,15 +24,15 @@ import triton.language as tl
 
 from benchmarks.papers import verification_reference as reference
 from kernels import dispatch
-from kernels.overlap import overlapped, sm_count, start_successor, wait_for_predecessor
-from kernels.peers.mailbox import end_turn, send, turn
+from kernels.overlap import pdl_options, sm_count, start_successor, wait_for_predecessor
+from kernels.peers.ll_protocol import end_epoch, epoch, send
 from kernels.tokens.commit import before_first
 
 MAX_GAMMA = 1024  # drafted tokens of a sequence, which a program holds at once
 
 PROGRAMS_PER_SM = 2  # of a copy: all resident at once, so that all of the first tiles are on their way
 TILE_BYTES = 64 << 10  # of a program at once, at most; half of it where the next is on its way while one is stored
-LEAST_TILE_BYTES = 4 << 10
+MIN_TILE_BYTES = 4 << 10
 THREAD_BYTES = 128  # of a tile in a thread's registers, where eight warps can hold it so
 AHEAD_BYTES = 3 << 20  # of all drafted rows: up to here, where nobody looks up, loaded before it is known which count
 TOKENS = 1024  # of all sequences, padded: up to here each program compares those before its own
@@ -209,7 +209,7 @@ def _verify_and_pack_kernel(
     k = accepted_lengths(draft, target, one, B, draft_b, target_b, G, BLOCK_G)
     count = tl.sum(k, 0)
     if shared is not None:
-        tag = turn(shared)
+        tag = epoch(shared)
     if tl.program_id(0) == 0:
         if shared is not None:
             send(shared + 1 + b, count, tag, True)
@@ -236,7 +236,7 @@ def _verify_and_pack_kernel(
             tl.store(offsets + B, offset + count, mask=b == B - 1)
         copy_tiles(source + begin, packed + offset * D + begin, x, share, size - begin, BLOCK, MORE)
     if shared is not None:
-        end_turn(shared, b * tl.num_programs(0) + tl.program_id(0), B * tl.num_programs(0))
+        end_epoch(shared, b * tl.num_programs(0) + tl.program_id(0), B * tl.num_programs(0))
 
 
 class Launch:
@@ -254,7 +254,7 @@ class Launch:
     def __call__(self, first: torch.Tensor, *others: torch.Tensor | None) -> None:
         if self.run is not None:
             return self.run(first, *others, *self.rest)
-        options = {**self.constants, **overlapped(first)}
+        options = {**self.constants, **pdl_options(first)}
         compiled = self.kernel[self.grid](first, *others, *self.sizes, **options, num_warps=self.warps)
         if compiled is not None:  # the interpreter compiles nothing
             self.rest = (*self.sizes, *self.constants.values(), options["PDL"])
@@ -333,10 +333,10 @@ def tiles_of(kv: Like, device: torch.device) -> tuple[int, int, dict[str, Any]]:
     """How many programs share the copy of a sequence's rows, how wide they are, and what each takes at once."""
     (B, G, D), _, dtype, _ = kv
     size = G * D
-    most = max(1, PROGRAMS_PER_SM * sm_count(device) // B)
-    share = triton.cdiv(size, most)
+    max_splits = max(1, PROGRAMS_PER_SM * sm_count(device) // B)
+    share = triton.cdiv(size, max_splits)
     more = share * dtype.itemsize > TILE_BYTES
-    block = TILE_BYTES // 2 if more else max(block_of(share) * dtype.itemsize, LEAST_TILE_BYTES)
-    splits = max(1, min(most, triton.cdiv(size * dtype.itemsize, block)))
+    block = TILE_BYTES // 2 if more else max(block_of(share) * dtype.itemsize, MIN_TILE_BYTES)
+    splits = max(1, min(max_splits, triton.cdiv(size * dtype.itemsize, block)))
     warps = min(max(block // (32 * THREAD_BYTES), 4), 8)
     return splits, warps, {"BLOCK": block // dtype.itemsize, "MORE": more}

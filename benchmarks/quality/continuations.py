@@ -77,8 +77,8 @@ def facts(tokenizer: Any, length: int, count: int) -> list[Continuation]:
     for i in range(count):
         hidden = haystack.hide([(j + (i + 0.5) / count) / FACTS for j in range(FACTS)], length, seed=i)
         ends = [answer.stop + full_stop for answer in hidden.answers[:-1]]
-        between = [hidden.follows[a : b.start] for a, b in zip(ends, hidden.answers[1:], strict=True)]
-        last = len(hidden.prompt) - hidden.question
+        between = [hidden.target_ids[a : b.start] for a, b in zip(ends, hidden.answers[1:], strict=True)]
+        last = len(hidden.prompt) - hidden.question_tokens
         found.append(Continuation("facts", hidden.prompt[:last], (hidden.prompt[last:], *between)))
     return found
 

@@ -21,38 +21,38 @@ from torch import Tensor
 
 from benchmarks.papers.policies import FULL
 from benchmarks.quality.continuations import Continuation
-from benchmarks.quality.prefilled import Subject, prefilled
+from benchmarks.quality.prefill import EvalSetup, prefilled
 from comm.base import Communicator
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.config import MAX_QUERIES
+from helix.kv_placement import KVPlacement, PromptChunk
 from helix.models.decoder import Decoder
 from helix.models.draft_layer import DraftLayer
-from helix.placement import Placement, PromptChunk
 from helix.sampling_params import SamplingParams
 from helix.setup.drafts import load_eagle3
 from helix.speculation import Draft, DraftBudget, Drafter, LayerDrafter, NoDrafts, SparseDrafter, SuffixDrafter
-from helix.speculation.sparse import ROWS
-from helix.worker.follower import Begun, Prefilled, Span, Taken
-from helix.worker.graph_keys import StepKind
-from helix.worker.keeps import EngineSizes
+from helix.speculation.sparse import SCORED_QUERIES
+from helix.worker.graph_keys import DecodeGraphKey
 from helix.worker.kv_cache import KVCache
+from helix.worker.kv_cache_spec import EngineSizes
 from helix.worker.model_runner import ModelRunner
+from helix.worker.sequence_observer import FirstTokenSampled, PrefillCommitted, Span, StepCommitted
 from helix.worker.step import DecodeState
 
 APPEND_BLOCK = 64
 PAGES = {"quest": 16}  # tokens of a page
 PAGE = 64
-LONGEST, SUFFIX = 3, 8  # final tokens that ngram looks for, and suffix
-REMEMBERED = 1 << 16  # tokens of others: one prompt says nothing to another here
-LAYERED = ("mtp", "eagle3")  # drafters with a layer of their own, of which a model has one
+NGRAM_MAX, SUFFIX_MAX = 3, 8  # final tokens that ngram looks for, and suffix
+SUFFIX_POOL_TOKENS = 1 << 16  # tokens of others: one prompt says nothing to another here
+LAYER_DRAFTERS = ("mtp", "eagle3")  # drafters with a layer of their own, of which a model has one
 SAMPLED = SamplingParams(top_k=20, top_p=0.95)  # of requests with a temperature
-POLICIES = {**{name: name for name in (*ROWS, "quest")}, "full": FULL}  # what speculation.policy is for each
-GIVEN = 7  # tokens of a turn that one step takes, where nothing is drafted
+POLICIES = {**{name: name for name in (*SCORED_QUERIES, "quest")}, "full": FULL}  # what speculation.policy is for each
+FORCED_STEP_TOKENS = 7  # tokens of a turn that one step takes, where nothing is drafted
 DEADLINE_S = 6 * 3600.0
 
 
 @dataclass(frozen=True)
-class Drafting:
+class DraftConfig:
     """How drafts come about.
 
     Attributes:
@@ -73,9 +73,9 @@ class Drafting:
         return PAGES.get(self.policy, PAGE)
 
     @property
-    def plain(self) -> Drafting:
+    def plain(self) -> DraftConfig:
         """The same without drafts."""
-        return Drafting("none", temperature=self.temperature)
+        return DraftConfig("none", temperature=self.temperature)
 
 
 @dataclass(frozen=True)
@@ -89,101 +89,101 @@ class Outcome:
     """
 
     tokens: list[int]
-    held: list[int]
-    refused: list[float] = field(default_factory=list)
+    accepted: list[int]
+    rejected_probs: list[float] = field(default_factory=list)
 
 
-def _sparse(way: Drafting, runner: ModelRunner) -> Drafter:
+def _sparse(config: DraftConfig, runner: ModelRunner) -> Drafter:
     # As many pages of a sequence as the runner has, whose room for drafts is that of any way.
-    sizes = replace(runner.sizes, drafts=way.gamma, length=runner.sizes.length + runner.sizes.drafts - way.gamma)
-    return SparseDrafter(runner.model, runner.cache, sizes, way.budget, way.noise)
+    sizes = replace(runner.sizes, drafts=config.gamma, length=runner.sizes.length + runner.sizes.drafts - config.gamma)
+    return SparseDrafter(runner.model, runner.cache, sizes, config.budget, config.noise)
 
 
-def _ngram(way: Drafting, runner: ModelRunner) -> Drafter:
-    return SuffixDrafter(way.gamma, LONGEST)
+def _ngram(config: DraftConfig, runner: ModelRunner) -> Drafter:
+    return SuffixDrafter(config.gamma, NGRAM_MAX)
 
 
-def _suffix(way: Drafting, runner: ModelRunner) -> Drafter:
-    return SuffixDrafter(way.gamma, SUFFIX, REMEMBERED, runner.sizes.slots, runner.device)
+def _suffix(config: DraftConfig, runner: ModelRunner) -> Drafter:
+    return SuffixDrafter(config.gamma, SUFFIX_MAX, SUFFIX_POOL_TOKENS, runner.sizes.slots, runner.device)
 
 
-class StartedLayer(LayerDrafter):
+class PrefilledLayerDrafter(LayerDrafter):
     """Layer that drafts behind prompts which are in the cache but for their last tokens."""
 
     def start(self, tokens: Tensor, lengths: Tensor) -> None:
         """Begins with the last tokens [n] of the prompts, behind so many others [n]."""
         slots = torch.arange(len(tokens), device=tokens.device)
-        self.begun(Begun(slots, tokens, lengths, self._ends[: len(tokens)]))
+        self.on_first_token(FirstTokenSampled(slots, tokens, lengths, self._prompt_states[: len(tokens)]))
 
 
-def _of_prompts(way: Drafting, runner: ModelRunner) -> Drafter:
+def _by_layer(config: DraftConfig, runner: ModelRunner) -> Drafter:
     """The layer that has followed the prompts."""
-    assert isinstance(runner.drafter, StartedLayer)
-    runner.drafter.noise = way.noise
+    assert isinstance(runner.drafter, PrefilledLayerDrafter)
+    runner.drafter.noise = config.noise
     return runner.drafter
 
 
-DRAFTERS: dict[str, Callable[[Drafting, ModelRunner], Drafter]] = {
-    **dict.fromkeys(POLICIES, _sparse), **dict.fromkeys(LAYERED, _of_prompts), "ngram": _ngram, "suffix": _suffix,
+DRAFTERS: dict[str, Callable[[DraftConfig, ModelRunner], Drafter]] = {
+    **dict.fromkeys(POLICIES, _sparse), **dict.fromkeys(LAYER_DRAFTERS, _by_layer), "ngram": _ngram, "suffix": _suffix,
 }  # fmt: skip
 
 
-class Told(Drafter):
+class ForcedDrafter(Drafter):
     """Proposes what is given, which holds whatever the model says; another drafter learns from its verification."""
 
     def __init__(self, tokens: Tensor, learner: Drafter) -> None:
         super().__init__(tokens.shape[1])
         self.tokens = tokens
         self.learner = learner
-        self.verification = learner.verification
+        self.verify_policy = learner.verify_policy
 
-    def propose(self, state: DecodeState, kind: StepKind) -> Draft:
-        return Draft(self.tokens, outcome=self.tokens)
+    def propose(self, state: DecodeState, kind: DecodeGraphKey) -> Draft:
+        return Draft(self.tokens, forced_tokens=self.tokens)
 
-    def takes(self, kind: StepKind) -> bool:
-        return self.learner.takes(kind)
+    def observes_step(self, kind: DecodeGraphKey) -> bool:
+        return self.learner.observes_step(kind)
 
-    def taken(self, step: Taken) -> None:
-        self.learner.taken(step)
+    def on_step(self, step: StepCommitted) -> None:
+        self.learner.on_step(step)
 
 
-class Watched(Drafter):
+class RecordingDrafter(Drafter):
     """Proposes as another drafter does; and says how probable a refused proposal was."""
 
     def __init__(self, drafter: Drafter, temperature: float) -> None:
         super().__init__(drafter.limit)
         self.drafter = drafter
-        self.verification = drafter.verification
+        self.verify_policy = drafter.verify_policy
         self.temperature = temperature or 1.0
         self.proposed = torch.empty(0)
         self.seen: tuple[Tensor, Tensor, Tensor] | None = None
 
-    def propose(self, state: DecodeState, kind: StepKind) -> Draft:
+    def propose(self, state: DecodeState, kind: DecodeGraphKey) -> Draft:
         draft = self.drafter.propose(state, kind)
         self.proposed = draft.tokens
         return draft
 
-    def takes(self, kind: StepKind) -> bool:
-        return self.drafter.takes(kind)
+    def observes_step(self, kind: DecodeGraphKey) -> bool:
+        return self.drafter.observes_step(kind)
 
-    def taken(self, step: Taken) -> None:
-        self.drafter.taken(step)
+    def on_step(self, step: StepCommitted) -> None:
+        self.drafter.on_step(step)
 
     def observe(self, slots: Tensor, positions: Tensor, logits: Tensor) -> None:
         """Keeps a step's logits [n, V] over the whole vocabulary, of `positions` [n] of `slots` [n]."""
         self.seen = slots, positions, logits
 
-    def refused(self, slot: int, position: int, place: int) -> float:
-        """Returns the probability of the draft at `place` that was refused, of a token for `position`."""
+    def rejected_prob(self, slot: int, position: int, draft_index: int) -> float:
+        """Returns the probability of the draft at `draft_index` that was refused, of a token for `position`."""
         assert self.seen is not None
         slots, positions, logits = self.seen
         (row,) = ((slots == slot) & (positions == position)).nonzero()[0].tolist()
-        return float((logits[row] / self.temperature).softmax(-1)[self.proposed[slot, place]])
+        return float((logits[row] / self.temperature).softmax(-1)[self.proposed[slot, draft_index]])
 
 
 def run(
-    setting: Subject, continuations: Sequence[Continuation], new_tokens: int, ways: Sequence[Drafting]
-) -> dict[Drafting, list[Outcome]]:
+    setting: EvalSetup, continuations: Sequence[Continuation], new_tokens: int, configs: Sequence[DraftConfig]
+) -> dict[DraftConfig, list[Outcome]]:
     """What each way makes of the same prompts; progress goes to stderr.
 
     Args:
@@ -193,7 +193,7 @@ def run(
     room = max(len(c.prompt) + sum(map(len, c.turns)) for c in continuations) + new_tokens + MAX_QUERIES
     at_once = setting.fitting(room)
     batches = [continuations[i : i + at_once] for i in range(0, len(continuations), at_once)]
-    outcomes: dict[Drafting, list[Outcome]] = {way: [] for way in ways}
+    outcomes: dict[DraftConfig, list[Outcome]] = {config: [] for config in configs}
 
     @torch.inference_mode()
     def rank(world: LoopbackWorld, index: int) -> None:
@@ -201,26 +201,26 @@ def run(
         model = setting.load(comm)
         layer = _layer(setting, model, comm)
         for batch in batches:
-            for page, group in groupby(sorted(ways, key=lambda way: way.page), key=lambda way: way.page):
+            for page, group in groupby(sorted(configs, key=lambda config: config.page), key=lambda config: config.page):
                 runner = _runner(model, layer, setting, comm, batch, room, page)
-                follower = runner.drafter
-                for way in group:
-                    runner.drafter = follower
-                    found = _decode(runner, way, batch, new_tokens)
+                observer = runner.drafter
+                for config in group:
+                    runner.drafter = observer
+                    found = _decode(runner, config, batch, new_tokens)
                     if index == 0:
-                        outcomes[way] += found
+                        outcomes[config] += found
                         progress.advance(task)
                 del runner  # before the next cache is made
 
     if setting.device == "cuda":
         torch.cuda.empty_cache()  # what an earlier run has left counts as free
     with Progress(console=Console(file=sys.stderr)) as progress:
-        task = progress.add_task(f"{len(continuations)} x {room}, kvp={layout.kvp}", total=len(ways) * len(batches))
+        task = progress.add_task(f"{len(continuations)} x {room}, kvp={layout.kvp}", total=len(configs) * len(batches))
         run_ranks(layout.world_size, rank, DEADLINE_S, setting.device)
     return outcomes
 
 
-def _layer(setting: Subject, model: Decoder, comm: Communicator) -> DraftLayer | None:
+def _layer(setting: EvalSetup, model: Decoder, comm: Communicator) -> DraftLayer | None:
     """This rank's part of the layer that drafts; None where there is none."""
     if setting.layer is None or setting.layer.drafter == "mtp":
         return model.next_token
@@ -230,103 +230,114 @@ def _layer(setting: Subject, model: Decoder, comm: Communicator) -> DraftLayer |
 def _runner(
     model: Decoder,
     layer: DraftLayer | None,
-    setting: Subject,
+    setting: EvalSetup,
     comm: Communicator,
     batch: Sequence[Continuation],
     room: int,
     page: int,
 ) -> ModelRunner:
     """A runner with the prompts in its cache, and bounds of their pages where some policy looks at them."""
-    placement = Placement(setting.layout, setting.layout.kvp_rank(comm.rank), APPEND_BLOCK, page)
-    bounded, most = page != PAGE, MAX_QUERIES - 1
+    placement = KVPlacement(setting.layout, setting.layout.kvp_rank(comm.rank), APPEND_BLOCK, page)
+    bounded, max_drafts = page != PAGE, MAX_QUERIES - 1
     prompts = [c.prompt for c in batch]
 
-    def follower(cache: KVCache, sizes: EngineSizes) -> Drafter:
+    def observer(cache: KVCache, sizes: EngineSizes) -> Drafter:
         if layer is None:
-            return SuffixDrafter(most, LONGEST)
-        return StartedLayer(layer, model, cache, sizes, "shared")
+            return SuffixDrafter(max_drafts, NGRAM_MAX)
+        return PrefilledLayerDrafter(layer, model, cache, sizes, "shared")
 
-    runner = prefilled(model, placement, comm, prompts, room, room, bounded=bounded, limit=most, make_drafter=follower)
+    runner = prefilled(
+        model, placement, comm, prompts, room, room, bounded=bounded, limit=max_drafts, make_drafter=observer
+    )
     lengths = torch.tensor([len(prompt) - 1 for prompt in prompts], device=comm.device)
     runner.cache.fold(runner.state.span(len(batch), torch.zeros_like(lengths), lengths, int(lengths.max())))
     return runner
 
 
-def _decode(runner: ModelRunner, way: Drafting, batch: Sequence[Continuation], new_tokens: int) -> list[Outcome]:
+def _decode(runner: ModelRunner, config: DraftConfig, batch: Sequence[Continuation], new_tokens: int) -> list[Outcome]:
     """All turns of a batch, from the end of its prompts."""
-    state, n, device, sampled = runner.state, len(batch), runner.device, way.temperature > 0
-    drafter = DRAFTERS[way.policy](way, runner) if way.gamma else NoDrafts()
+    state, n, device, sampled = runner.state, len(batch), runner.device, config.temperature > 0
+    drafter = DRAFTERS[config.policy](config, runner) if config.gamma else NoDrafts()
     params = [
-        replace(SAMPLED, temperature=way.temperature, seed=slot) if sampled else SamplingParams()
-        for slot in runner.admitted
+        replace(SAMPLED, temperature=config.temperature, seed=slot) if sampled else SamplingParams()
+        for slot in runner.requests
     ]
-    state.sampling.set(torch.tensor([*runner.admitted], device=device), params)
-    drafter.admit(*runner.admitted.values())
+    state.sampling.set(torch.tensor([*runner.requests], device=device), params)
+    drafter.admit(*runner.requests.values())
     rows = torch.arange(n, device=device)
     lengths = torch.tensor([len(c.prompt) - 1 for c in batch], device=device)
     state.activate(rows, torch.stack([c.prompt[-1] for c in batch]).to(device), lengths)
-    if isinstance(drafter, StartedLayer):
+    if isinstance(drafter, PrefilledLayerDrafter):
         drafter.start(state.tokens[:n].long(), lengths)
     steps: list[Tensor] = []
     tokens: list[list[int]] = [[] for _ in batch]
-    refused: list[list[float]] = [[] for _ in batch]
+    rejected_probs: list[list[float]] = [[] for _ in batch]
     for turn in range(max(len(c.turns) for c in batch)):
         live = [turn < len(c.turns) for c in batch]
-        told = [c.turns[turn].tolist() if here else [] for c, here in zip(batch, live, strict=True)]
+        forced_ids = [c.turns[turn].tolist() if here else [] for c, here in zip(batch, live, strict=True)]
         # The first token of a turn: behind what was told it is drawn already.
-        first = state.lengths[:n] + torch.tensor([len(x) + 1 for x in told], device=device)
-        _tell(runner, drafter, told, way)
-        if begun := [PromptChunk(i, 0, c.prompt[:-1]) for i, c in enumerate(batch) if live[i] > len(told[i])]:
-            slots = torch.tensor([chunk.slot for chunk in begun], device=device)
-            most, zero = max(len(chunk.tokens) for chunk in begun), torch.zeros_like(slots)
-            read = Span(state.block_tables[slots], state.starts[slots], zero, lengths[slots], most)
-            if not isinstance(drafter, StartedLayer):  # which has followed the prompts
-                drafter.prefilled(Prefilled(begun, read, ()))
+        first = state.lengths[:n] + torch.tensor([len(x) + 1 for x in forced_ids], device=device)
+        _append_forced(runner, drafter, forced_ids, config)
+        if first_chunks := [
+            PromptChunk(i, 0, c.prompt[:-1]) for i, c in enumerate(batch) if live[i] > len(forced_ids[i])
+        ]:
+            slots = torch.tensor([chunk.slot for chunk in first_chunks], device=device)
+            max_tokens, zero = max(len(chunk.tokens) for chunk in first_chunks), torch.zeros_like(slots)
+            read = Span(state.block_tables[slots], state.starts[slots], zero, lengths[slots], max_tokens)
+            if not isinstance(drafter, PrefilledLayerDrafter):  # which has followed the prompts
+                drafter.on_prefill(PrefillCommitted(first_chunks, read, ()))
         count = torch.tensor([new_tokens // len(c.turns) for c in batch], device=device)
-        watched = Watched(drafter, way.temperature) if way.gamma and runner.layout.world_size == 1 else None
-        runner.drafter, runner.observer = watched or drafter, None if watched is None else watched.observe
+        recorder = (
+            RecordingDrafter(drafter, config.temperature) if config.gamma and runner.layout.world_size == 1 else None
+        )
+        runner.drafter, runner.logits_hook = recorder or drafter, None if recorder is None else recorder.observe
         last = first + count - 1
-        turns = torch.tensor(live, device=device)
-        while (state.active[:n].copy_(turns & (state.lengths[:n] < last))).any():
+        live_mask = torch.tensor(live, device=device)
+        while (state.active[:n].copy_(live_mask & (state.lengths[:n] < last))).any():
             active, before = state.active[:n].clone(), state.lengths[:n].clone()
-            runner.decode(StepKind(n, way.gamma, sampled, sampled))
+            runner.decode(DecodeGraphKey(n, config.gamma, sampled, sampled))
             steps.append(torch.where(active, state.lengths[:n] - before - 1, -1))
-            if watched is not None:
-                for slot, held in enumerate(steps[-1].tolist()):
-                    if 0 <= held < way.gamma and watched.proposed[slot, held] >= 0:
-                        refused[slot].append(watched.refused(slot, int(before[slot]) + 1 + held, held))
-        runner.observer = None
+            if recorder is not None:
+                for slot, accepted in enumerate(steps[-1].tolist()):
+                    if 0 <= accepted < config.gamma and recorder.proposed[slot, accepted] >= 0:
+                        rejected_probs[slot].append(
+                            recorder.rejected_prob(slot, int(before[slot]) + 1 + accepted, accepted)
+                        )
+        runner.logits_hook = None
         for slot in (slot for slot in range(n) if live[slot]):
             span = slice(int(first[slot]), int(last[slot]) + 1)
             tokens[slot] += state.history[slot, span].tolist()
-        ends = torch.where(turns, last, state.lengths[:n])
+        ends = torch.where(live_mask, last, state.lengths[:n])
         state.activate(rows, state.history[rows, ends].long(), ends)
-    for slot in runner.admitted:
-        drafter.retire(state.leaving(slot))
-    held = torch.stack(steps, 1).tolist()
-    return [Outcome(ids, [x for x in row if x >= 0], p) for ids, row, p in zip(tokens, held, refused, strict=True)]
+    for slot in runner.requests:
+        drafter.release(state.release_event(slot))
+    accepted = torch.stack(steps, 1).tolist()
+    return [
+        Outcome(ids, [x for x in row if x >= 0], p)
+        for ids, row, p in zip(tokens, accepted, rejected_probs, strict=True)
+    ]
 
 
-def _tell(runner: ModelRunner, drafter: Drafter, told: list[list[int]], way: Drafting) -> None:
+def _append_forced(runner: ModelRunner, drafter: Drafter, forced_ids: list[list[int]], config: DraftConfig) -> None:
     """Appends what sequences are told, and draws the token behind it: all of them end with the same step.
 
     For a sequence that is no part of a step nothing is chosen.
     """
-    state, n, device = runner.state, len(told), runner.device
-    left = {row: tokens for row, tokens in enumerate(told) if tokens}
+    state, n, device = runner.state, len(forced_ids), runner.device
+    left = {row: tokens for row, tokens in enumerate(forced_ids) if tokens}
     if not left:
         return
-    most = way.gamma or GIVEN
-    final = min(most, *map(len, left.values()))
+    max_drafts = config.gamma or FORCED_STEP_TOKENS
+    final = min(max_drafts, *map(len, left.values()))
 
     def step(group: Sequence[int], size: int) -> None:
         state.active[:n] = torch.tensor([row in group for row in range(n)], device=device)
         drafts = torch.tensor([left[row][:size] if row in group else [0] * size for row in range(n)], device=device)
-        runner.drafter = Told(drafts, drafter)
-        sampled = way.temperature > 0
-        runner.decode(StepKind(n, size, sampled, sampled))
+        runner.drafter = ForcedDrafter(drafts, drafter)
+        sampled = config.temperature > 0
+        runner.decode(DecodeGraphKey(n, size, sampled, sampled))
 
-    while sizes := {row: min(most, len(x) - final - 1) for row, x in left.items() if len(x) > final}:
+    while sizes := {row: min(max_drafts, len(x) - final - 1) for row, x in left.items() if len(x) > final}:
         size = min(sizes.values())
         group = [row for row in sizes if sizes[row] == size]
         step(group, size)

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from benchmarks.quality.agreement import common_prefix, compare, paired, wilson
-from benchmarks.quality.forced import ForcedOutcome, Policy, run
-from benchmarks.quality.haystacks import Haystack, Questions, texts
-from benchmarks.quality.prefilled import Subject
+from benchmarks.quality.haystacks import Haystack, NeedleQuestions, source_windows
+from benchmarks.quality.prefill import EvalSetup
+from benchmarks.quality.teacher_forcing import ForcedOutcome, Policy, run
 from benchmarks.runner import Row
-from helix.placement import BlockBudget
+from helix.kv_placement import BlockBudget
 
 FACTS = 4
 HOPS = 3  # lines of a chain
 DEPTHS = 10  # parts of the text by which hits are counted
-HOT = (0.02, 0.05, 0.1, 0.2, 0.33, 0.5)  # shares of a text's blocks
+RESIDENT_SHARES = (0.02, 0.05, 0.1, 0.2, 0.33, 0.5)  # shares of a text's blocks
 LATE = 640  # generated tokens from which on some of them are outside of the window of any policy that chooses
 
 
@@ -57,7 +57,7 @@ class FidelityTask:
         count: texts, or prompts of a cell.
     """
 
-    setting: Subject
+    setting: EvalSetup
     tokenizer: Any
     policies: tuple[Policy, ...]
     length: int
@@ -66,7 +66,7 @@ class FidelityTask:
     haystack: str = "code"
 
 
-def described(task: FidelityTask, outcome: ForcedOutcome) -> Row:
+def describe(task: FidelityTask, outcome: ForcedOutcome) -> Row:
     policy = outcome.policy
     budget = None if policy.budget is None else asdict(policy.budget)
     kind = {name: getattr(policy, name) for name in ("keys", "page", "score", "choice", "frozen", "kv")}
@@ -75,11 +75,11 @@ def described(task: FidelityTask, outcome: ForcedOutcome) -> Row:
 
 def text(task: FidelityTask) -> list[Row]:
     """Every step beside dense attention's, on true text."""
-    ids = texts(task.tokenizer, task.count, task.length)
-    found, follows = _on_text(task, ids, task.policies)
+    ids = source_windows(task.tokenizer, task.count, task.length)
+    found, target_ids = _on_text(task, ids, task.policies)
     dense = found["dense"].logits
     return [
-        described(task, outcome) | {"windows": task.count} | compare(outcome.logits, dense, follows)
+        describe(task, outcome) | {"windows": task.count} | compare(outcome.logits, dense, target_ids)
         for outcome in found.values()
     ]
 
@@ -90,21 +90,21 @@ def generated(task: FidelityTask) -> list[Row]:
         raise ValueError(
             f"steps={task.steps} must be more than {LATE}: only then is text behind the prefill outside of the window"
         )
-    chosen = [p for p in task.policies if p.name == "dense" or p.name in KEPT_UP]
-    chosen += [replace(p, name=f"{p.name}-frozen", frozen=True) for p in chosen if p.budget is not None]
-    found, follows = _on_text(task, texts(task.tokenizer, task.count, task.length), chosen)
+    selected = [p for p in task.policies if p.name == "dense" or p.name in KEPT_UP]
+    selected += [replace(p, name=f"{p.name}-frozen", frozen=True) for p in selected if p.budget is not None]
+    found, target_ids = _on_text(task, source_windows(task.tokenizer, task.count, task.length), selected)
     dense, late = found["dense"].logits, (slice(None), slice(LATE, None))
     return [
-        described(task, outcome)
-        | {"windows": task.count, "late": compare(outcome.logits[late], dense[late], follows[late])}
-        | compare(outcome.logits, dense, follows)
+        describe(task, outcome)
+        | {"windows": task.count, "late": compare(outcome.logits[late], dense[late], target_ids[late])}
+        | compare(outcome.logits, dense, target_ids)
         for outcome in found.values()
     ]
 
 
 def free(task: FidelityTask) -> list[Row]:
     """Greedy text of each policy's own: how many tokens are dense attention's before the first that is not."""
-    ids = texts(task.tokenizer, task.count, task.length)
+    ids = source_windows(task.tokenizer, task.count, task.length)
     found = run(task.setting, [*ids[:, : -task.steps]], task.steps, task.policies)
     dense = found["dense"].logits.argmax(-1)
     rows = []
@@ -112,7 +112,7 @@ def free(task: FidelityTask) -> list[Row]:
         common = common_prefix(outcome.logits.argmax(-1), dense)
         whole = sum(n == task.steps for n in common)
         same = {"mean_common": sum(common) / len(common), "whole": whole, "common": common}
-        rows.append(described(task, outcome) | {"windows": task.count, "steps": task.steps} | same)
+        rows.append(describe(task, outcome) | {"windows": task.count, "steps": task.steps} | same)
     return rows
 
 
@@ -139,16 +139,16 @@ def _spread(prompts: int, lines: int) -> list[list[float]]:
 def _questions(task: FidelityTask, depths: Sequence[Sequence[float]], chained: bool = False) -> list[Row]:
     """Each answer counts as right where the likeliest tokens are all its own, the true ones before them."""
     haystack = Haystack(task.tokenizer, task.haystack, task.length)
-    hidden = [haystack.hide(of_prompt, task.length, seed, chained) for seed, of_prompt in enumerate(depths)]
-    given = torch.zeros(len(hidden), max(len(x.follows) for x in hidden), dtype=torch.int64)
-    for row, x in zip(given, hidden, strict=True):
-        row[: len(x.follows)] = x.follows
-    found = run(task.setting, [x.prompt for x in hidden], given.shape[1], task.policies, given)
-    dense = _right(found["dense"].logits, given, hidden)
+    hidden = [haystack.hide(prompt_depths, task.length, seed, chained) for seed, prompt_depths in enumerate(depths)]
+    expected_ids = torch.zeros(len(hidden), max(len(x.target_ids) for x in hidden), dtype=torch.int64)
+    for row, x in zip(expected_ids, hidden, strict=True):
+        row[: len(x.target_ids)] = x.target_ids
+    found = run(task.setting, [x.prompt for x in hidden], expected_ids.shape[1], task.policies, expected_ids)
+    dense = _right(found["dense"].logits, expected_ids, hidden)
     every = [depth for x in hidden for depth in x.depths]
     rows = []
     for outcome in found.values():
-        right = _right(outcome.logits, given, hidden)
+        right = _right(outcome.logits, expected_ids, hidden)
         by_depth = [[0, 0] for _ in range(DEPTHS)]
         for hit, depth in zip(right, every, strict=True):
             cell = by_depth[int(depth * DEPTHS)]
@@ -156,57 +156,69 @@ def _questions(task: FidelityTask, depths: Sequence[Sequence[float]], chained: b
             cell[1] += 1
         each = len(hidden[0].answers)
         prompts = [all(right[i : i + each]) for i in range(0, len(right), each)]
-        distant = [_distant(outcome.policy, place, len(x.prompt)) for x in hidden for place in x.places]
+        distant = [_distant(outcome.policy, span, len(x.prompt)) for x in hidden for span in x.spans]
         hits = sum(hit and far for hit, far in zip(right, distant, strict=True))
         more = {"haystack": task.haystack, "prompts": len(prompts), "whole": sum(prompts), "by_depth": by_depth}
         more |= {"distant": sum(distant), "distant_hits": hits, "distant_range": wilson(hits, sum(distant))}
-        rows.append(described(task, outcome) | more | paired(right, dense))
+        rows.append(describe(task, outcome) | more | paired(right, dense))
     return rows
 
 
-def _distant(policy: Policy, place: range, length: int) -> bool:
+def _distant(policy: Policy, span: range, length: int) -> bool:
     """Whether a line is where a policy has to choose: behind the sink and before the window."""
     if policy.budget is None:
         return True
     last = (length - 1) // policy.page - policy.budget.local_blocks + 1
-    return place.start >= policy.budget.sink_blocks * policy.page and place.stop <= last * policy.page
+    return span.start >= policy.budget.sink_blocks * policy.page and span.stop <= last * policy.page
 
 
-def _right(logits: Tensor, given: Tensor, hidden: Sequence[Questions]) -> list[bool]:
-    same = logits.argmax(-1) == given
+def _right(logits: Tensor, expected_ids: Tensor, hidden: Sequence[NeedleQuestions]) -> list[bool]:
+    same = logits.argmax(-1) == expected_ids
     return [bool(row[answer].all()) for row, x in zip(same, hidden, strict=True) for answer in x.answers]
 
 
 def hits(task: FidelityTask) -> list[Row]:
     """Chosen blocks of true text that a hot cache would have had, or a guess named, beside what the policy loses."""
-    chosen = [replace(p, hot=HOT) if p.budget is not None and p.budget.topk else p for p in task.policies]
-    found, follows = _on_text(task, texts(task.tokenizer, task.count, task.length), chosen)
+    selected = [
+        replace(p, resident_shares=RESIDENT_SHARES) if p.budget is not None and p.budget.topk else p
+        for p in task.policies
+    ]
+    found, target_ids = _on_text(task, source_windows(task.tokenizer, task.count, task.length), selected)
     dense = found["dense"].logits
     rows = []
     for outcome in found.values():
-        shared = described(task, outcome) | {"windows": task.count} | compare(outcome.logits, dense, follows)
-        for share, of_layers in outcome.hits.items():
-            layers = [_hits(*counts) for counts in of_layers]
-            total = _hits(*(sum(counts) for counts in zip(*of_layers, strict=True)))
+        shared = describe(task, outcome) | {"windows": task.count} | compare(outcome.logits, dense, target_ids)
+        for share, layer_counts in outcome.hits.items():
+            layers = [_hits(*counts) for counts in layer_counts]
+            total = _hits(*(sum(counts) for counts in zip(*layer_counts, strict=True)))
             by_layer = {f"{key}_by_layer": [layer[key] for layer in layers] for key in total}
             rows.append(shared | {"hot": share} | total | by_layer)
     return rows
 
 
-def _hits(hot: int, came: int, hot_ahead: int, came_ahead: int, _: int, guessed: int, named: int, chosen: int) -> Row:
+def _hits(
+    resident: int,
+    fetched: int,
+    resident_with_prefetch: int,
+    fetched_with_prefetch: int,
+    _: int,
+    guessed: int,
+    predicted: int,
+    selected: int,
+) -> Row:
     """Shares of what `HitMeter.hits` counts; `fetched_ahead` is what comes with guesses, over what comes without."""
     return {
-        "hits": hot / max(hot + came, 1),
-        "hits_ahead": hot_ahead / max(hot_ahead + came_ahead, 1),
-        "fetched_ahead": (came_ahead + guessed) / max(came, 1),
-        "named": named / max(chosen, 1),
+        "hits": resident / max(resident + fetched, 1),
+        "hits_ahead": resident_with_prefetch / max(resident_with_prefetch + fetched_with_prefetch, 1),
+        "fetched_ahead": (fetched_with_prefetch + guessed) / max(fetched, 1),
+        "named": predicted / max(selected, 1),
     }
 
 
-def _on_text(task: FidelityTask, ids: Tensor, chosen: Sequence[Policy]) -> tuple[dict[str, ForcedOutcome], Tensor]:
+def _on_text(task: FidelityTask, ids: Tensor, selected: Sequence[Policy]) -> tuple[dict[str, ForcedOutcome], Tensor]:
     """What policies make of the last `steps` tokens of texts, and these tokens."""
-    follows = ids[:, -task.steps :]
-    return run(task.setting, [*ids[:, : -task.steps]], task.steps, chosen, follows), follows
+    target_ids = ids[:, -task.steps :]
+    return run(task.setting, [*ids[:, : -task.steps]], task.steps, selected, target_ids), target_ids
 
 
 TASKS: dict[str, Callable[[FidelityTask], list[Row]]] = {

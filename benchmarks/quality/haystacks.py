@@ -23,24 +23,24 @@ PARAGRAPH = """
 
 
 @dataclass(frozen=True)
-class Questions:
+class NeedleQuestions:
     """A prompt that ends with a question, and what follows it: answers, and further questions between them.
 
     Attributes:
         prompt: ids [n].
         follows: ids [m] of the true continuation.
-        answers: where in `follows` each answer is.
+        answers: where in `target_ids` each answer is.
         depths: of the lines that the questions are about, as shares of the text, in the order of the questions.
         places: of these lines' tokens in the prompt.
         question: tokens of the first question, at the end of the prompt.
     """
 
     prompt: Tensor
-    follows: Tensor
+    target_ids: Tensor
     answers: tuple[slice, ...]
     depths: tuple[float, ...]
-    places: tuple[range, ...]
-    question: int
+    spans: tuple[range, ...]
+    question_tokens: int
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
@@ -53,7 +53,7 @@ def sources() -> list[str]:
     return source_lines([folder for part in SOURCES for folder in (part, *part.rglob("*/"))], seed=0)
 
 
-def texts(tokenizer: Any, windows: int, length: int) -> Tensor:
+def source_windows(tokenizer: Any, windows: int, length: int) -> Tensor:
     """Disjoint texts [windows, length] of this repository's sources.
 
     Raises:
@@ -89,7 +89,7 @@ class Haystack:
         if not self.lines:
             raise ValueError("no token of this model begins with a line's end: needles cannot be hidden in its text")
 
-    def hide(self, depths: Sequence[float], length: int, seed: int, chained: bool = False) -> Questions:
+    def hide(self, depths: Sequence[float], length: int, seed: int, chained: bool = False) -> NeedleQuestions:
         """Lines at `depths`, ascending shares of the text, and questions about them in an order of their own.
 
         Prompt and what follows have at most `length` tokens, and as nearly that as whole lines allow. The seed fixes
@@ -106,15 +106,17 @@ class Haystack:
             words[i] = numbers[before]
         hidden = [self._encode(f"\n# The magic number for {w} is {n}.") for w, n in zip(words, numbers, strict=True)]
         first, *others = (self._encode(f"\n# The magic number for {words[i]} is") for i in order)
-        follows: list[int] = []
+        target_ids: list[int] = []
         answers = []
         for i, question in zip(order, [*others, []], strict=True):
             answer = self._encode(f" {numbers[i]}")
-            answers.append(slice(len(follows), len(follows) + len(answer)))
-            follows += [*answer, *(self._encode(".") if question else []), *question]
-        prompt, places = self.plant(hidden, depths, length - len(first) - len(follows), rng)
-        of_questions = tuple(depths[i] for i in order), tuple(places[i] for i in order)
-        return Questions(torch.tensor(prompt + first), torch.tensor(follows), tuple(answers), *of_questions, len(first))
+            answers.append(slice(len(target_ids), len(target_ids) + len(answer)))
+            target_ids += [*answer, *(self._encode(".") if question else []), *question]
+        prompt, spans = self.plant(hidden, depths, length - len(first) - len(target_ids), rng)
+        depths_and_spans = tuple(depths[i] for i in order), tuple(spans[i] for i in order)
+        return NeedleQuestions(
+            torch.tensor(prompt + first), torch.tensor(target_ids), tuple(answers), *depths_and_spans, len(first)
+        )
 
     def plant(
         self, pieces: Sequence[list[int]], depths: Sequence[float], length: int, rng: random.Random
@@ -124,12 +126,12 @@ class Haystack:
         begin = self._line(rng.randrange(max(1, len(self.ids) - length)))
         end = max(begin, self._line(begin + room + 1, before=True))
         cuts = [min(self._line(begin + int(depth * (end - begin))), end) for depth in depths]
-        text = self.ids[begin : cuts[0]]
-        places = []
+        token_ids = self.ids[begin : cuts[0]]
+        spans = []
         for piece, cut, stop in zip(pieces, cuts, [*cuts[1:], end], strict=True):
-            places.append(range(len(text), len(text) + len(piece)))
-            text += [*piece, *self.ids[cut:stop]]
-        return text, places
+            spans.append(range(len(token_ids), len(token_ids) + len(piece)))
+            token_ids += [*piece, *self.ids[cut:stop]]
+        return token_ids, spans
 
     def _encode(self, text: str) -> list[int]:
         return encode(self.tokenizer, text)

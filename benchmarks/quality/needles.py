@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.inputs.arguments import helped, need_checkout, parse
+from launch.inputs.arguments import handle_help, need_checkout, parse
 from launch.inputs.compose import ROOT
 
 SOURCES = [ROOT / "helix", Path(sysconfig.get_path("stdlib"))]
@@ -82,17 +82,17 @@ def score(lines: list[str]) -> tuple[int, int]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Makes prompts, or scores results; a wrong value ends with what is known."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if helped(arguments or ["--help"], __doc__):
+    if handle_help(arguments or ["--help"], __doc__):
         return
     command, *rest = arguments
     try:
         if command == "make":
-            if not {"tokenizer", "source"} <= (given := parse(rest, KEYS, needed=("output",))).keys():
+            if not {"tokenizer", "source"} <= (options := parse(rest, KEYS, needed=("output",))).keys():
                 need_checkout("helix needles make without tokenizer and source")
-            given = DEFAULTS | given
-            sources = [Path(directory) for directory in given["source"]]
-            prompts = make(given["tokenizer"], sources, given["length"], given["count"])
-            given["output"].write_text("".join(json.dumps(p) + "\n" for p in prompts), encoding="utf-8")
+            options = DEFAULTS | options
+            sources = [Path(directory) for directory in options["source"]]
+            prompts = make(options["tokenizer"], sources, options["length"], options["count"])
+            options["output"].write_text("".join(json.dumps(p) + "\n" for p in prompts), encoding="utf-8")
         elif command == "score" and len(rest) == 1:
             found, total = score(Path(rest[0]).read_text(encoding="utf-8").splitlines())
             print(f"{found} of {total} needles found")

@@ -6,7 +6,7 @@
   helix run speculation=eagle3 speculation.path=DIR                      then drafts with it
   helix run speculation=mtp model.path=DIR                               with one for multi-token prediction
 
-From every token of a text, each step drafts `places` tokens ahead as decoding does: the first draft reads the model's
+From every token of a text, a step drafts `num_drafts` tokens ahead as decoding does: the first draft reads the model's
 states, further ones the layer's own. Of texts that were not trained on it prints, for each place, how many drafts are
 the model's greedy tokens if those before are. A layer for multi-token prediction comes with links to the model's files.
 
@@ -42,10 +42,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from benchmarks.quality import own_texts
-from benchmarks.quality.drafted_layers import FORMS, DraftedLayer
-from benchmarks.quality.haystacks import texts
-from launch.inputs.arguments import helped, parse
+from benchmarks.quality import generated_texts
+from benchmarks.quality.draft_layers import FORMS, DraftedLayer
+from benchmarks.quality.haystacks import source_windows
+from launch.inputs.arguments import handle_help, parse
 from launch.inputs.compose import ROOT
 from launch.job.report import provenance
 
@@ -74,36 +74,36 @@ class Target:
         return cls(model.requires_grad_(False))
 
     @torch.no_grad()
-    def read(self, ids: Tensor, taps: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    def read(self, ids: Tensor, aux_hidden_state_layers: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Returns embeddings [B, T, H], states that a layer reads [B, T, taps x H], and logits [B, T, V] fp32."""
         found = self.model(ids, output_hidden_states=True, use_cache=False)
-        states = torch.cat([found.hidden_states[i] for i in taps], -1)
+        states = torch.cat([found.hidden_states[i] for i in aux_hidden_state_layers], -1)
         return found.hidden_states[0].float(), states.float(), found.logits.float()
 
 
-def losses(target: Target, layer: DraftedLayer, ids: Tensor, places: int) -> tuple[Tensor, list[Tensor]]:
+def losses(target: Target, layer: DraftedLayer, ids: Tensor, num_drafts: int) -> tuple[Tensor, list[Tensor]]:
     """Computes the loss against the model's distributions, and whether each place's draft is right [B, U] bool."""
-    embedded, states, logits = target.read(ids, layer.taps)
-    total, right = torch.zeros((), device=ids.device), []
-    for place, normed in enumerate(layer.drafts(embedded, states, places)):
-        wanted = logits[:, place + 1 : place + 1 + normed.shape[1]]
+    embedded, states, logits = target.read(ids, layer.aux_hidden_state_layers)
+    total, correct = torch.zeros((), device=ids.device), []
+    for draft_index, normed in enumerate(layer.drafts(embedded, states, num_drafts)):
+        wanted = logits[:, draft_index + 1 : draft_index + 1 + normed.shape[1]]
         found = target.model.lm_head(normed.to(target.model.dtype)).float()
-        total = total - DISCOUNT**place * (wanted.softmax(-1) * found.log_softmax(-1)).sum(-1).mean()
-        right.append(found.argmax(-1) == wanted.argmax(-1))
-    return total, right
+        total = total - DISCOUNT**draft_index * (wanted.softmax(-1) * found.log_softmax(-1)).sum(-1).mean()
+        correct.append(found.argmax(-1) == wanted.argmax(-1))
+    return total, correct
 
 
 @torch.no_grad()
-def agreement(target: Target, layer: DraftedLayer, ids: Tensor, places: int) -> list[float]:
+def agreement(target: Target, layer: DraftedLayer, ids: Tensor, num_drafts: int) -> list[float]:
     """Computes the share of right drafts at each place, where all before it are right, of texts [n, T]."""
-    counts = torch.zeros(2, places)
-    for text in ids.split(1):
-        behind = torch.ones((), dtype=torch.bool, device=ids.device)
-        for place, right in enumerate(losses(target, layer, text, places)[1]):
-            behind = behind.expand_as(right)
-            counts[:, place] += torch.stack((behind.sum(), (behind & right).sum())).cpu()
-            behind = behind & right
-    return [float(kept / max(tried, 1)) for tried, kept in counts.T]
+    counts = torch.zeros(2, num_drafts)
+    for sequence in ids.split(1):
+        all_accepted = torch.ones((), dtype=torch.bool, device=ids.device)
+        for draft_index, correct in enumerate(losses(target, layer, sequence, num_drafts)[1]):
+            all_accepted = all_accepted.expand_as(correct)
+            counts[:, draft_index] += torch.stack((all_accepted.sum(), (all_accepted & correct).sum())).cpu()
+            all_accepted = all_accepted & correct
+    return [float(accepted / max(tried, 1)) for tried, accepted in counts.T]
 
 
 def corpus(tokenizer: Any, megabytes: float) -> Tensor:
@@ -133,50 +133,50 @@ def train(values: dict[str, Any]) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, form = values.get("model", "demo"), values.get("form", "eagle3")
     path = ROOT / "assets" / "demo-model" if model == "demo" else Path(model)
-    places, length, batch = (
+    num_drafts, length, batch = (
         values.get(name, default) for name, default in (("places", 5), ("length", 1024), ("batch", 16))
     )
-    rate, seconds, most = values.get("rate", 1e-3), 60 * values.get("minutes", 4.0), values.get("steps", 1 << 30)
+    rate, seconds, max_steps = values.get("rate", 1e-3), 60 * values.get("minutes", 4.0), values.get("steps", 1 << 30)
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(path)
     target = Target.load(path, device)
     layer = FORMS[form](target.model.config).to(device)
     ids = corpus(tokenizer, values.get("megabytes", 40.0))
     if values.get("texts") == "own":
-        prompts = own_texts.prompts(tokenizer, ids, values.get("answers", 1024))
-        ids = own_texts.said(target.model, prompts, tokenizer.eos_token_id)
+        prompts = generated_texts.prompts(tokenizer, ids, values.get("answers", 1024))
+        ids = generated_texts.generate(target.model, prompts, tokenizer.eos_token_id)
         unseen, ids = ids[: UNSEEN * length].view(-1, length), ids[UNSEEN * length :]
     else:
-        unseen = texts(tokenizer, UNSEEN, length)
+        unseen = source_windows(tokenizer, UNSEEN, length)
     ids, unseen = ids.to(device), unseen.to(device)
     if len(ids) <= length:
         raise ValueError(f"the texts have {len(ids)} tokens to train on, no more than length={length}")
     optimizer = torch.optim.AdamW(layer.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
     began, step = time.perf_counter(), 0
-    while (done := max((time.perf_counter() - began) / seconds, step / most)) < 1:
+    while (done := max((time.perf_counter() - began) / seconds, step / max_steps)) < 1:
         for group in optimizer.param_groups:
             group["lr"] = rate * min(1.0, done / WARM + 1e-3) * (0.05 + 0.95 * (1 + math.cos(math.pi * done)) / 2)
         begins = torch.randint(len(ids) - length, (batch, 1), device=device)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            loss, _ = losses(target, layer, ids[begins + torch.arange(length, device=device)], places)
+            loss, _ = losses(target, layer, ids[begins + torch.arange(length, device=device)], num_drafts)
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
         optimizer.step()
         step += 1
         if step & (step - 1) == 0:
-            said = f"step {step}: loss {loss.item():.3f}, {time.perf_counter() - began:.0f} s"
-            print(said, file=sys.stderr, flush=True)
+            progress = f"step {step}: loss {loss.item():.3f}, {time.perf_counter() - began:.0f} s"
+            print(progress, file=sys.stderr, flush=True)
     values["to"].mkdir(parents=True, exist_ok=True)
     layer.save(path, length, values["to"])
     facts = {"minutes": round((time.perf_counter() - began) / 60, 2), "steps": step, "loss": round(loss.item(), 3)}
-    return facts | {"kept": [round(share, 3) for share in agreement(target, layer, unseen, places)]}
+    return facts | {"kept": [round(share, 3) for share in agreement(target, layer, unseen, num_drafts)]}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Trains a layer; ends with the known values if a value is wrong."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if helped(arguments or ["--help"], __doc__):
+    if handle_help(arguments or ["--help"], __doc__):
         return
     try:
         values = parse(arguments, KEYS, ("to",), words=("to",))

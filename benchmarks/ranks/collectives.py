@@ -16,11 +16,11 @@ from torch import Tensor
 from benchmarks.timer import in_a_row, slowest
 from comm.base import Communicator
 from comm.emulated import EmulatedTransport
-from comm.symm_mem import ONE_SHOT_SENT
+from comm.symm_mem import MAX_ONE_SHOT_BYTES
 from comm.torch_dist import TorchDistCommunicator
 from helix.layout import share
 from kernels.peers.all_reduce_norm import SLICE_WORDS
-from launch.job.task import Done, Task
+from launch.job.task import JobResult, Task
 
 DIM, HIDDEN = 128, 4096
 EXCHANGES = [(1, 8), (4, 8), (16, 8), (64, 8), (128, 8)]  # tokens, heads of each rank
@@ -31,7 +31,7 @@ IN_A_ROW, ROUNDS = 20, 30
 TARGETS = {("exchange", 32 << 10): 6.0, ("exchange", 128 << 10): 8.0, ("all_reduce_norm", 32 << 10): 7.0}
 
 
-def run(task: Task) -> Done:
+def run(task: Task) -> JobResult:
     return {"collectives": time_collectives(task.comm)}, 0
 
 
@@ -55,7 +55,7 @@ def time_collectives(comm: TorchDistCommunicator) -> list[dict[str, Any]]:
         )  # fmt: skip
     for tokens, hidden in [*NORMS, *(LONG if comm.device.type == "cuda" else [])]:
         x = torch.randn(tokens, hidden, device=comm.device, dtype=bf16).mul_(0.1)
-        if emulated and x.numel() * x.element_size() * comm.world_size > ONE_SHOT_SENT:
+        if emulated and x.numel() * x.element_size() * comm.world_size > MAX_ONE_SHOT_BYTES:
             # Emulated owners add up pieces of different places: their sums are known where all pieces are equal.
             width = SLICE_WORDS * 4 // x.element_size()
             x = torch.linspace(-0.2, 0.2, width, device=comm.device).to(bf16).repeat(tokens, hidden // width)

@@ -28,17 +28,17 @@ from benchmarks.schema import lab
 from benchmarks.timer import slowest
 from comm.base import Communicator
 from comm.hopb import Pipeline
-from comm.torch_dist import are_apart
+from comm.torch_dist import p2p_disabled
 from helix.layout import share
 from helix.models.decoder import Decoder
-from helix.worker.clock import Moment, seconds_of_each
+from helix.worker.clock import TimedEvent, time_each
 from helix.worker.cuda_graphs import StepGraphs
-from helix.worker.graph_keys import StepKind
+from helix.worker.graph_keys import DecodeGraphKey
 from helix.worker.model_runner import ModelRunner
-from helix.worker.warm_up import CHUNKS, choose_chunks, exchange_seconds, step_seconds
+from helix.worker.warmup import CHUNKS, choose_chunks, exchange_seconds, step_seconds
 from kernels.attention.split_kv import PartialAttention
 from launch.inputs.preflight import CheckedRun
-from launch.job.task import Done, Task
+from launch.job.task import JobResult, Task
 
 STEPS = 32
 REPEATS = 10  # of a step whose tokens are compared
@@ -49,7 +49,7 @@ UNIT_S = 200e-6  # long beside the launch of a kernel
 MLA_HEADS, MLA_DIM, MLA_BATCHES = 128, 512, (8, 64)
 
 
-def run(task: Task) -> Done:
+def run(task: Task) -> JobResult:
     """Rows of all kinds, the steps at each of `bench.points` that fits; a collective.
 
     Raises:
@@ -79,11 +79,15 @@ def _ttl(plan: CheckedRun, comm: Communicator, model: Decoder, batch: int, lengt
     fill(engine.runner, batch, length, reserved, config.seed + comm.rank)
 
     def microseconds(chunks: int) -> float:
-        return 1e6 * step_seconds(engine.runner, StepKind(batch, engine.runner.sizes.drafts, chunks=chunks), steps)
+        return 1e6 * step_seconds(
+            engine.runner, DecodeGraphKey(batch, engine.runner.sizes.drafts, chunks=chunks), steps
+        )
 
-    wanted = drawn(engine.runner, batch, 1, 1)
+    wanted = sampled_tokens(engine.runner, batch, 1, 1)
     alike = {
-        chunks: min(float((tokens == wanted[0]).float().mean()) for tokens in drawn(engine.runner, batch, chunks))
+        chunks: min(
+            float((tokens == wanted[0]).float().mean()) for tokens in sampled_tokens(engine.runner, batch, chunks)
+        )
         for chunks in CHUNKS
         if chunks <= batch
     }
@@ -108,11 +112,11 @@ def _ttl(plan: CheckedRun, comm: Communicator, model: Decoder, batch: int, lengt
 
 
 @torch.inference_mode()
-def drawn(runner: ModelRunner, rows: int, chunks: int, times: int = REPEATS) -> list[Tensor]:
+def sampled_tokens(runner: ModelRunner, rows: int, chunks: int, times: int = REPEATS) -> list[Tensor]:
     """The tokens that a step in so many chunks draws, each time from the same state: a race would change them."""
     state, found, graphs = runner.state, [], None if runner.graphs is None else StepGraphs()
     before = state.tokens.clone(), state.lengths.clone()
-    kind = StepKind(rows, runner.sizes.drafts, chunks=chunks)
+    kind = DecodeGraphKey(rows, runner.sizes.drafts, chunks=chunks)
     for _ in range(times):
         found.append((runner.step(kind) if graphs is None else graphs.run(runner.step, kind)).clone())
         state.tokens.copy_(before[0])
@@ -124,19 +128,20 @@ def drawn(runner: ModelRunner, rows: int, chunks: int, times: int = REPEATS) -> 
 
 def link() -> str:
     """Names the link that the GPUs' messages cross."""
-    return "host memory" if are_apart() else PEER_MEMORY
+    return "host memory" if p2p_disabled() else PEER_MEMORY
 
 
 def without_exchange(runner: ModelRunner, comm: Communicator, measure: Callable[[], float]) -> float:
     """What `measure` gives while each rank keeps its part of the attention of its own heads."""
 
-    def keep(found: PartialAttention, shares: list[int]) -> Tensor:
+    def local_part(found: PartialAttention, shares: list[int]) -> Tensor:
         first = sum(shares[: comm.kvp_rank])
-        return found.merge()[0][:, first : first + shares[comm.kvp_rank]]
+        return found.merge_states()[0][:, first : first + shares[comm.kvp_rank]]
 
     for layer in runner.model.layers:
         alone = SimpleNamespace(
-            merge_exchange=keep, all_gather=comm.all_gather, gather_rows=comm.gather_rows, kvp_rank=comm.kvp_rank,
+            merge_states_exchange=local_part, all_gather=comm.all_gather, gather_rows=comm.gather_rows,
+            kvp_rank=comm.kvp_rank,
             wire_rate=comm.wire_rate,
         )  # fmt: skip
         layer.mixer.comm = alone  # type: ignore[attr-defined]
@@ -165,7 +170,7 @@ def _mla(comm: Communicator, batch: int) -> list[dict[str, Any]]:
 
         def exchange(chunk: int, found: PartialAttention) -> None:
             if exchanges:
-                comm.merge_exchange(found, shares, result[cuts[chunk]])
+                comm.merge_states_exchange(found, shares, result[cuts[chunk]])
 
         comm.barrier()
         chain = partial(pipeline.run, chunks, attend, exchange)
@@ -192,16 +197,16 @@ def delays(device: torch.device) -> list[dict[str, Any]]:
     """The paper's example: eight requests, 2 units of attention and 1.2 of exchange each, one by one or pipelined."""
     pipeline, busy = Pipeline(device if device.type == "cuda" else None), _busy(device)
 
-    def run(chunks: int, spans: list[tuple[str, int, Moment, Moment]] | None = None) -> None:
+    def run(chunks: int, spans: list[tuple[str, int, TimedEvent, TimedEvent]] | None = None) -> None:
         cuts = _cut(REQUESTS, chunks)
 
         def wait(stream: str, request: int, units: float) -> None:
             if spans is None:
                 busy(units * UNIT_S)
                 return
-            begin = Moment(device)
+            begin = TimedEvent(device)
             busy(units * UNIT_S)
-            spans.append((stream, request, begin, Moment(device)))
+            spans.append((stream, request, begin, TimedEvent(device)))
 
         def attend(chunk: int) -> slice:
             for request in range(cuts[chunk].start, cuts[chunk].stop):
@@ -218,8 +223,8 @@ def delays(device: torch.device) -> list[dict[str, Any]]:
     units: dict[str, float] = {}
     for regime, chunks in (("off", 1), ("on", REQUESTS)):
         units[regime] = median(_captured(partial(run, chunks), device)) / UNIT_S
-        spans: list[tuple[str, int, Moment, Moment]] = []
-        origin = Moment(device)
+        spans: list[tuple[str, int, TimedEvent, TimedEvent]] = []
+        origin = TimedEvent(device)
         run(chunks, spans)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -263,12 +268,12 @@ def _captured(
 ) -> list[float]:
     """Seconds of each replay of `run` (on a CPU, of each call), after three for warm-up."""
     if device.type != "cuda":
-        return seconds_of_each(run, 3, device)
+        return time_each(run, 3, device)
     graphs = StepGraphs()
     for _ in range(3):
         graphs.run(run)
     torch.cuda.synchronize(device)
     barrier()
-    seconds = seconds_of_each(partial(graphs.run, run), STEPS, device)
+    seconds = time_each(partial(graphs.run, run), STEPS, device)
     graphs.close()
     return seconds

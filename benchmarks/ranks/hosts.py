@@ -21,18 +21,18 @@ from benchmarks.ranks.steps import fill, rewind
 from benchmarks.schema import lab
 from comm.base import Communicator, message_bytes
 from helix.models.decoder import Decoder
-from helix.worker.graph_keys import StepKind
-from helix.worker.warm_up import step_seconds
+from helix.worker.graph_keys import DecodeGraphKey
+from helix.worker.warmup import step_seconds
 from kernels.attention.split_kv import PartialAttention
 from launch.inputs.preflight import CheckedRun
-from launch.job.task import Done, Task
+from launch.job.task import JobResult, Task
 
 EAGER = 60  # calls of each size on a CPU
-TURNS = 3  # in which all sizes are timed one after the other: a link shared with others changes
+ROUNDS = 3  # in which all sizes are timed one after the other: a link shared with others changes
 ALIGNED = 64  # bytes
 
 
-def run(task: Task) -> Done:
+def run(task: Task) -> JobResult:
     """Times the exchange at each of `bench.points`; a collective.
 
     Raises:
@@ -47,7 +47,7 @@ def _time_point(plan: CheckedRun, comm: Communicator, model: Decoder, batch: int
     config, K = lab(plan.config), len(comm.kvp_group)
     engine, reserved = engine_at(plan, comm, model, batch, length, 3, hopb="none")
     fill(engine.runner, batch, length, reserved, config.seed + comm.rank)
-    kind = StepKind(batch, engine.runner.sizes.drafts, sparse=engine.runner.sparse_at(length))
+    kind = DecodeGraphKey(batch, engine.runner.sizes.drafts, sparse=engine.runner.sparse_at(length))
     (out, lse, shares), layers = _exchanged(comm, partial(engine.runner.step, kind))
     rewind(engine.runner, batch, length)
 
@@ -62,8 +62,8 @@ def _time_point(plan: CheckedRun, comm: Communicator, model: Decoder, batch: int
         local_us = microseconds(comm, exchange, EAGER)[0]
     sizes = [-(-message // 2 // ALIGNED) * ALIGNED, 2 * message]
     pings = [partial(comm.all_to_all, out.new_empty(K, size // (K - 1), dtype=torch.uint8)) for size in sizes]
-    turns = [[microseconds(comm, call, EAGER)[0] for call in (*pings, exchange)] for _ in range(TURNS)]
-    half, twice, measured = (sorted(found)[TURNS // 2] for found in zip(*turns, strict=True))
+    rounds = [[microseconds(comm, call, EAGER)[0] for call in (*pings, exchange)] for _ in range(ROUNDS)]
+    half, twice, measured = (sorted(found)[ROUNDS // 2] for found in zip(*rounds, strict=True))
     us_per_byte = max(twice - half, 0.0) / (sizes[1] - sizes[0])
     latency = half - us_per_byte * sizes[0]
     predicted = local_us + latency + us_per_byte * message
@@ -89,16 +89,16 @@ def _time_point(plan: CheckedRun, comm: Communicator, model: Decoder, batch: int
 
 def _exchanged(comm: Communicator, step: Callable[[], Any]) -> tuple[tuple[Tensor, Tensor, list[int]], int]:
     """Runs a step; returns what its first exchange was given, and how many it has."""
-    given: list[tuple[Tensor, Tensor, list[int]]] = []
+    exchanges: list[tuple[Tensor, Tensor, list[int]]] = []
 
     def exchange(parts: PartialAttention, shares: list[int], result: Tensor | None = None) -> Tensor:
-        out, lse = parts.merge()
-        given.append((out.clone(), lse.clone(), shares) if not given else given[0])
-        return type(comm).merge_exchange(comm, parts, shares, result)
+        out, lse = parts.merge_states()
+        exchanges.append((out.clone(), lse.clone(), shares) if not exchanges else exchanges[0])
+        return type(comm).merge_states_exchange(comm, parts, shares, result)
 
-    with _replaced(comm, "merge_exchange", exchange):
+    with _replaced(comm, "merge_states_exchange", exchange):
         step()
-    return given[0], len(given)
+    return exchanges[0], len(exchanges)
 
 
 @contextmanager

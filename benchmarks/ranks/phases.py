@@ -13,14 +13,14 @@ import torch
 
 from comm.base import Communicator
 from helix.worker.cuda_graphs import StepGraphs
-from helix.worker.graph_keys import StepKind
+from helix.worker.graph_keys import DecodeGraphKey
 from helix.worker.model_runner import ModelRunner
 
 TIMES = 9
 STEPS = TIMES + 2  # that it takes
 
 
-def phase_us(runner: ModelRunner, comm: Communicator, kind: StepKind) -> dict[str, float]:
+def phase_us(runner: ModelRunner, comm: Communicator, kind: DecodeGraphKey) -> dict[str, float]:
     """Times each phase of a step: median microseconds, on the rank where it took longest.
 
     A collective. The slots move on by these steps.
@@ -60,8 +60,8 @@ def phase_us(runner: ModelRunner, comm: Communicator, kind: StepKind) -> dict[st
         runner.mark = lambda phase: None
         if graphs is not None:
             graphs.close()
-    of_ranks = comm.all_gather_object({phase: median(us) for phase, us in found.items()})
-    return {phase: round(max(of_rank[phase] for of_rank in of_ranks), 1) for phase in found}
+    rank_medians = comm.all_gather_object({phase: median(us) for phase, us in found.items()})
+    return {phase: round(max(medians[phase] for medians in rank_medians), 1) for phase in found}
 
 
 def _between(begin: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.ranks.kept import keep
+from benchmarks.ranks.synthetic import apply_synthetic
 from benchmarks.schema import LabConfig, bench_points, lab
 from comm.base import Communicator
 from helix.config import Config, HopBChunks
@@ -31,9 +31,9 @@ def gammas(config: LabConfig) -> list[int]:
 
 def limit(config: Config, device: torch.device) -> None:
     """Limits what this rank allocates of its GPU to `bench.gpu_bytes`, if called before the model is loaded."""
-    most = lab(config).bench.gpu_bytes
-    if most is not None and device.type == "cuda":
-        torch.cuda.set_per_process_memory_fraction(min(1.0, most / torch.cuda.mem_get_info(device)[1]), device)
+    limit_bytes = lab(config).bench.gpu_bytes
+    if limit_bytes is not None and device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / torch.cuda.mem_get_info(device)[1]), device)
 
 
 def used(device: torch.device) -> int | None:
@@ -106,5 +106,5 @@ def engine_at(
         hopb=replace(config.hopb, chunks=hopb or config.hopb.chunks),
     )
     engine = build_engine(plan.layout, model, sized, batch, tokens, draft=draft)
-    keep(engine.runner, config)
+    apply_synthetic(engine.runner, config)
     return engine, reserved

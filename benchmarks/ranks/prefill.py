@@ -16,17 +16,17 @@ from benchmarks.ranks.traces import trace
 from helix.engine.core import Engine
 from helix.engine.inbox import Inbox
 from helix.engine.request import Request
-from helix.placement import PromptChunk
-from helix.worker.clock import seconds_of_each
-from helix.worker.warm_up import fill
-from launch.job.task import Done, Task
+from helix.kv_placement import PromptChunk
+from helix.worker.clock import time_each
+from helix.worker.warmup import fill
+from launch.job.task import JobResult, Task
 
-TURN = 100  # tokens of a message in a conversation
+FOLLOW_UP = 100  # tokens of a message in a conversation
 LONG_S = 2.0  # of a chunk that is timed once
 SHORT = 256  # of a chunk that keeps others waiting for a moment only
 
 
-def run(task: Task) -> Done:
+def run(task: Task) -> JobResult:
     """Seconds from a prompt to its first token at each of `bench.points`, on rank 0, and its last tokens alone.
 
     Of these: a turn of a conversation, a short chunk, the longest one and its kernels, and the short one's rate beside
@@ -54,8 +54,8 @@ def run(task: Task) -> Done:
             seconds = time.perf_counter() - begin
         found: dict[str, Any] = {"batch": batch, "length": length, "prefill_s": seconds}
         found |= {"tokens_per_s": batch * length / seconds, "prefill_chunk": engine.runner.sizes.chunk}
-        turn, few, many = (min(n, length) for n in (TURN, SHORT, engine.runner.sizes.chunk))
-        (turn_s, _), (few_s, _) = (_last(engine, ids[:1], n) for n in (turn, few))
+        follow_up, few, many = (min(n, length) for n in (FOLLOW_UP, SHORT, engine.runner.sizes.chunk))
+        (turn_s, _), (few_s, _) = (_last(engine, ids[:1], n) for n in (follow_up, few))
         several = ids[: engine.runner.sizes.chunk // many]
         many_s, traced = _last(engine, several, many)
         found["used_bytes_per_gpu"] = comm.all_gather_object(used(comm.device))
@@ -72,13 +72,13 @@ def run(task: Task) -> Done:
 def _capture(engine: Engine, ids: Tensor) -> None:
     """Captures the sizes of a prompt's chunks, as a server has them before its first request."""
     runner, each = engine.runner, engine.runner.sizes.chunk
-    if not runner.pads or runner.graphs is None:
+    if not runner.pads_chunks or runner.graphs is None:
         return
     chunks = [PromptChunk(0, begin, ids[begin : begin + each]) for begin in range(0, len(ids), each)]
     fill(runner, 1, len(ids))
     for size in dict.fromkeys(runner.chunk_size([c]) for c in chunks):
         if size.captured:
-            runner.capture_chunk(size, known=1)
+            runner.capture_chunk(size, num_cached_tokens=1)
     fill(runner, 0, 0)
 
 
@@ -97,12 +97,12 @@ def _last(engine: Engine, ids: Tensor, tokens: int) -> tuple[float, dict[str, An
 
     run()  # compiles, where no chunk of this length has been yet
     while (size := runner.eager_size) is not None:
-        runner.capture_chunk(size, known=1)
+        runner.capture_chunk(size, num_cached_tokens=1)
     seconds = 0.0
     for times in (1, 3):
         if seconds < LONG_S:
             engine.comm.barrier()
-            seconds = max(engine.comm.all_gather_object(median(seconds_of_each(run, times, runner.device))))
+            seconds = max(engine.comm.all_gather_object(median(time_each(run, times, runner.device))))
     traced = trace(run, len(runner.model.spec.layers), engine.comm)
     fill(runner, 0, 0)
     return seconds, traced
@@ -114,5 +114,5 @@ def _serve(engine: Engine, requests: list[Request], advance: Callable[[int], Non
     for update in chain.from_iterable(engine.serve(Inbox.of(requests))):
         if update.finish_reason == "error":
             raise RuntimeError(f"a prompt that is timed was refused: {update.reason}")
-        prefilled[update.id] = update.prefilled
+        prefilled[update.id] = update.num_computed_tokens
         advance(sum(prefilled.values()))

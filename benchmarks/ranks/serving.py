@@ -19,18 +19,18 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.ranks.crowds import CROWDS
-from benchmarks.ranks.kept import keep
+from benchmarks.ranks.offline import OFFLINE_LOADS
+from benchmarks.ranks.synthetic import apply_synthetic
 from benchmarks.schema import lab
 from helix.engine.core import Engine
 from helix.engine.inbox import Inbox
 from helix.engine.request import Request
 from helix.errors import ConfigError
-from helix.setup.buffers import most_slots
+from helix.setup.buffers import max_slots
 from helix.setup.engine import build_engine
-from helix.worker.graph_keys import StepKind
-from helix.worker.warm_up import fill, step_seconds
-from launch.job.task import Done, Task
+from helix.worker.graph_keys import DecodeGraphKey
+from helix.worker.warmup import fill, step_seconds
+from launch.job.task import JobResult, Task
 
 K, M = 1 << 10, 1 << 20
 SMALLER = 256  # without a GPU, contexts are so many times shorter
@@ -46,7 +46,7 @@ class Arrival:
 
 
 @dataclass
-class Seen:
+class RequestTiming:
     """What a client sees of one request, by the clock.
 
     Attributes:
@@ -54,13 +54,13 @@ class Seen:
     """
 
     sent: float = 0.0
-    came: list[float] = field(default_factory=list)
-    cached: int = 0
+    token_times: list[float] = field(default_factory=list)
+    num_cached_tokens: int = 0
     end: str = ""
 
     @property
     def first_s(self) -> float:
-        return self.came[0] - self.sent
+        return self.token_times[0] - self.sent
 
     @property
     def gaps_s(self) -> list[float]:
@@ -68,7 +68,7 @@ class Seen:
 
     def gaps_between(self, begin: float, end: float) -> list[float]:
         """Gaps that ended between two times."""
-        return [b - a for a, b in zip(self.came, self.came[1:], strict=False) if begin <= b <= end]
+        return [b - a for a, b in zip(self.token_times, self.token_times[1:], strict=False) if begin <= b <= end]
 
 
 class Client:
@@ -93,10 +93,10 @@ class Client:
         tokens = self.tokens(count)
         if self.leads:
             (tables,) = self.engine.tables
-            held = tables.admit(tokens, count, 0)
-            if held is None:
+            table = tables.admit(tokens, count, 0)
+            if table is None:
                 raise ConfigError(f"a context of {count} tokens does not fit the cache: use more GPUs")
-            tables.end(held, tokens)
+            tables.end(table, tokens)
         return tokens
 
     def request(self, context: np.ndarray, more: int, new: int) -> Request:
@@ -104,9 +104,9 @@ class Client:
         self._sent += 1
         return Request(self._sent, np.concatenate((context, self.tokens(more))), new)
 
-    def serve(self, arrivals: Sequence[Arrival], until: Request | None = None) -> dict[int, Seen]:
+    def serve(self, arrivals: Sequence[Arrival], until: Request | None = None) -> dict[int, RequestTiming]:
         """What becomes of the requests; on the other ranks nothing. All are aborted once `until` has ended."""
-        inbox, seen = Inbox(), {int(a.request.id): Seen() for a in arrivals}
+        inbox, seen = Inbox(), {int(a.request.id): RequestTiming() for a in arrivals}
         begin = perf_counter()
 
         def feed() -> None:
@@ -124,8 +124,8 @@ class Client:
             Thread(target=feed, daemon=True).start()
         for delta in chain.from_iterable(self.engine.serve(inbox)):
             found, now = seen[int(delta.id)], perf_counter()
-            found.came += [now] * len(delta.new_ids)
-            found.cached = delta.cached_tokens
+            found.token_times += [now] * len(delta.new_token_ids)
+            found.num_cached_tokens = delta.cached_tokens
             found.end = delta.finish_reason or found.end
             if delta.finish_reason == "error":
                 raise RuntimeError(f"a request of the benchmark was refused: {delta.reason}")
@@ -135,7 +135,7 @@ class Client:
         return seen
 
     @staticmethod
-    def _send(inbox: Inbox, seen: dict[int, Seen], arrival: Arrival) -> None:
+    def _send(inbox: Inbox, seen: dict[int, RequestTiming], arrival: Arrival) -> None:
         seen[int(arrival.request.id)].sent = perf_counter()
         inbox.submit(arrival.request)
 
@@ -144,7 +144,7 @@ def _ms(seconds: Sequence[float], percent: float) -> float | None:
     return 1e3 * float(np.percentile(seconds, percent)) if len(seconds) else None
 
 
-def _mean_gap_s(seen: Sequence[Seen]) -> float:
+def _mean_gap_s(seen: Sequence[RequestTiming]) -> float:
     gaps = [gap for s in seen for gap in s.gaps_s[2:]]
     return sum(gaps) / len(gaps)
 
@@ -156,7 +156,7 @@ def streams(client: Client, small: int) -> Iterator[dict[str, Any]]:
         length //= small
         runner = client.engine.runner
         fill(runner, batch, length + new // 2)
-        step_s = step_seconds(runner, StepKind(batch, chunks=runner.chunks(batch)))
+        step_s = step_seconds(runner, DecodeGraphKey(batch, chunks=runner.chunks(batch)))
         fill(runner, 0, 0)
         contexts = [client.context(length) for _ in range(batch)]
         for arrivals in (0, 4 if small == 1 else 1):
@@ -174,11 +174,11 @@ def streams(client: Client, small: int) -> Iterator[dict[str, Any]]:
 def first_tokens(client: Client, small: int) -> Iterator[dict[str, Any]]:
     """A short prompt's first token, alone and beside long streams; the next turn behind a long context."""
     contexts = [client.context(128 * K // small) for _ in range(8)]
-    for beside in (0, 8):
+    for num_running in (0, 8):
         count = 24 if small == 1 else 4
         short = [Arrival(0.7 + 0.13 * i, client.request(client.tokens(0), K // small, 4)) for i in range(count)]
         end = short[-1].at + 1.0
-        running = [Arrival(0.0, client.request(c, 1, 2000 if small == 1 else 10), end) for c in contexts[:beside]]
+        running = [Arrival(0.0, client.request(c, 1, 2000 if small == 1 else 10), end) for c in contexts[:num_running]]
         seen = client.serve([*running, *short])
         if client.leads:
             first = [seen[int(a.request.id)].first_s for a in short]
@@ -186,7 +186,7 @@ def first_tokens(client: Client, small: int) -> Iterator[dict[str, Any]]:
             gaps = [g for a in running for g in seen[int(a.request.id)].gaps_between(since, math.inf)]
             timings = client.engine.timings
             yield {
-                "trace": "short prompt", "batch": beside, "length": 128 * K // small,
+                "trace": "short prompt", "batch": num_running, "length": 128 * K // small,
                 "first_p50_ms": _ms(first, 50), "first_p99_ms": _ms(first, 99),
                 "first_ms": [round(1e3 * s, 1) for s in first],
                 "gap_p50_ms": _ms(gaps, 50), "gap_p99_ms": _ms(gaps, 99), "decisions": timings.decisions,
@@ -198,10 +198,10 @@ def first_tokens(client: Client, small: int) -> Iterator[dict[str, Any]]:
         context = client.context(length)
         found = []
         for _ in range(6 if small == 1 else 2):
-            turn = client.request(context, 100, 4)
-            found.append(client.serve([Arrival(0.0, turn)])[int(turn.id)])
+            follow_up = client.request(context, 100, 4)
+            found.append(client.serve([Arrival(0.0, follow_up)])[int(follow_up.id)])
         if client.leads:
-            assert all(f.cached >= length for f in found), "a turn behind a context is a hit"
+            assert all(f.num_cached_tokens >= length for f in found), "a turn behind a context is a hit"
             first = [f.first_s for f in found[1:]]
             yield {
                 "trace": "next turn", "batch": 1, "length": length,
@@ -215,25 +215,27 @@ def beside_prefill(client: Client, small: int) -> Iterator[dict[str, Any]]:
     length = (512 if client.engine.runner.layout.world_size > 1 and small == 1 else 128) * K // small
     contexts = [client.context(32 * K // small) for _ in range(4)]
     alone_s = 0.0
-    for beside in (0, 4):
+    for num_running in (0, 4):
         long = Arrival(0.5, client.request(client.tokens(0), length, 4))
-        running = [Arrival(0.0, client.request(c, 1, 30_000 if small == 1 else 200)) for c in contexts[:beside]]
-        short = [Arrival(1.0 + i, client.request(client.tokens(0), K // small, 4)) for i in range(2 * beside)]
+        running = [Arrival(0.0, client.request(c, 1, 30_000 if small == 1 else 200)) for c in contexts[:num_running]]
+        short = [Arrival(1.0 + i, client.request(client.tokens(0), K // small, 4)) for i in range(2 * num_running)]
         seen = client.serve([*running, *short, long], until=long.request)
         if client.leads:
             prompt = seen[int(long.request.id)]
             alone_s = alone_s or prompt.first_s
-            gaps = [g for a in running for g in seen[int(a.request.id)].gaps_between(prompt.sent, prompt.came[0])]
-            first = [s.first_s for a in short if (s := seen[int(a.request.id)]).came]
+            gaps = [
+                g for a in running for g in seen[int(a.request.id)].gaps_between(prompt.sent, prompt.token_times[0])
+            ]
+            first = [s.first_s for a in short if (s := seen[int(a.request.id)]).token_times]
             yield {
-                "trace": "beside a prompt", "batch": beside, "length": length, "prefill_s": prompt.first_s,
+                "trace": "beside a prompt", "batch": num_running, "length": length, "prefill_s": prompt.first_s,
                 "over_alone": prompt.first_s / alone_s, "gap_p99_ms": _ms(gaps, 99), "first_p99_ms": _ms(first, 99),
             }  # fmt: skip
 
 
-def crowds(client: Client, small: int) -> Iterator[dict[str, Any]]:
+def offline(client: Client, small: int) -> Iterator[dict[str, Any]]:
     """Requests of one size, all at once: the time of all of them."""
-    for count, length, new in CROWDS:
+    for count, length, new in OFFLINE_LOADS:
         if small > 1:
             count, length, new = min(count, 8), max(length // small, 4), min(new, 4)
         requests = [client.request(client.tokens(0), length, new) for _ in range(count)]
@@ -286,12 +288,12 @@ TRACES: dict[str, Callable[[Client, int], Iterator[dict[str, Any]]]] = {
     "streams": streams,
     "first_tokens": first_tokens,
     "beside_prefill": beside_prefill,
-    "crowds": crowds,
+    "crowds": offline,
     "poisson": poisson,
 }
 
 
-def run(task: Task) -> Done:
+def run(task: Task) -> JobResult:
     """Serves each of `bench.traces`.
 
     Raises:
@@ -304,15 +306,15 @@ def run(task: Task) -> Done:
     wanted = 4 * M if small == 1 else 16 * M // small
     if unknown := set(traces := lab(plan.config).bench.traces) - set(TRACES):
         raise ConfigError(f"bench.traces has {min(unknown)!r}: choose of {', '.join(TRACES)}")
-    slots, auto = most_slots(plan.config, comm.device.type), plan.config.decode.max_batch == "auto"
+    slots, auto = max_slots(plan.config, comm.device.type), plan.config.decode.max_batch == "auto"
     engine = build_engine(plan.layout, model, plan.config, slots, wanted, fewer=auto)
-    keep(engine.runner, lab(plan.config))
+    apply_synthetic(engine.runner, lab(plan.config))
     for tensor in engine.runner.cache.tensors:
         for layer in tensor:
             layer.normal_()
     task.phases.mark("build")
     if comm.device.type == "cuda":
-        engine.warm_up({StepKind()}, mark=task.phases.mark, chunks=True)
+        engine.warmup({DecodeGraphKey()}, mark=task.phases.mark, chunks=True)
     gc.freeze()  # as a server does
     client = Client(engine, plan.config.seed)
     rows: list[dict[str, Any]] = []

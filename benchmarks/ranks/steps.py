@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.ranks.kept import keep_blocks
 from benchmarks.ranks.phases import STEPS as PHASED
 from benchmarks.ranks.phases import phase_us
 from benchmarks.ranks.points import at_each, engine_at, gammas, limit, used
-from benchmarks.ranks.seats import Seats
+from benchmarks.ranks.request_allocator import RequestAllocator
+from benchmarks.ranks.synthetic import repeat_selected_blocks
 from benchmarks.ranks.traces import trace
 from benchmarks.ranks.variants import variants
 from benchmarks.schema import LabConfig, lab
@@ -27,20 +27,20 @@ from helix.models.decoder import Decoder
 from helix.models.draft_layer import DraftLayer
 from helix.speculation import DraftModel, ModelDrafter
 from helix.worker.cuda_graphs import StepGraphs
-from helix.worker.graph_keys import StepKind
+from helix.worker.graph_keys import DecodeGraphKey
 from helix.worker.model_runner import ModelRunner
-from helix.worker.step import PAST
-from helix.worker.tiered_cache import TieredCache
-from helix.worker.warm_up import choose_chunks
+from helix.worker.offloaded_cache import OffloadedCache
+from helix.worker.step import PLACEHOLDER_TOKEN_ID
+from helix.worker.warmup import choose_chunks
 from launch.inputs.preflight import CheckedRun
 from launch.job.report import Console, summary
-from launch.job.task import Done, Task
+from launch.job.task import JobResult, Task
 
 WARM_UP = 4
 UNTIMED = WARM_UP + 1 + PHASED  # the one that is traced, and those whose phases are timed
 
 
-def run(task: Task) -> Done:
+def run(task: Task) -> JobResult:
     """Times `bench.steps` decode steps at each of `bench.points`.
 
     At a point, with each of `bench.variants` of attention; in this, with each of `bench.gammas` drafts.
@@ -53,8 +53,8 @@ def run(task: Task) -> Done:
     model, draft = task.load()
     found: list[dict[str, Any]] = []
     for row in at_each(plan, comm, partial(_time_point, plan, comm, model, draft, task.console)):
-        every = [(text, gamma) for text in variants(lab(plan.config)) for gamma in gammas(lab(plan.config))]
-        found += [row | {"variant": text, "gamma": gamma} for text, gamma in every] if "failed" in row else [row]
+        every = [(label, gamma) for label in variants(lab(plan.config)) for gamma in gammas(lab(plan.config))]
+        found += [row | {"variant": label, "gamma": gamma} for label, gamma in every] if "failed" in row else [row]
     return {"points": found}, 0
 
 
@@ -70,14 +70,14 @@ def _time_point(
     """What is measured at a point, for each count of drafts, always over the same cache."""
     config = lab(plan.config)
     layout = plan.layout
-    own = [range(home, batch, layout.dp) for home in range(layout.dp)]  # sequences of each rank in mode dp
-    mine = len(own[layout.dp_rank(comm.rank)])
+    dp_slots = [range(home, batch, layout.dp) for home in range(layout.dp)]  # sequences of each rank in mode dp
+    mine = len(dp_slots[layout.dp_rank(comm.rank)])
     engine, reserved = engine_at(plan, comm, model, batch, length, UNTIMED + config.bench.steps, draft=draft)
     fill(engine.runner, mine, length, reserved, config.seed + comm.rank)
-    choose_chunks(engine.runner, len(own[0]))
+    choose_chunks(engine.runner, len(dp_slots[0]))
     tokens = [
         sum(layout.local_length(reserved, k, config.blocks.append, slot % layout.kvp) for slot in range(len(slots)))
-        for slots in own
+        for slots in dp_slots
         for k in range(layout.kvp)
     ]
     shared = {
@@ -88,19 +88,19 @@ def _time_point(
     }
     sparsity = config.speculation.sparsity if config.speculation.drafter == "sparse" else None
     found = []
-    for (text, variant), gamma in product(variants(config).items(), gammas(config)):
+    for (label, variant), gamma in product(variants(config).items(), gammas(config)):
         if config.bench.variants:
             _attend_as(engine.runner, variant)
         rewind(engine.runner, mine, length)
-        drafts = f", {gamma} drafts" * (gamma > 0) + f", {text}" * bool(text)
+        drafts = f", {gamma} drafts" * (gamma > 0) + f", {label}" * bool(label)
         with torch.inference_mode(), console.progress(f"{batch} x {length:,}{drafts}", config.bench.steps) as advance:
             timings, traced = _time_drafts(engine.runner, comm, batch, length, gamma, config.bench.steps)
             advance(config.bench.steps)
         timings.kv_tokens = tokens
         memory = torch.cuda.max_memory_allocated() if comm.device.type == "cuda" else None
         measured = summary(plan.layout, timings, comm.all_gather_object(engine.runner.cache.bytes_per_token))
-        measured |= {"variant": text, "gamma": gamma, "sparsity": sparsity if gamma else None, **shared, **traced}
-        measured["hopb_chunks"] = engine.runner.chunks(len(own[0]))
+        measured |= {"variant": label, "gamma": gamma, "sparsity": sparsity if gamma else None, **shared, **traced}
+        measured["hopb_chunks"] = engine.runner.chunks(len(dp_slots[0]))
         measured["max_allocated_bytes_per_rank"] = comm.all_gather_object(memory)
         measured["used_bytes_per_gpu"] = comm.all_gather_object(used(comm.device))
         console.finish(f"{batch} x {length:,} tokens of random KV{drafts}", measured)
@@ -114,7 +114,7 @@ def _attend_as(runner: ModelRunner, config: LabConfig) -> None:
     runner.close()
     policy = make_policy(config.attention, runner.placement, runner.sizes.length, runner.comm, config.kv)
     runner.policy = policy or runner.dense
-    keep_blocks(runner, config.bench.repeat)
+    repeat_selected_blocks(runner, config.bench.repeat)
     if runner.graphs is not None:
         runner.graphs = StepGraphs()
 
@@ -126,37 +126,37 @@ def _time_drafts(
 
     A step counts with the time of its slowest rank; no rank waits for its host between steps.
     """
-    taken: list[Tensor] = []
+    outcomes: list[Tensor] = []
     rows = -(-batch // runner.layout.dp)
-    kind = StepKind(rows, gamma, sparse=runner.sparse_at(length))
+    kind = DecodeGraphKey(rows, gamma, sparse=runner.sparse_at(length))
 
     def step() -> None:
         tokens = runner.decode(kind)
         if gamma:
-            taken.append(tokens.clone())
+            outcomes.append(tokens.clone())
 
     for _ in range(WARM_UP):
         step()
-    taken.clear()
+    outcomes.clear()
     policy = runner.policy
     if isinstance(policy, BlockSparseAttention):
         policy.counted.zero_()
-    if isinstance(runner.cache, TieredCache):
-        runner.cache.counted.zero_()
-        runner.cache.counted_ahead.zero_()
+    if isinstance(runner.cache, OffloadedCache):
+        runner.cache.fetch_counts.zero_()
+        runner.cache.prefetch_counts.zero_()
     comm.barrier()
     seconds = in_a_row(step, steps, comm.device)
     read = blocks_read(runner, comm) if kind.sparse else {}
-    if isinstance(runner.cache, TieredCache):
+    if isinstance(runner.cache, OffloadedCache):
         read |= blocks_fetched(runner.cache, comm, steps)
     traced = read | trace(partial(runner.decode, kind), len(runner.model.spec.layers), comm)
     if gamma:
-        traced["phase_us"] = phase_us(runner, comm, StepKind(rows, gamma))
+        traced["phase_us"] = phase_us(runner, comm, DecodeGraphKey(rows, gamma))
     comm.check()
     timings = Timings(acceptance=Acceptance(gamma))
-    kept = [((t != PAST).sum(1) - 1).tolist() for t in taken] or [[0] * batch] * steps
-    for step_s, of_rows in zip(slowest(comm, seconds), kept, strict=True):
-        timings.step(step_s, gamma, [DraftOutcome(slot, gamma, count) for slot, count in enumerate(of_rows)])
+    accepted = [((t != PLACEHOLDER_TOKEN_ID).sum(1) - 1).tolist() for t in outcomes] or [[0] * batch] * steps
+    for step_s, accepted_by_row in zip(slowest(comm, seconds), accepted, strict=True):
+        timings.step(step_s, gamma, [DraftOutcome(slot, gamma, count) for slot, count in enumerate(accepted_by_row)])
     return timings, traced
 
 
@@ -173,14 +173,14 @@ def blocks_read(runner: ModelRunner, comm: Communicator) -> dict[str, Any]:
     return {"blocks_read_per_rank": comm.all_gather_object(read)}
 
 
-def blocks_fetched(cache: TieredCache, comm: Communicator, steps: int) -> dict[str, Any]:
+def blocks_fetched(cache: OffloadedCache, comm: Communicator, steps: int) -> dict[str, Any]:
     """What came over each rank's link in a step, guesses included, and the share of chosen blocks that were there."""
-    (hits, misses), (_, ahead) = cache.counted.tolist(), cache.counted_ahead.tolist()
-    block = cache.places[0, 0].numel() * cache.places.itemsize
+    (hits, misses), (_, prefetched) = cache.fetch_counts.tolist(), cache.prefetch_counts.tolist()
+    block = cache.gpu_blocks[0, 0].numel() * cache.gpu_blocks.itemsize
     return {
         "hot_share_per_rank": comm.all_gather_object(hits / max(hits + misses, 1)),
-        "link_bytes_per_step_per_rank": comm.all_gather_object((misses + ahead) * block // steps),
-        "ahead_bytes_per_step_per_rank": comm.all_gather_object(ahead * block // steps),
+        "link_bytes_per_step_per_rank": comm.all_gather_object((misses + prefetched) * block // steps),
+        "ahead_bytes_per_step_per_rank": comm.all_gather_object(prefetched * block // steps),
         "host_bytes_per_rank": comm.all_gather_object(cache.store.bytes),
     }
 
@@ -198,9 +198,9 @@ def fill(runner: ModelRunner, batch: int, length: int, reserved: int, seed: int)
                     pages.copy_(torch.randn(pages.shape, generator=generator, device=pages.device))
             else:
                 layer.normal_(generator=generator)
-    seats = Seats(runner)
+    allocator = RequestAllocator(runner)
     for slot in range(batch):
-        runner.admit(seats.admission(slot, reserved))
+        runner.admit(allocator.new_request(slot, reserved))
     rewind(runner, batch, length)
     lengths = runner.state.lengths[:batch]
     runner.cache.fold(runner.state.span(batch, torch.zeros_like(lengths), lengths, length))
@@ -210,5 +210,5 @@ def rewind(runner: ModelRunner, batch: int, length: int) -> None:
     """Takes the first `batch` sequences back to `length` tokens; what was appended behind is overwritten."""
     slots = torch.arange(batch, device=runner.device)
     runner.state.activate(slots, torch.zeros_like(slots), torch.full_like(slots, length))
-    if runner.drafter.takes(StepKind(batch, runner.sizes.drafts)):
+    if runner.drafter.observes_step(DecodeGraphKey(batch, runner.sizes.drafts)):
         runner.drafter.catch_up(runner.state)

@@ -18,48 +18,48 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.ranks.kept import keep_drafts
 from benchmarks.ranks.points import engine_at
-from benchmarks.ranks.seats import Seats
+from benchmarks.ranks.request_allocator import RequestAllocator
 from benchmarks.ranks.steps import WARM_UP, fill, rewind
+from benchmarks.ranks.synthetic import synthesize_acceptance
 from benchmarks.ranks.tuning_file import MeasuredFile
-from benchmarks.ranks.tuning_steps import DraftSource, Measured, TuningGrid
+from benchmarks.ranks.tuning_steps import DraftSource, Measurement, TuningGrid
 from benchmarks.ranks.tuning_steps import run as search
 from benchmarks.schema import LabConfig, bench_points, lab
 from comm.base import Communicator
 from helix.config import Config
 from helix.engine.core import Engine
-from helix.engine.decision import Admission, Decision, Segment
 from helix.engine.draft_policy import Acceptance, DraftOutcome
 from helix.engine.request import Request
+from helix.engine.scheduler_output import NewRequest, PrefillChunk, SchedulerOutput
 from helix.engine.timings import Timings
 from helix.errors import ConfigError, RankError
 from helix.models.decoder import Decoder
 from helix.planner.points import Speculation
-from helix.setup.buffers import most_slots
+from helix.setup.buffers import max_slots
 from helix.setup.engine import build_engine, make_drafter
 from helix.speculation import NoDrafts
-from helix.worker.clock import Moment, seconds_of_each
+from helix.worker.clock import TimedEvent, time_each
 from helix.worker.cuda_graphs import StepGraphs
-from helix.worker.graph_keys import StepKind
+from helix.worker.graph_keys import DecodeGraphKey
 from helix.worker.step_tokens import StepTokens
-from helix.worker.warm_up import choose_chunks
-from launch.client.sampling import sampling_of
-from launch.client.tokens import Tokens
+from helix.worker.warmup import choose_chunks
+from launch.client.chat_tokenizer import ChatTokenizer
+from launch.client.sampling import make_sampling_params
 from launch.inputs.preflight import CheckedRun
-from launch.inputs.prompts import PromptLine, body_of
+from launch.inputs.prompt_files import PromptLine, make_body
 from launch.job.report import provenance
-from launch.job.task import Done, Task
+from launch.job.task import JobResult, Task
 
 
 def candidates(config: LabConfig) -> TuningGrid:
     """What the search may choose among, by a config."""
     bench, speculation = config.bench, config.speculation
-    kept = None if bench.acceptance is None else speculation.sparsity
-    return TuningGrid(tuple(bench.sparsities), tuple(bench.gammas), speculation.gamma, kept, bench.grid)
+    forced = None if bench.acceptance is None else speculation.sparsity
+    return TuningGrid(tuple(bench.sparsities), tuple(bench.gammas), speculation.gamma, forced, bench.grid)
 
 
-def run(task: Task) -> Done:
+def run(task: Task) -> JobResult:
     """Measures what the search asks for and `bench.output` does not hold; rank 0 adds it there.
 
     Raises:
@@ -75,12 +75,12 @@ def run(task: Task) -> Done:
     rows, problem = comm.broadcast_object((file.rows if file else [], problem))
     if problem is not None:
         raise ConfigError(problem)
-    known = {found.way: found for found in map(Measured.of, rows)}
+    measurements = {found.source: found for found in map(Measurement.of, rows)}
     sample = PromptSample(task) if plan.config.decode.prompts is not None else RandomSample(task)
 
-    def measure(way: DraftSource) -> Measured:
-        if way not in known:
-            found, more = sample.measure(way)
+    def measure(source: DraftSource) -> Measurement:
+        if source not in measurements:
+            found, more = sample.measure(source)
             rows.append(found.row() | more)
             if file is not None:
                 try:
@@ -89,9 +89,9 @@ def run(task: Task) -> Done:
                     raise RankError(
                         f"bench.output={lab(plan.config).bench.output} cannot be written: {error}"
                     ) from error
-            console.note(f"{way}: {found.mean:.2f} tokens an iteration of {1e3 * found.seconds:.2f} ms")
-            known[way] = found
-        return known[way]
+            console.note(f"{source}: {found.mean:.2f} tokens an iteration of {1e3 * found.seconds:.2f} ms")
+            measurements[source] = found
+        return measurements[source]
 
     search(candidates(lab(plan.config)), measure)
     sample.engine.close()
@@ -100,7 +100,7 @@ def run(task: Task) -> Done:
     return {"points": rows}, 0
 
 
-class _Sample:
+class _TuningSample:
     """Sequences that are decoded in one way after the other.
 
     Args:
@@ -112,10 +112,10 @@ class _Sample:
         self.runner = engine.runner
         self._drafts_with: tuple[str, float | None] = ("", None)
 
-    def draft_with(self, way: DraftSource) -> None:
+    def draft_with(self, source: DraftSource) -> None:
         """Puts the drafter of a way in the place of the one before, behind the same keys."""
-        kind = way.drafter, way.sparsity
-        if way.drafter == "none" or kind == self._drafts_with:
+        kind = source.drafter, source.sparsity
+        if source.drafter == "none" or kind == self._drafts_with:
             return
         self._drafts_with = kind
         runner = self.runner
@@ -124,10 +124,12 @@ class _Sample:
         if self.comm.device.type == "cuda":
             gc.collect()  # scores and tables of the one before make room
             torch.cuda.empty_cache()
-        runner.drafter = make_drafter(way.over(self.config.speculation), None, self.model, runner.cache, runner.sizes)
-        keep_drafts(runner.drafter, self.config.bench.acceptance, self.config.seed, self.model.spec.vocab)
-        for admission in runner.admitted.values():
-            runner.drafter.admit(admission)
+        runner.drafter = make_drafter(
+            source.over(self.config.speculation), None, self.model, runner.cache, runner.sizes
+        )
+        synthesize_acceptance(runner.drafter, self.config.bench.acceptance, self.config.seed, self.model.spec.vocab)
+        for new_request in runner.requests.values():
+            runner.drafter.admit(new_request)
         runner.graphs = StepGraphs() if self.comm.capturable else None
 
     def slowest(self, seconds: list[float]) -> list[float]:
@@ -138,11 +140,11 @@ class _Sample:
 
 def _widest(config: LabConfig) -> LabConfig:
     """The config of an engine that has room for each way."""
-    most = max(*config.bench.sparsities, config.speculation.sparsity)
-    return replace(config, speculation=replace(config.speculation, sparsity=most))
+    lacking_pages = max(*config.bench.sparsities, config.speculation.sparsity)
+    return replace(config, speculation=replace(config.speculation, sparsity=lacking_pages))
 
 
-class RandomSample(_Sample):
+class RandomSample(_TuningSample):
     """Random keys, and drafts that are kept at a set rate."""
 
     def __init__(self, task: Task) -> None:
@@ -157,23 +159,23 @@ class RandomSample(_Sample):
         super().__init__(task.plan, task.comm, model, engine)
 
     @torch.inference_mode()
-    def measure(self, way: DraftSource) -> tuple[Measured, dict[str, Any]]:
-        self.draft_with(way)
+    def measure(self, source: DraftSource) -> tuple[Measurement, dict[str, Any]]:
+        self.draft_with(source)
         rewind(self.runner, self.batch, self.length)
 
         def step() -> None:
-            self.runner.decode(StepKind(self.batch, way.gamma))
+            self.runner.decode(DecodeGraphKey(self.batch, source.gamma))
 
         for _ in range(WARM_UP):
             step()
         self.comm.barrier()
-        seconds = self.slowest(seconds_of_each(step, self.config.bench.steps, self.comm.device))
+        seconds = self.slowest(time_each(step, self.config.bench.steps, self.comm.device))
         # Of few steps the tokens that came would be luck.
-        tokens = Speculation(way.gamma, self.config.bench.acceptance or 0.0).tokens
-        return Measured(way, (tokens,), median(seconds)), {"steps": len(seconds)}
+        tokens = Speculation(source.gamma, self.config.bench.acceptance or 0.0).tokens
+        return Measurement(source, (tokens,), median(seconds)), {"steps": len(seconds)}
 
 
-class PromptSample(_Sample):
+class PromptSample(_TuningSample):
     """Prompts, and drafts that are kept where the model says so."""
 
     def __init__(self, task: Task) -> None:
@@ -181,59 +183,64 @@ class PromptSample(_Sample):
         config = _widest(lab(plan.config))
         model, _ = task.load()
         requests = _requests(task)
-        rows = min(most_slots(config, comm.device.type), len(requests))
-        self.turns = [requests[i : i + rows] for i in range(0, len(requests), rows)]
+        rows = min(max_slots(config, comm.device.type), len(requests))
+        self.batches = [requests[i : i + rows] for i in range(0, len(requests), rows)]
         self.drafts = config.speculation.gamma
-        wanted = max(sum(self._need(r) for r in turn) for turn in self.turns)
+        wanted = max(sum(self._need(r) for r in batch) for batch in self.batches)
         engine = build_engine(plan.layout, model, config, rows, wanted)
         super().__init__(plan, comm, model, engine)
         for request in requests:
             if reason := engine.refusal(request):
                 raise ConfigError(f"{config.decode.prompts}, prompt {request.id!r}: {reason}")
         free, stripes = engine.runner.cache.pages, engine.runner.placement.stripes
-        lacking = max(sum(stripes.pages_for(self._need(r)) for r in turn) - free for turn in self.turns)
-        if (most := max(comm.all_gather_object(lacking))) > 0:
+        lacking = max(sum(stripes.pages_for(self._need(r)) for r in batch) - free for batch in self.batches)
+        if (lacking_pages := max(comm.all_gather_object(lacking))) > 0:
             raise ConfigError(
-                f"decode.max_batch={config.decode.max_batch}: so many of the longest prompts lack {most} pages of the "
+                f"decode.max_batch={config.decode.max_batch}: so many of the longest prompts "
+                f"lack {lacking_pages} pages of the "
                 "cache on a rank: take fewer at a time, shorter ones, or a larger layout.kvp"
             )
-        self.kind = StepKind.of([r.sampling for r in requests])
+        self.kind = DecodeGraphKey.of([r.sampling for r in requests])
         self.console = task.console
-        self.turn = -1  # that whose keys are in the cache
+        self.current_batch = -1  # that whose keys are in the cache
         self.begin: tuple[Tensor, ...] = ()
 
     def _need(self, request: Request) -> int:
         return len(request.prompt) + request.max_tokens + self.drafts
 
     @torch.inference_mode()
-    def measure(self, way: DraftSource) -> tuple[Measured, dict[str, Any]]:
+    def measure(self, source: DraftSource) -> tuple[Measurement, dict[str, Any]]:
         timings = Timings(acceptance=Acceptance(self.drafts))
         tokens: list[float] = []
         full: list[float] = []  # seconds of steps in which every slot had a sequence
-        self.draft_with(way)
-        for turn, requests in enumerate(self.turns):
-            self._enter(turn)
+        self.draft_with(source)
+        for batch, requests in enumerate(self.batches):
+            self._enter(batch)
             for _ in range(WARM_UP):
-                self._step(way.gamma, len(requests))
+                self._step(source.gamma, len(requests))
             self._rewind()
-            seconds, taken = self._continue(way.gamma, requests)
-            tokens += self._note(timings, way.gamma, requests, seconds, taken)
-            if turn == 0:
-                full = [step_s for step_s, of_slots in zip(seconds, taken, strict=True) if all(of_slots)]
+            seconds, sampled = self._continue(source.gamma, requests)
+            tokens += self._note(timings, source.gamma, requests, seconds, sampled)
+            if batch == 0:
+                full = [step_s for step_s, slot_tokens in zip(seconds, sampled, strict=True) if all(slot_tokens)]
         if not tokens:
             raise ConfigError(f"{self.config.decode.prompts}: every prompt ends with its first token, without drafts")
-        places = zip(timings.acceptance.kept, timings.acceptance.tried, strict=True)
+        by_position = zip(timings.acceptance.accepted, timings.acceptance.verified, strict=True)
         more: dict[str, Any] = {"steps": len(timings.ttl_s), "sequence_steps": timings.sequence_steps}
-        more |= {"acceptance_by_place": [kept / tried if tried else None for kept, tried in places][: way.gamma]}
-        return Measured(way, tuple(tokens), median(full)), more
+        more |= {
+            "acceptance_by_place": [accepted / tried if tried else None for accepted, tried in by_position][
+                : source.gamma
+            ]
+        }
+        return Measurement(source, tuple(tokens), median(full)), more
 
-    def _enter(self, turn: int) -> None:
+    def _enter(self, batch: int) -> None:
         """Brings the prompts of a turn into the cache, where others are; then state is as after their prefill."""
-        runner, requests = self.runner, self.turns[turn]
-        if turn != self.turn:
-            retire = tuple(runner.admitted)
-            seats = Seats(runner)
-            admit = tuple(self._admission(seats, slot, request) for slot, request in enumerate(requests))
+        runner, requests = self.runner, self.batches[batch]
+        if batch != self.current_batch:
+            retire = tuple(runner.requests)
+            allocator = RequestAllocator(runner)
+            admit = tuple(self._new_request(allocator, slot, request) for slot, request in enumerate(requests))
             self._execute(retire=retire, admit=admit)
             chunk, done, total = self.engine.runner.sizes.chunk, 0, sum(len(r.prompt) for r in requests)
             with self.console.progress(f"prefill of {len(requests)} prompts", total) as advance:
@@ -241,27 +248,27 @@ class PromptSample(_Sample):
                     tokens, length = np.asarray(request.prompt), len(request.prompt)
                     for begin in range(0, length, chunk):
                         end = min(begin + chunk, length)
-                        self._execute(prefill=(Segment(slot, begin, end, end == length, tokens[begin:end]),))
+                        self._execute(prefill=(PrefillChunk(slot, begin, end, end == length, tokens[begin:end]),))
                         done += end - begin
                         advance(done)
             self.begin = tuple(t.clone() for t in (runner.state.tokens, runner.state.lengths))
-            if self.turn < 0:
+            if self.current_batch < 0:
                 choose_chunks(runner, len(requests))
-            self.turn = turn
+            self.current_batch = batch
         self._rewind()
 
-    def _admission(self, seats: Seats, slot: int, request: Request) -> Admission:
+    def _new_request(self, allocator: RequestAllocator, slot: int, request: Request) -> NewRequest:
         limit = len(request.prompt) + request.max_tokens - 1
-        return seats.admission(
+        return allocator.new_request(
             slot, self._need(request), prompt=np.asarray(request.prompt), limit=limit, sampling=request.sampling
         )
 
     def _execute(
-        self, retire: tuple[int, ...] = (), admit: tuple[Admission, ...] = (), prefill: tuple[Segment, ...] = ()
+        self, retire: tuple[int, ...] = (), admit: tuple[NewRequest, ...] = (), prefill: tuple[PrefillChunk, ...] = ()
     ) -> None:
-        decision = Decision(0, retire, (), admit, prefill, 0, self.kind)
-        for drawn in self.runner.execute(decision):
-            drawn.read()
+        scheduler_output = SchedulerOutput(0, retire, (), admit, prefill, 0, self.kind)
+        for outputs in self.runner.execute(scheduler_output):
+            outputs.read()
         self.runner.check()
 
     def _rewind(self) -> None:
@@ -280,28 +287,28 @@ class PromptSample(_Sample):
     def _continue(self, gamma: int, requests: Sequence[Request]) -> tuple[list[float], list[list[list[int]]]]:
         """Seconds of each step until all have their tokens, and what each sequence took in it."""
         seconds: list[float] = []
-        taken: list[list[list[int]]] = []
+        sampled: list[list[list[int]]] = []
         runner, rows = self.runner, len(requests)
         left, run = max(r.max_tokens for r in requests) - 1, self.runner.sizes.run_steps
         while left > 0:
-            drawn: list[Tensor] = []
+            outputs: list[Tensor] = []
             read: list[StepTokens] = []
 
-            def step(drawn: list[Tensor] = drawn) -> None:
-                drawn.append(self._step(gamma, rows))
+            def step(outputs: list[Tensor] = outputs) -> None:
+                outputs.append(self._step(gamma, rows))
 
-            def keep(drawn: list[Tensor] = drawn, read: list[StepTokens] = read) -> None:
-                read.append(StepTokens(drawn[-1], None, runner.check, Moment(runner.device)))
+            def read_back(outputs: list[Tensor] = outputs, read: list[StepTokens] = read) -> None:
+                read.append(StepTokens(outputs[-1], None, runner.check, TimedEvent(runner.device)))
 
-            seconds += self.slowest(seconds_of_each(step, min(run, left), runner.device, keep))
+            seconds += self.slowest(time_each(step, min(run, left), runner.device, read_back))
             for tokens in read:
-                of_slots: list[list[int]] = [[] for _ in requests]
+                slot_tokens: list[list[int]] = [[] for _ in requests]
                 for slot, token in tokens.read():
-                    of_slots[slot].append(token)
-                taken.append(of_slots)
-            ended = [sum(len(step[slot]) for step in taken) for slot in range(rows)]
+                    slot_tokens[slot].append(token)
+                sampled.append(slot_tokens)
+            ended = [sum(len(step[slot]) for step in sampled) for slot in range(rows)]
             left = max(r.max_tokens - 1 - count for r, count in zip(requests, ended, strict=True))
-        return seconds, taken
+        return seconds, sampled
 
     def _note(
         self,
@@ -309,16 +316,16 @@ class PromptSample(_Sample):
         gamma: int,
         requests: Sequence[Request],
         seconds: Sequence[float],
-        taken: Sequence[list[list[int]]],
+        sampled: Sequence[list[list[int]]],
     ) -> list[float]:
         """Notes steps as the engine does, up to each sequence's end; tokens an iteration of those that took some."""
         eos = set(self.model.spec.eos)
         first = self.begin[0][: len(requests)].tolist()
         left = [0 if token in eos else r.max_tokens - 1 for token, r in zip(first, requests, strict=True)]
         tokens, iterations = [0] * len(requests), [0] * len(requests)
-        for step_s, of_slots in zip(seconds, taken, strict=True):
+        for step_s, slot_tokens in zip(seconds, sampled, strict=True):
             outcomes = []
-            for slot, new in enumerate(of_slots):
+            for slot, new in enumerate(slot_tokens):
                 if not new or left[slot] <= 0:
                     continue
                 outcomes.append(DraftOutcome(slot, min(gamma, left[slot] - 1), len(new) - 1))
@@ -329,11 +336,11 @@ class PromptSample(_Sample):
         return [count / steps for count, steps in zip(tokens, iterations, strict=True) if steps]
 
 
-def to_request(prompt: PromptLine, config: Config, tokens: Tokens) -> Request:
+def to_request(prompt: PromptLine, config: Config, tokens: ChatTokenizer) -> Request:
     """Makes a request of a line; raises ValueError if its parameters are out of range."""
-    body = body_of(prompt, config.decode)
+    body = make_body(prompt, config.decode)
     ids = prompt.ids if prompt.ids is not None else tokens.encode(prompt.text or "", sys.maxsize)
-    return Request(prompt.id, ids, body.max_tokens or 1, sampling_of(body, {}, sys.maxsize, 0))
+    return Request(prompt.id, ids, body.max_tokens or 1, make_sampling_params(body, {}, sys.maxsize, 0))
 
 
 def _requests(task: Task) -> list[Request]:
@@ -344,7 +351,7 @@ def _requests(task: Task) -> list[Request]:
     """
     requests, problem, config = [], "", task.plan.config
     if task.comm.rank == 0 and len(task.plan.prompts):
-        tokens = Tokens(config.model.path)
+        tokens = ChatTokenizer(config.model.path)
         for prompt in task.plan.prompts:
             try:
                 requests.append(to_request(prompt, config, tokens))

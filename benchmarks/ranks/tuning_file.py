@@ -12,7 +12,7 @@ from typing import Any, TextIO
 from benchmarks.schema import LabConfig, bench_points
 from helix.files import parse_json
 from launch.inputs.files import claim, replace
-from launch.inputs.prompts import PromptLine
+from launch.inputs.prompt_files import PromptLine
 
 # What a line's figures do not depend on: how the search goes, where files are, how progress is shown.
 FREE = {
@@ -39,8 +39,8 @@ def check_tuning(config: LabConfig, prompts: Sequence[PromptLine]) -> None:
         if not values or list(values) != sorted(set(values)) or values[0] <= 0:
             raise ValueError(f"bench.{key}={values} must be a rising list of at least one number above 0")
     if bench.gammas[-1] > speculation.gamma:
-        most = f"more than speculation.gamma={speculation.gamma}, the most drafts of a step"
-        raise ValueError(f"bench.gammas has {bench.gammas[-1]}, {most}: raise it, or leave that out")
+        too_many = f"more than speculation.gamma={speculation.gamma}, the most drafts of a step"
+        raise ValueError(f"bench.gammas has {bench.gammas[-1]}, {too_many}: raise it, or leave that out")
     if bench.sparsities[-1] > 1:
         raise ValueError(f"bench.sparsities={bench.sparsities}: a share of the keys is at most 1")
     if bench.output is None:
@@ -68,15 +68,15 @@ def check_tuning(config: LabConfig, prompts: Sequence[PromptLine]) -> None:
 
 def settings(config: LabConfig, prompts: Sequence[PromptLine]) -> dict[str, Any]:
     """What the figures in a file depend on, by key."""
-    given = _flat(asdict(config))
+    flat = _flat(asdict(config))
     if config.model.path is not None:
-        given["model.path"] = str(Path(config.model.path).resolve())
+        flat["model.path"] = str(Path(config.model.path).resolve())
     free = FREE | ({"bench.points", "bench.steps"} if prompts else set())
-    kept = {key: value for key, value in given.items() if key not in free}
+    fixed_settings = {key: value for key, value in flat.items() if key not in free}
     if prompts:
         what = [[prompt.text, prompt.ids, dict(prompt.options)] for prompt in prompts]
-        kept["prompts"] = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
-    return parse_json(json.dumps(kept))
+        fixed_settings["prompts"] = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
+    return parse_json(json.dumps(fixed_settings))
 
 
 def read_measured(config: LabConfig, prompts: Sequence[PromptLine]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -86,16 +86,16 @@ def read_measured(config: LabConfig, prompts: Sequence[PromptLine]) -> tuple[dic
         ValueError: the file holds something else, or was measured with other settings.
     """
     path = Path(str(config.bench.output))
-    texts = path.read_bytes().split(b"\n") if path.exists() else []
+    raw_lines = path.read_bytes().split(b"\n") if path.exists() else []
     lines = []
-    for number, text in enumerate(texts, 1):
+    for number, raw_line in enumerate(raw_lines, 1):
         try:
-            line = parse_json(text.decode())
+            line = parse_json(raw_line.decode())
             if not isinstance(line, dict) or not line.keys() >= (HEAD if number == 1 else ROW):
                 raise ValueError
             lines.append(line)
         except ValueError:
-            if number == len(texts):  # nothing, or what an interrupted run has left
+            if number == len(raw_lines):  # nothing, or what an interrupted run has left
                 continue
             raise ValueError(f"bench.output={path}, line {number}, is none of tuning: move the file away") from None
     if not lines:

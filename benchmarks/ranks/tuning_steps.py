@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from helix.config import SpeculationConfig
 
-LEVEL = 0.02  # more accepted tokens that count, of those accepted; and more speed over plain decoding
+MIN_GAIN = 0.02  # more accepted tokens that count, of those accepted; and more speed over plain decoding
 DEVIATIONS = 1.96  # of a mean: 95 of 100 lie within
 PATIENCE = 2  # values in a row that are no better, and a series ends
 
@@ -36,7 +36,7 @@ class DraftSource:
     def over(self, config: SpeculationConfig) -> SpeculationConfig:
         """Returns settings that draft so, as many as before."""
         if self.drafter == "ngram":
-            return replace(config, drafter="suffix", remembered=0)
+            return replace(config, drafter="suffix", suffix_pool_tokens=0)
         return replace(config, drafter=self.drafter, sparsity=self.sparsity or config.sparsity)
 
     def __str__(self) -> str:
@@ -47,7 +47,7 @@ class DraftSource:
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurement:
     """What came of it.
 
     Attributes:
@@ -55,7 +55,7 @@ class Measured:
         seconds: of an iteration.
     """
 
-    way: DraftSource
+    source: DraftSource
     tokens: tuple[float, ...]
     seconds: float
 
@@ -74,21 +74,21 @@ class Measured:
         return half_interval(self.tokens)
 
     def row(self) -> dict[str, Any]:
-        way = {"drafter": self.way.drafter, "gamma": self.way.gamma, "sparsity": self.way.sparsity}
-        return way | {"tokens_by_prompt": list(self.tokens), "step_us": 1e6 * self.seconds}
+        source = {"drafter": self.source.drafter, "gamma": self.source.gamma, "sparsity": self.source.sparsity}
+        return source | {"tokens_by_prompt": list(self.tokens), "step_us": 1e6 * self.seconds}
 
     @classmethod
-    def of(cls, row: dict[str, Any]) -> Measured:
+    def of(cls, row: dict[str, Any]) -> Measurement:
         """What `row` gave.
 
         Raises:
             KeyError, TypeError, ValueError: it is none.
         """
-        way = DraftSource(row["drafter"], row["gamma"], row["sparsity"])
-        return cls(way, tuple(map(float, row["tokens_by_prompt"])), row["step_us"] / 1e6)
+        source = DraftSource(row["drafter"], row["gamma"], row["sparsity"])
+        return cls(source, tuple(map(float, row["tokens_by_prompt"])), row["step_us"] / 1e6)
 
 
-Asking = Generator[DraftSource, Measured, Measured]
+Search = Generator[DraftSource, Measurement, Measurement]
 
 
 @dataclass(frozen=True)
@@ -105,13 +105,13 @@ class TuningGrid:
 
     sparsities: tuple[float, ...]
     gammas: tuple[int, ...]
-    most: int
+    max_gamma: int
     forced: float | None = None
     grid: bool = False
 
 
 @dataclass(frozen=True)
-class Tuned:
+class TuningResult:
     """What the search has found.
 
     Attributes:
@@ -120,58 +120,58 @@ class Tuned:
         sparse, ngram: the fastest of each; ngram is not tried where drafts are forced.
     """
 
-    plain: Measured
-    level: float | None
-    levelled: bool
-    sparse: Measured
-    ngram: Measured | None
+    plain: Measurement
+    plateau: float | None
+    reached_plateau: bool
+    sparse: Measurement
+    ngram: Measurement | None
 
     @property
-    def chosen(self) -> Measured:
+    def fastest(self) -> Measurement:
         """The fastest; plain decoding unless another is faster by what counts."""
         best = max((m for m in (self.sparse, self.ngram) if m is not None), key=lambda m: m.rate)
-        return best if best.rate > (1 + LEVEL) * self.plain.rate else self.plain
+        return best if best.rate > (1 + MIN_GAIN) * self.plain.rate else self.plain
 
 
-def search(candidates: TuningGrid) -> Generator[DraftSource, Measured, Tuned]:
+def search(candidates: TuningGrid) -> Generator[DraftSource, Measurement, TuningResult]:
     """Yields what is to be measured, is sent what came of it, and returns what it has found."""
     c = candidates
     plain = yield DraftSource("none")
-    level, levelled = c.forced, True
-    if level is None:
-        curve: list[Measured] = []
+    plateau, reached_plateau = c.forced, True
+    if plateau is None:
+        curve: list[Measurement] = []
         for sparsity in c.sparsities:
-            curve.append((yield DraftSource("sparse", c.most, sparsity)))
-            if len(curve) - levels_at(curve) > PATIENCE:
+            curve.append((yield DraftSource("sparse", c.max_gamma, sparsity)))
+            if len(curve) - plateau_index(curve) > PATIENCE:
                 break
-        level, levelled = curve[levels_at(curve)].way.sparsity, levels_at(curve) < len(curve) - 1
-        assert level is not None
-    best = yield from _fastest(DraftSource("sparse", gamma, level) for gamma in c.gammas)
+        plateau, reached_plateau = curve[plateau_index(curve)].source.sparsity, plateau_index(curve) < len(curve) - 1
+        assert plateau is not None
+    best = yield from _fastest(DraftSource("sparse", gamma, plateau) for gamma in c.gammas)
     ngram = None
     if c.forced is None:
-        best = yield from _beside(best, c.sparsities)
+        best = yield from _nearby_sparsities(best, c.sparsities)
         ngram = yield from _fastest(DraftSource("ngram", gamma) for gamma in c.gammas)
     for sparsity, gamma in product(c.sparsities, c.gammas) if c.grid else ():
         yield DraftSource("sparse", gamma, sparsity)
-    return Tuned(plain, level if c.forced is None else None, levelled, best, ngram)
+    return TuningResult(plain, plateau if c.forced is None else None, reached_plateau, best, ngram)
 
 
-def run(candidates: TuningGrid, measure: Callable[[DraftSource], Measured]) -> Tuned:
+def run(candidates: TuningGrid, measure: Callable[[DraftSource], Measurement]) -> TuningResult:
     """Searches with what `measure` says of a way; each way is measured once."""
-    known: dict[DraftSource, Measured] = {}
+    measurements: dict[DraftSource, Measurement] = {}
     steps = search(candidates)
-    way = next(steps)
+    source = next(steps)
     while True:
-        if way not in known:
-            known[way] = measure(way)
+        if source not in measurements:
+            measurements[source] = measure(source)
         try:
-            way = steps.send(known[way])
+            source = steps.send(measurements[source])
         except StopIteration as end:
-            found: Tuned = end.value
+            found: TuningResult = end.value
             return found
 
 
-def levels_at(curve: Sequence[Measured]) -> int:
+def plateau_index(curve: Sequence[Measurement]) -> int:
     """The first value of a rising curve than which none behind it is better.
 
     Better is: more tokens an iteration, by 2% and beyond the 95% interval of what the same prompts gain.
@@ -179,35 +179,35 @@ def levels_at(curve: Sequence[Measured]) -> int:
     return next(i for i, here in enumerate(curve) if not any(_better(here, more) for more in curve[i + 1 :]))
 
 
-def _better(few: Measured, many: Measured) -> bool:
-    gains = [b - a for a, b in zip(few.tokens, many.tokens, strict=True)]
-    return fmean(gains) > max(LEVEL * few.mean, half_interval(gains))
+def _better(fewer: Measurement, more: Measurement) -> bool:
+    gains = [b - a for a, b in zip(fewer.tokens, more.tokens, strict=True)]
+    return fmean(gains) > max(MIN_GAIN * fewer.mean, half_interval(gains))
 
 
 def half_interval(values: Sequence[float]) -> float:
     return DEVIATIONS * stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
 
 
-def _fastest(ways: Iterable[DraftSource]) -> Asking:
+def _fastest(sources: Iterable[DraftSource]) -> Search:
     """The fastest of a series that rises and falls."""
-    best, behind = None, 0
-    for way in ways:
-        found = yield way
-        best, behind = (found, 0) if best is None or found.rate > best.rate else (best, behind + 1)
-        if behind == PATIENCE:
+    best, num_worse = None, 0
+    for source in sources:
+        found = yield source
+        best, num_worse = (found, 0) if best is None or found.rate > best.rate else (best, num_worse + 1)
+        if num_worse == PATIENCE:
             break
     assert best is not None
     return best
 
 
-def _beside(best: Measured, sparsities: Sequence[float]) -> Asking:
+def _nearby_sparsities(best: Measurement, sparsities: Sequence[float]) -> Search:
     """From a sparsity on to fewer keys, or else to more, as long as that is faster."""
-    assert best.way.sparsity is not None
-    begin = sparsities.index(best.way.sparsity)
+    assert best.source.sparsity is not None
+    begin = sparsities.index(best.source.sparsity)
     for series in (sparsities[:begin][::-1], sparsities[begin + 1 :]):
         before = best
         for sparsity in series:
-            found = yield DraftSource("sparse", best.way.gamma, sparsity)
+            found = yield DraftSource("sparse", best.source.gamma, sparsity)
             if found.rate <= best.rate:
                 break
             best = found

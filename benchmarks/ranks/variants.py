@@ -10,7 +10,7 @@ from helix.checks import check
 from helix.schema import build
 
 # That do not change what the cache holds.
-KEYS = ("attention.topk", "bench.repeat", "kv.ahead")
+KEYS = ("attention.num_blocks", "bench.repeat", "kv.offload_prefetch")
 
 
 def variants(config: LabConfig) -> dict[str, LabConfig]:
@@ -20,22 +20,23 @@ def variants(config: LabConfig) -> dict[str, LabConfig]:
         ValueError: a variant sets another key, a value out of its range, or more blocks than the cache has places for.
     """
     found = {}
-    for text in config.bench.variants or [""]:
-        if unknown := [part for part in text.split() if part.partition("=")[0] not in KEYS]:
+    for label in config.bench.variants or [""]:
+        if unknown := [part for part in label.split() if part.partition("=")[0] not in KEYS]:
             raise ValueError(f"bench.variants has {unknown[0]!r}: a variant sets {', '.join(KEYS)}, as in KEY=VALUE")
         try:
             content = asdict(config)
-            for group, key, value in (part.replace("=", ".", 1).split(".", 2) for part in text.split()):
+            for group, key, value in (part.replace("=", ".", 1).split(".", 2) for part in label.split()):
                 content[group][key] = value
-            found[text] = build(LabConfig, content)
-            check(found[text])
-            schema.check(found[text])
+            found[label] = build(LabConfig, content)
+            check(found[label])
+            schema.check(found[label])
         except ValueError as error:
-            raise ValueError(f"bench.variants has {text!r}: {str(error).splitlines()[0]}") from error
-        if found[text].attention.topk > config.attention.topk:
+            raise ValueError(f"bench.variants has {label!r}: {str(error).splitlines()[0]}") from error
+        if found[label].attention.num_blocks > config.attention.num_blocks:
             raise ValueError(
-                f"bench.variants has {text!r}, but the cache is made for attention.topk={config.attention.topk}: set "
-                "attention.topk to the most that a variant has"
+                f"bench.variants has {label!r}, but the cache is made for "
+                f"attention.num_blocks={config.attention.num_blocks}: set "
+                "attention.num_blocks to the most that a variant has"
             )
     if found and config.attention.policy == "dense" and config.bench.variants:
         raise ValueError("bench.variants are of block-sparse steps: set attention=block_sparse, or leave them out")

@@ -42,7 +42,7 @@ def _drawn(rows: Sequence[Row]) -> list[Row]:
     found = []
     for r in rows:
         spread = tuple(
-            own if own is not None else other for own, other in zip((r["reach"], r["recent"]), usual, strict=True)
+            value if value is not None else other for value, other in zip((r["reach"], r["recent"]), usual, strict=True)
         )
         each = r["block"] in (None, 1) and r["heads"] in (None, "each")
         if each and r["gamma"] == gamma and r["policy"] in POLICIES and spread in SPREADS:
@@ -60,7 +60,7 @@ def _figure(rows: list[Row], draw: Callable[[Axes, list[Row]], None], x: str, y:
     )  # fmt: skip
 
 
-def places(rows: list[Row]) -> Figure:
+def by_position(rows: list[Row]) -> Figure:
     """Drafts that hold where all before them did, by place, with ranges; a panel for each task.
 
     Source: Vegas (arXiv:2602.07223), figure 4.
@@ -68,9 +68,9 @@ def places(rows: list[Row]) -> Figure:
     rows = _drawn([r for r in rows if is_usual(r)])
     first = {(r["task"], r["policy"], r["spread"]): r for r in reversed(rows)}
     points = [
-        {**r, "place": place, "share": share, "off": [[share - low], [high - share]]}
+        {**r, "place": position, "share": share, "off": [[share - low], [high - share]]}
         for r in first.values()
-        for place, (share, (low, high)) in enumerate(zip(r["kept_share"], r["kept_range"], strict=True), 1)
+        for position, (share, (low, high)) in enumerate(zip(r["kept_share"], r["kept_range"], strict=True), 1)
         if share is not None
     ]
 
@@ -84,7 +84,7 @@ def places(rows: list[Row]) -> Figure:
     return _figure(points, draw, "place of a draft", "held, where all before did\n(higher is better)", percent=True)
 
 
-def refused(rows: list[Row]) -> Figure:
+def rejected(rows: list[Row]) -> Figure:
     """Shares of refused tokens by how probable the model with all its keys found them; a panel for each task.
 
     Source: Vegas (arXiv:2602.07223), figure 5.

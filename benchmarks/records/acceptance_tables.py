@@ -6,32 +6,32 @@ from collections.abc import Sequence
 
 from benchmarks.records.rows import Row
 
-WAY = ("policy", "gamma", "sparsity", "recent", "reach", "block", "heads", "temperature", "noise")
+CONFIG = ("policy", "gamma", "sparsity", "recent", "reach", "block", "heads", "temperature", "noise")
 # What names a row among all that were recorded.
-KEY = ("kind", "model", "length", "prompts", "kvp", "task", *WAY)
+KEY = ("kind", "model", "length", "prompts", "kvp", "task", *CONFIG)
 TASKS = {"code": "code", "copy": "copy", "facts": "facts"}
 USUAL = 0.07  # of the keys, where nothing else is said
 
 
-def joined(rows: Sequence[Row]) -> list[Row]:
+def join_tasks(rows: Sequence[Row]) -> list[Row]:
     """One row for each way and length, with those of its tasks in `tasks`, and the mean of their tokens."""
     found: dict[tuple[object, ...], Row] = {}
     for row in rows:
         key = tuple(row[name] for name in KEY if name != "task")
         found.setdefault(key, {**row, "tasks": {}})["tasks"][row["task"]] = row
     for row in found.values():
-        each = [of_task["tokens"] for of_task in row["tasks"].values()]
+        each = [task_row["tokens"] for task_row in row["tasks"].values()]
         row["mean"] = sum(each) / len(each)
     return list(found.values())
 
 
-def held(r: Row, task: str) -> str:
+def task_tokens(r: Row, task: str) -> str:
     """Tokens an iteration on a task, with their range."""
     found = r["tasks"].get(task)
     return "-" if found is None else "{:.2f} ({:.2f} to {:.2f})".format(found["tokens"], *found["tokens_range"])
 
 
-def placed(r: Row, task: str) -> str:
+def task_acceptance(r: Row, task: str) -> str:
     """Shares of drafts that hold where all before them did, by place."""
     found = r["tasks"].get(task)
     shares = [] if found is None else [*zip(found["kept_share"], found["kept_range"], strict=True)]
@@ -39,7 +39,7 @@ def placed(r: Row, task: str) -> str:
 
 
 def as_plain(r: Row) -> str:
-    found = [of_task for of_task in r["tasks"].values() if of_task["as_plain"] is not None]
+    found = [task_row for task_row in r["tasks"].values() if task_row["as_plain"] is not None]
     return f"{sum(x['as_plain'] for x in found)} of {sum(x['prompts'] for x in found)}" if found else "-"
 
 
@@ -55,10 +55,10 @@ def is_usual(r: Row) -> bool:
 
 def widest(rows: Sequence[Row]) -> list[Row]:
     """Rows of the most prompts that a length was measured with."""
-    most: dict[int, int] = {}
+    max_prompts: dict[int, int] = {}
     for r in rows:
-        most[r["length"]] = max(most.get(r["length"], 0), r["prompts"])
-    return [r for r in rows if r["prompts"] == most[r["length"]]]
+        max_prompts[r["length"]] = max(max_prompts.get(r["length"], 0), r["prompts"])
+    return [r for r in rows if r["prompts"] == max_prompts[r["length"]]]
 
 
 def usual(rows: Sequence[Row]) -> list[Row]:
@@ -75,7 +75,7 @@ def plain(rows: Sequence[Row]) -> list[Row]:
     return [r for r in rows if r not in apart]
 
 
-def of_several_ranks(rows: Sequence[Row]) -> list[Row]:
+def multi_rank(rows: Sequence[Row]) -> list[Row]:
     """Greedy ways that several ranks were measured in, each of which chooses among its own keys; and one rank's."""
     others = [name for name in KEY if name != "kvp"]
     greedy = [r for r in rows if r["temperature"] == 0]

@@ -24,7 +24,7 @@ def terminal(table: Cells, title: str | None = None) -> Table:
     return shown
 
 
-def filled(text: str, lines_of: Callable[[str], Sequence[str]]) -> str:
+def fill_tables(text: str, lines_of: Callable[[str], Sequence[str]]) -> str:
     """A page's text, each table between `<!-- table NAME -->` and `<!-- end -->` anew."""
 
     def table(found: re.Match[str]) -> str:

@@ -20,15 +20,15 @@ from benchmarks.records import (
     draft_tables,
     fidelity_tables,
     fp8_tables,
-    fronts,
     hopb_tables,
     kernel_tables,
     layer_tables,
     mixer_tables,
+    pareto,
     planner_check,
     serving_tables,
-    sparse_bill,
-    sparse_gates,
+    sparse_cost_model,
+    sparse_criteria,
     sparse_tables,
     step_tables,
     tuned_tables,
@@ -36,7 +36,7 @@ from benchmarks.records import (
 from benchmarks.records.columns import Cells, page
 from benchmarks.records.rows import Row, kv, results, shape, tokens
 from benchmarks.timer import READ_CEILING
-from launch.client import fields, options
+from launch.client import options, request_fields
 from launch.inputs.compose import ROOT
 
 Table = Mapping[str, Any]
@@ -49,9 +49,9 @@ FORMATS: dict[str, Callable[[Any], str]] = {
 MODULES: dict[str, ModuleType] = {
     module.__name__.rpartition(".")[2]: module
     for module in (
-        acceptance_tables, draft_tables, fidelity_tables, fields, fp8_tables, fronts, hopb_tables, kernel_tables,
-        layer_tables, mixer_tables, options, planner_check, serving_tables, sparse_bill, sparse_gates, sparse_tables,
-        step_tables, tuned_tables,
+        acceptance_tables, draft_tables, fidelity_tables, fp8_tables, pareto, hopb_tables, kernel_tables,
+        layer_tables, mixer_tables, options, planner_check, serving_tables, sparse_cost_model, sparse_criteria,
+        sparse_tables, request_fields, step_tables, tuned_tables,
     )
 }  # fmt: skip
 COMPUTED: dict[str, Callable[[Row], Any]] = {
@@ -68,16 +68,16 @@ FUNCTIONS: dict[str, Any] = {
     "all_plain": acceptance_tables.as_plain,
     "balance": fidelity_tables.balance,
     "choice_over_rest": draft_tables.choice_over_rest,
-    "crowd": serving_tables.named,
+    "offline_load": serving_tables.named,
     "depths": fidelity_tables.depths,
     "each": lambda values, spec: " ".join(format(value, spec) for value in values),
     "fp8_attention": fp8_tables.attention,
     "fp8_layout": fp8_tables.layout,
-    "held": acceptance_tables.held,
+    "task_tokens": acceptance_tables.task_tokens,
     "largest_batch": step_tables.largest_batch,
-    "on_gpus": fronts.on_gpus,
-    "placed": acceptance_tables.placed,
-    "predicted_us": fronts.predicted_us,
+    "on_gpus": pareto.on_gpus,
+    "task_acceptance": acceptance_tables.task_acceptance,
+    "predicted_us": pareto.predicted_us,
     "quantile": np.quantile,
     "spread": fidelity_tables.spread,
     "stored": fp8_tables.stored,
@@ -135,7 +135,7 @@ def value(expression: str, scope: Scope) -> Any:
     return eval(_code(expression), FUNCTIONS, scope)
 
 
-def said(template: str, row: Row) -> str | None:
+def render_cell(template: str, row: Row) -> str | None:
     """What a column says of a row; None where the row has no such field, or no value in it."""
     words, scope = [], Scope(row)
     for text, expression, spec in _parts(template):
@@ -164,7 +164,7 @@ def cells(columns: Mapping[str, str], rows: Sequence[Row], failed: str | None = 
     """
     table: list[Sequence[str]] = [[name.rstrip() for name in columns]]
     for row in rows:
-        found = [said(template, row) for template in columns.values()]
+        found = [render_cell(template, row) for template in columns.values()]
         ran = failed is None or "failed" not in row
         if not ran and None in found:
             found[found.index(None)] = failed
@@ -175,10 +175,10 @@ def cells(columns: Mapping[str, str], rows: Sequence[Row], failed: str | None = 
 def columns_of(table: Table) -> dict[str, str]:
     """The columns of a table; of a list of several sets, one behind the other."""
     sets = table["columns"] if isinstance(table["columns"], list) else [table["columns"]]
-    return {name: template for of_set in sets for name, template in of_set.items()}
+    return {name: template for columns in sets for name, template in columns.items()}
 
 
-def shown(name: str, rows: Sequence[Row]) -> Cells:
+def table_cells(name: str, rows: Sequence[Row]) -> Cells:
     """Rows as a declared table says them."""
     table = declared()[name]
     return _pivoted(table, rows) if "across" in table else cells(columns_of(table), rows, table.get("failed"))
@@ -189,16 +189,16 @@ def _pivoted(table: Table, rows: Sequence[Row]) -> Cells:
     names: dict[Any, str] = {}
     found: dict[tuple[str, ...], dict[Any, str]] = {}
     for row in rows:
-        line = found.setdefault(tuple(said(t, row) or "-" for t in table["columns"].values()), {})
+        line = found.setdefault(tuple(render_cell(t, row) or "-" for t in table["columns"].values()), {})
         n = value(table["across"], Scope(row))
-        names[n] = said(table.get("head", "n"), {**row, "n": n}) or "-"
-        line[n] = said(table["cell"], row) or "-"
+        names[n] = render_cell(table.get("head", "n"), {**row, "n": n}) or "-"
+        line[n] = render_cell(table["cell"], row) or "-"
     heads = sorted(names)
-    body = ([*of, *(line.get(n, "-") for n in heads)] for of, line in found.items())
+    body = ([*labels, *(line.get(n, "-") for n in heads)] for labels, line in found.items())
     return [[*table["columns"], *(names[n] for n in heads)], *body]
 
 
-def _named(name: str) -> Callable[..., Any]:
+def _resolve(name: str) -> Callable[..., Any]:
     """A function of a module of this package, `module.function`."""
     module, _, function = name.partition(".")
     found: Callable[..., Any] = getattr(MODULES[module], function)
@@ -207,12 +207,12 @@ def _named(name: str) -> Callable[..., Any]:
 
 def rows_of(table: Table) -> list[Row]:
     """The rows that a table shows, in its order."""
-    rows = _named(table["rows"])(**table.get("with", {})) if "rows" in table else _recorded(table)
+    rows = _resolve(table["rows"])(**table.get("with", {})) if "rows" in table else _recorded(table)
     for order in ("sort", "falling"):
         if order in table:
             rows = sorted(rows, key=partial(_by, table[order]), reverse=order == "falling")
     for name in table.get("through", "").split():
-        rows = _named(name)(rows)
+        rows = _resolve(name)(rows)
     return [row for row in rows if "where" not in table or value(table["where"], LenientScope(row))]
 
 
@@ -230,19 +230,19 @@ def _by(expression: str, row: Row) -> Any:
 def table_of(name: str) -> list[str]:
     """A page's lines of a table; none where there are no rows. Rows of several commits are said to be."""
     table = declared()[name]
-    given = table.get("with", {})
+    arguments = table.get("with", {})
     if "lines" in table:
-        return list(_named(table["lines"])(**given))
+        return list(_resolve(table["lines"])(**arguments))
     if "cells" in table:
-        made = _named(table["cells"])(**given)
+        made = _resolve(table["cells"])(**arguments)
         return page(made) if len(made) > 1 else []
     rows = rows_of(table)
     if not rows or "says" in table:
-        return [said(table["says"], row) or "-" for row in rows]
+        return [render_cell(table["says"], row) or "-" for row in rows]
     commits = [] if any("commit" in t for t in columns_of(table).values()) else commits_of(rows)
-    below = _named(table["below"])(**given) if "below" in table else []
+    below = _resolve(table["below"])(**arguments) if "below" in table else []
     below += [f"Rows of {len(commits)} commits: {', '.join(commits)}."] if len(commits) > 1 else []
-    return [*page(shown(name, rows)), *([""] if below else []), *below]
+    return [*page(table_cells(name, rows)), *([""] if below else []), *below]
 
 
 def commits_of(rows: Iterable[Row]) -> list[str]:

@@ -13,10 +13,10 @@ from benchmarks.records.style import BLACK, COLOURS, Style, curves, facets, lege
 
 DRAFTERS: dict[str, Style] = {**POLICIES, "ngram": {"label": "ngram", "color": BLACK, "marker": "P"}}
 BROKEN_DOWN = (112 << 10, 4)  # length and drafts
-DRAWN = (1, 4, 20)  # batches
+SHOWN_BATCHES = (1, 4, 20)  # batches
 
 
-def _of_one_commit(rows: list[Row]) -> list[Row]:
+def _newest_commit(rows: list[Row]) -> list[Row]:
     """Keeps the rows of the commit that has the most drafters, of several the newest: others' times do not compare."""
     by_commit: dict[str, list[Row]] = {}
     for r in rows:
@@ -30,11 +30,11 @@ def gains(rows: list[Row]) -> Figure:
     Source: Vegas (arXiv:2602.07223), figures 9 and 11.
     """
     first = rows[0]["model"]
-    found = best([r for r in timed() if r["model"] == first and r["batch"] in DRAWN])
+    found = best([r for r in timed() if r["model"] == first and r["batch"] in SHOWN_BATCHES])
     points = [
         {**r, "task": task, "gain": gain}
         for same in grouped(found, "batch").values()
-        for r in _of_one_commit(same)
+        for r in _newest_commit(same)
         for task in TASKS
         if (gain := gained(r, DEMO, task)) is not None
     ]
@@ -58,15 +58,15 @@ def breakdown(rows: list[Row]) -> Figure:
     """
     first, (length, drafts) = rows[0]["model"], BROKEN_DOWN
     found = [r for r in rows if (r["model"], r["length"], r["gamma"]) == (first, length, drafts) and r.get("phase_us")]
-    by_batch = {at: _of_one_commit(same) for at, same in grouped([{**r, "kv": kv(r)} for r in found], "kv").items()}
+    by_batch = {at: _newest_commit(same) for at, same in grouped([{**r, "kv": kv(r)} for r in found], "kv").items()}
     figure, axes = panels(max(1, len(by_batch)))
     styles = {phase: {"label": phase, "color": colour} for phase, colour in zip(PHASES, COLOURS, strict=False)}
     for panel, ((where,), same) in zip(axes.flat, by_batch.items(), strict=True):
         names, below = [r["drafter"] for r in same], [0.0] * len(same)
         for phase, style in styles.items():
-            own = [r["phase_us"].get(phase, 0.0) / 1e3 for r in same]
-            panel.barh(names, own, left=below, color=style["color"])
-            below = [x + y for x, y in zip(below, own, strict=True)]
+            phase_ms = [r["phase_us"].get(phase, 0.0) / 1e3 for r in same]
+            panel.barh(names, phase_ms, left=below, color=style["color"])
+            below = [x + y for x, y in zip(below, phase_ms, strict=True)]
         panel.set(title=f"{first}, {where}, {drafts} drafts", xlabel="ms (less is better)")
     legend(figure, [{**style, "marker": "s", "linestyle": ""} for style in styles.values()])
     return figure

@@ -61,9 +61,9 @@ def gained(r: Row, model: str = DEMO, task: str = "") -> float | None:
 
 def best(found: list[Row], model: str = DEMO) -> list[Row]:
     """Keeps of each shape, drafter, point and commit the number of drafts that gains the most on the worst task."""
-    kept: dict[tuple[str, ...], tuple[float, Row]] = {}
+    best_rows: dict[tuple[str, ...], tuple[float, Row]] = {}
     for r in found:
         gain, name = gained(r, model), (shape(r), kv(r), r["drafter"], r.get("commit", ""))
-        if gain is not None and (name not in kept or gain > kept[name][0]):
-            kept[name] = gain, r
-    return [r for _, r in kept.values()]
+        if gain is not None and (name not in best_rows or gain > best_rows[name][0]):
+            best_rows[name] = gain, r
+    return [r for _, r in best_rows.values()]

@@ -19,7 +19,7 @@ def timed(name: str = "drafters") -> list[Row]:
     return [r | gains(r, job) for job in jobs.values() for r in job]
 
 
-def beside(name: str, model: str) -> list[Row]:
+def compare_drafters(name: str, model: str) -> list[Row]:
     """A row for each point and commit, with the least gain of each drafter by a trained model's acceptance."""
     found = timed(name)
     points = {_line(r): r for r in found if not r["gamma"]}
@@ -37,7 +37,7 @@ def _line(r: Row) -> tuple[str, ...]:
 
 def choice_over_rest(r: Row) -> float:
     """Returns what the choice of keys adds to an iteration, over what it takes without."""
-    return _over_rest(r, r["phase_us"].get("choose", 0.0))
+    return _ratio_to_rest(r, r["phase_us"].get("choose", 0.0))
 
 
 def selection_over_rest(r: Row, window: Row) -> float:
@@ -48,11 +48,11 @@ def selection_over_rest(r: Row, window: Row) -> float:
     """
     check_commit(r, window)
     scores = r["phase_us"]["verify"] - window["phase_us"]["verify"]
-    return _over_rest(r, r["phase_us"].get("choose", 0.0) + scores)
+    return _ratio_to_rest(r, r["phase_us"].get("choose", 0.0) + scores)
 
 
-def _over_rest(r: Row, own: float) -> float:
-    return float(own / (sum(r["phase_us"].values()) - own))
+def _ratio_to_rest(r: Row, part_us: float) -> float:
+    return float(part_us / (sum(r["phase_us"].values()) - part_us))
 
 
 def adapted() -> list[Row]:
@@ -65,8 +65,8 @@ def experts_over_inherent(*models: str) -> str:
     """Says what a verified group of five rows takes over reading its distinct experts, by model."""
     rows = results("moe", "model", "tpf", "ep", "tokens", tpf=1, ep=1, tokens=5)
     found = {r["model"]: r for r in rows if r.get("inherent_us") and r["model"] in models}
-    said = (f"{model} {r['us'] / r['inherent_us']:.2f} x" for model, r in found.items())
-    return ", ".join(said) + " of what five rows must read" if found else "not recorded"
+    parts = (f"{model} {r['us'] / r['inherent_us']:.2f} x" for model, r in found.items())
+    return ", ".join(parts) + " of what five rows must read" if found else "not recorded"
 
 
 def by_point(rows: list[Row]) -> list[Row]:

@@ -14,7 +14,7 @@ KEY = ("kind", "model", "length", "kvp", "choice", "policy", "haystack", "page",
 MATCHED = ["dense", "window-640", "window-4736", "quest-64", "parts-128-of-256"]
 MATCHED += [f"{score}-{k}" for score in ("bounds", "mean", "mean_std") for k in (8, 32)]
 POOLED = [name for name in MATCHED if name != "dense"]
-LONGEST = 32 << 10  # of the demo model's texts
+MAX_LENGTH = 32 << 10  # of the demo model's texts
 
 
 def spread(r: Row) -> str:
@@ -28,40 +28,41 @@ def depths(by_depth: Sequence[tuple[int, int]]) -> str:
     return " ".join(str(hits) for hits, count in by_depth if count)
 
 
-def balance(most: Sequence[float], share: Sequence[float]) -> str:
-    return " ".join(f"{blocks:.1f}/{of}" for blocks, of in zip(most, share, strict=True))
+def balance(max_blocks: Sequence[float], share: Sequence[float]) -> str:
+    return " ".join(f"{blocks:.1f}/{of}" for blocks, of in zip(max_blocks, share, strict=True))
 
 
-def _of_one_rank() -> list[Row]:
+def _single_rank() -> list[Row]:
     return [r for r in results("fidelity", *KEY) if r["kvp"] == 1]
 
 
 def matched() -> list[Row]:
     """What dense attention and other policies find of facts, on one rank in code; with needles, and with texts."""
-    recorded = [r for r in _of_one_rank() if r.get("haystack", "code") == "code"]
+    recorded = [r for r in _single_rank() if r.get("haystack", "code") == "code"]
     with_facts = {r["commit"] for r in recorded if r["kind"] == "facts"}
     found = {(r["commit"], r["policy"], r["kind"], r["length"]): r for r in recorded if r["commit"] in with_facts}
     rows = []
     for (commit, policy, kind, length), r in found.items():
-        if (kind, length) == ("facts", LONGEST):
+        if (kind, length) == ("facts", MAX_LENGTH):
             needles = {
-                n >> 10: found.get((commit, policy, "needles", n), {}) for n in (LONGEST // 4, LONGEST // 2, LONGEST)
+                n >> 10: found.get((commit, policy, "needles", n), {})
+                for n in (MAX_LENGTH // 4, MAX_LENGTH // 2, MAX_LENGTH)
             }
-            rows.append({**r, "needles": needles, "text": found.get((commit, policy, "text", LONGEST), {})})
+            rows.append({**r, "needles": needles, "text": found.get((commit, policy, "text", MAX_LENGTH), {})})
     return rows
 
 
 def policies() -> list[Row]:
     """Texts, the shortest and the longest, of two budgets of the product on one rank; with needles in code."""
-    recorded = _of_one_rank()
-    texts = [r for r in recorded if r["kind"] == "text" and r["policy"] in MATCHED]
-    lengths = sorted({r["length"] for r in texts})
-    together = {r["commit"] for r in texts if r["policy"] != "dense"}  # texts on which these were compared
+    recorded = _single_rank()
+    text_rows = [r for r in recorded if r["kind"] == "text" and r["policy"] in MATCHED]
+    lengths = sorted({r["length"] for r in text_rows})
+    together = {r["commit"] for r in text_rows if r["policy"] != "dense"}  # texts on which these were compared
     in_code = [r for r in recorded if r["kind"] == "needles" and r["haystack"] == "code"]
     hits = {(r["commit"], r["length"], r["policy"]): r for r in in_code}
     return [
         {**r, "needles": hits.get((r["commit"], r["length"], r["policy"]))}
-        for r in texts
+        for r in text_rows
         if r["length"] in (lengths[0], lengths[-1]) and r["commit"] in together
     ]
 
@@ -73,15 +74,15 @@ def pooled() -> list[Row]:
         if r["kind"] == "text" and r["kvp"] == 1 and r["policy"] in POOLED:
             by_policy.setdefault(r["policy"], []).append(r)
     rows = []
-    for policy, texts in by_policy.items():
-        misses = [margin for r in texts for margin in r["margins_of_misses"]]
-        sure, steps = (sum(r[name] for r in texts) for name in ("sure_steps", "steps"))
-        held = sure - sum(margin > MARGIN for margin in misses)
+    for policy, text_rows in by_policy.items():
+        misses = [margin for r in text_rows for margin in r["margins_of_misses"]]
+        sure, steps = (sum(r[name] for r in text_rows) for name in ("sure_steps", "steps"))
+        agreeing = sure - sum(margin > MARGIN for margin in misses)
         rows.append(
             {
-                "policy": policy, "texts": sum(r["windows"] for r in texts), "steps": steps, "misses": len(misses),
-                "ties": sum(margin <= MARGIN / 2 for margin in misses), "sure": held / sure,
-                "sure_steps": sure, "sure_range": wilson(held, sure), "largest": max(misses, default=0.0),
+                "policy": policy, "texts": sum(r["windows"] for r in text_rows), "steps": steps, "misses": len(misses),
+                "ties": sum(margin <= MARGIN / 2 for margin in misses), "sure": agreeing / sure,
+                "sure_steps": sure, "sure_range": wilson(agreeing, sure), "largest": max(misses, default=0.0),
             }
         )  # fmt: skip
     return rows

@@ -20,12 +20,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from benchmarks.records import acceptance_figures, draft_figures, fronts, tuned_tables
+from benchmarks.records import acceptance_figures, draft_figures, pareto, tuned_tables
 from benchmarks.records import style as palette
-from benchmarks.records.declared import LenientScope, Scope, said, value
+from benchmarks.records.declared import LenientScope, Scope, render_cell, value
 from benchmarks.records.recorded_steps import cell_of
 from benchmarks.records.rows import Row, grouped, newest
-from benchmarks.records.sparse_bill import Account, accounts
+from benchmarks.records.sparse_cost_model import CostFit, accounts
 from benchmarks.records.step_tables import ideal_us
 from benchmarks.records.style import (
     BLACK,
@@ -48,8 +48,8 @@ from benchmarks.records.style import (
     short,
     square,
 )
-from helix.schema import unknown
-from launch.inputs.arguments import helped, need_checkout, parse
+from helix.schema import unknown_message
+from launch.inputs.arguments import handle_help, need_checkout, parse
 from launch.inputs.compose import ROOT
 
 PEERS: dict[str, Style] = {
@@ -66,7 +66,7 @@ WORKLOADS: Style = {"linestyle": "", "label": "sequences x tokens:"}
 RATES = ("tokens_per_s_user", "tokens_per_s_gpu")
 SCORED = {"bounds": "bounds", "mean": "mean", "mean_std": "mean and deviation"}
 HAYSTACKS = {"code": "code", "loop": "looped paragraph"}
-MOST_MODELS = 4  # in the figure of baselines: those measured at most points
+MAX_MODELS = 4  # in the figure of baselines: those measured at most points
 
 
 def _styles(rows: list[Row], field: str, label: str, **cycles: list[str]) -> dict[Any, Style]:
@@ -114,8 +114,8 @@ def step(rows: list[Row]) -> Figure:
     """Time per token of whole models over the ideal, in the best layout that splits the KV."""
     models = grouped([row for row in rows if _kvp(row["layout"]) > 1], "model")
     columns, lines = square(len(models))
-    most = max(len(grouped(same, "batch", "length")) for same in models.values())
-    figure, axes = panels(columns, lines, height=0.2 * most + 0.75, sharex=True)
+    max_rows = max(len(grouped(same, "batch", "length")) for same in models.values())
+    figure, axes = panels(columns, lines, height=0.2 * max_rows + 0.75, sharex=True)
     for panel in axes.flat[len(models) :]:
         panel.remove()
     for panel, ((model,), same) in zip(axes.flat, models.items(), strict=False):
@@ -159,9 +159,9 @@ def grids(rows: list[Row]) -> Figure:
             found.append({**row, **widths, "workload": _workload(row)})
     attention = "model", "kvp", "tpa"
     models = {key: same for key, same in grouped(found, *attention).items() if any(row["ep"] > 1 for row in same)}
-    for same in (same for of_model in models.values() for same in grouped(of_model, "workload").values()):
-        least = min(row["ep"] for row in same)
-        whole = min(row["ttl_p50_us"] for row in same if row["ep"] == least)
+    for same in (same for model_rows in models.values() for same in grouped(model_rows, "workload").values()):
+        min_ep = min(row["ep"] for row in same)
+        whole = min(row["ttl_p50_us"] for row in same if row["ep"] == min_ep)
         for row in same:
             row["times"] = row["ttl_p50_us"] / whole
     shown = [row for same in models.values() for row in same]
@@ -177,14 +177,14 @@ def baselines(rows: list[Row]) -> Figure:
     """What one user sees and what one GPU yields, a curve over the batch for each way to divide the model."""
     ran = [{**row, "mode": row["layout"].split()[0]} for row in rows if "failed" not in row]
     by_model = grouped(ran, "model")
-    models = sorted(by_model, key=lambda model: -len(by_model[model]))[:MOST_MODELS]
+    models = sorted(by_model, key=lambda model: -len(by_model[model]))[:MAX_MODELS]
     found = grouped([row for row in ran if (row["model"],) in models], "model", "length")
 
     def draw(panel: Axes, same: list[Row]) -> None:
-        fastest = [max(way, key=_user) for way in grouped(same, "mode", "batch").values()]
+        fastest = [max(group, key=_user) for group in grouped(same, "mode", "batch").values()]
         curves(panel, fastest, *RATES, mode=MODES)
-        for (batch,), of_batch in grouped(fastest, "batch").items():
-            top = max(of_batch, key=_user)
+        for (batch,), batch_rows in grouped(fastest, "batch").items():
+            top = max(batch_rows, key=_user)
             panel.annotate(batch, (top[RATES[0]], top[RATES[1]]), textcoords="offset points", xytext=(4, 4))
         panel.set(xscale="log", yscale="log")
         panel.margins(0.12)
@@ -261,13 +261,13 @@ def sparse_map(rows: list[Row]) -> Figure:
 
     Source: gather-decode (BRL-2026-07), figure 3.
     """
-    machines: dict[str, list[Account]] = {}
+    machines: dict[str, list[CostFit]] = {}
     for account in accounts(cell_of(row) for row in rows if "failed" not in row):
         machines.setdefault(account.machine, []).append(account)
     lengths = sorted({row["length"] for row in rows})
     batches = sorted({row["batch"] for row in rows})
-    most = max((len(same) for same in machines.values()), default=1)
-    figure, axes = panels(most + 1, max(len(machines), 1), height=1.9, sharex=True, sharey=True)
+    max_rows = max((len(same) for same in machines.values()), default=1)
+    figure, axes = panels(max_rows + 1, max(len(machines), 1), height=1.9, sharex=True, sharey=True)
     for across, (machine, same) in zip(axes, machines.items(), strict=False):
         for panel in across[len(same) : -1]:
             panel.remove()
@@ -323,10 +323,10 @@ def needles(rows: list[Row]) -> Figure:
 
 def recall(rows: list[Row]) -> Figure:
     """What choices find of the best blocks, and what of dense attention's weight is kept, over budget and length."""
-    said = {"recall": "best blocks found", "kept": "weight kept"}
+    labels = {"recall": "best blocks found", "kept": "weight kept"}
     rows = [
         {**r, "what": what, "budget": budget, "value": value}
-        for what in said
+        for what in labels
         for r in rows
         for budget, value in zip(r["budgets"], r[what], strict=True)
         if (what, r["score"]) != ("recall", "best")
@@ -336,11 +336,11 @@ def recall(rows: list[Row]) -> Figure:
 
     def draw(panel: Axes, same: list[Row]) -> None:
         curves(panel, same, "budget", "value", page=pages, score=scores)
-        panel.set_ylabel(f"{said[same[0]['what']]}\n(higher is better)")
+        panel.set_ylabel(f"{labels[same[0]['what']]}\n(higher is better)")
 
     found = grouped(rows, "what", "length")
     return facets(
-        dict(sorted(found.items(), key=lambda group: [*said].index(group[0][0]))), draw,
+        dict(sorted(found.items(), key=lambda group: [*labels].index(group[0][0]))), draw,
         [*scores.values(), *pages.values()], lambda what, length: f"{short(length)} tokens" * (what == "recall"),
         "keys that are chosen", base=2, percent=True, across=lambda count: (count // 2, 2), sharex=True, sharey="row",
     )  # fmt: skip
@@ -359,18 +359,18 @@ DRAW: dict[str, Callable[[list[Row]], Figure]] = {
         made.__name__: made
         for made in (step, grids, baselines, timeline, prefill, sparse_map, needles, recall, speculate)
     },
-    "fronts": fronts.figure,
-    "acceptance_places": acceptance_figures.places,
+    "fronts": pareto.figure,
+    "acceptance_places": acceptance_figures.by_position,
     "acceptance_sparsities": acceptance_figures.sparsities,
-    "acceptance_refused": acceptance_figures.refused,
+    "acceptance_refused": acceptance_figures.rejected,
     "drafters_gains": draft_figures.gains,
     "drafters_breakdown": draft_figures.breakdown,
-    "tuned": tuned_tables.drawn,
+    "tuned": tuned_tables.figure_of,
 }
 DRAWINGS: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "benchmarks" / "figures.yaml").read_text("utf-8"))
 
 
-def drawn(name: str, rows: list[Row]) -> Figure:
+def make_figure(name: str, rows: list[Row]) -> Figure:
     """Draws rows as a figure is declared."""
     of = DRAWINGS[name]
     if "draw" in of:
@@ -388,10 +388,10 @@ def drawn(name: str, rows: list[Row]) -> Figure:
             curves(panel, same, of["x"], y, style, **lines)
 
     def title(*values: Any) -> str:
-        return said(of["title"], dict(zip(fields, values, strict=True))) or ""
+        return render_cell(of["title"], dict(zip(fields, values, strict=True))) or ""
 
     keys = [style for style in ys.values() if "label" in style]
-    keys += [style for of_field in lines.values() for style in of_field.values()]
+    keys += [style for field_styles in lines.values() for style in field_styles.values()]
     across = {"across": square} if of.get("across") == "square" else {}
     shared = {**across, **of.get("share", {})}
     figure = facets(
@@ -424,7 +424,7 @@ def draw(name: str, results: Path, figures: Path) -> None:
     if not rows:
         print(f"skipped {target}: {source} {'has no lines for it' if source.exists() else 'does not exist'}")
         return
-    save(drawn(name, rows), target, footer(rows))
+    save(make_figure(name, rows), target, footer(rows))
     print(f"wrote {target}")
 
 
@@ -441,17 +441,17 @@ def footer(rows: list[Row]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Draws the figures named on the command line, or all."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if helped(arguments, f"{__doc__}\nfigures: {', '.join(DRAWINGS)}"):
+    if handle_help(arguments, f"{__doc__}\nfigures: {', '.join(DRAWINGS)}"):
         return
     need_checkout("helix plot")
     names = [text for text in arguments if "=" not in text]
     try:
-        given = parse([text for text in arguments if "=" in text], {"results": Path, "figures": Path})
+        options = parse([text for text in arguments if "=" in text], {"results": Path, "figures": Path})
         for name in names:
             if name not in DRAWINGS:
-                raise ValueError(unknown(name, DRAWINGS))
+                raise ValueError(unknown_message(name, DRAWINGS))
     except ValueError as error:
         sys.exit(f"error: {error}")
     benchmarks = ROOT / "benchmarks"
     for name in names or DRAWINGS:
-        draw(name, given.get("results", benchmarks / "results"), given.get("figures", benchmarks / "figures"))
+        draw(name, options.get("results", benchmarks / "results"), options.get("figures", benchmarks / "figures"))

@@ -15,7 +15,10 @@ from helix.planner.points import Points
 from helix.planner.step import predict
 from kernels.dense.linear_sm90 import MAX_ROWS, MIN_ROWS
 
-LARGEST, LEAST = 0.32, 0.0025  # first and last relative change of a constant that is tried; each is half the previous
+MAX_CHANGE, MIN_CHANGE = (
+    0.32,
+    0.0025,
+)  # first and last relative change of a constant that is tried; each is half the previous
 PRODUCT_ROWS = (1, MIN_ROWS, MAX_ROWS)  # two constants, for two kernels
 
 
@@ -63,20 +66,20 @@ def fit(hardware: Hardware, cells: Iterable[Cell], source: str) -> Hardware:
     def loss(hardware: Hardware) -> float:
         return float(np.abs(_errors(hardware, steps)).mean())
 
-    known = hardware.product_s or {1: hardware.kernel_s}
-    one, several = (known[min(known, key=lambda other: abs(other - rows))] for rows in (1, MAX_ROWS))
+    product_s = hardware.product_s or {1: hardware.kernel_s}
+    one, several = (product_s[min(product_s, key=lambda other: abs(other - rows))] for rows in (1, MAX_ROWS))
     fixed = {rows: one if rows < MIN_ROWS else several for rows in PRODUCT_ROWS}
     library = {rows: constant for rows, constant in hardware.product_s.items() if rows > MAX_ROWS}
     best = replace(hardware, product_s=fixed | library)
     moves = [_read_rate, _kernel, _products(range(1, MIN_ROWS)), _products(range(MIN_ROWS, MAX_ROWS + 1))]
-    least, change = loss(best), LARGEST
-    while change >= LEAST:
+    best_loss, change = loss(best), MAX_CHANGE
+    while change >= MIN_CHANGE:
         moved = False
         for move in moves:
             for factor in (1 + change, 1 / (1 + change)):
                 tried = move(best, factor)
-                if (found := loss(tried)) < least * (1 - 1e-9):
-                    best, least, moved = tried, found, True
+                if (found := loss(tried)) < best_loss * (1 - 1e-9):
+                    best, best_loss, moved = tried, found, True
         change = change if moved else change / 2
 
     def named(constant: Constant) -> Constant:
@@ -98,10 +101,10 @@ def _kernel(hardware: Hardware, factor: float) -> Hardware:
     return replace(hardware, kernel_s=hardware.kernel_s.times(factor))
 
 
-def _products(chosen: range) -> Callable[[Hardware, float], Hardware]:
+def _products(row_range: range) -> Callable[[Hardware, float], Hardware]:
     def move(hardware: Hardware, factor: float) -> Hardware:
-        known = hardware.product_s.items()
-        return replace(hardware, product_s={rows: c.times(factor) if rows in chosen else c for rows, c in known})
+        product_s = hardware.product_s.items()
+        return replace(hardware, product_s={rows: c.times(factor) if rows in row_range else c for rows, c in product_s})
 
     return move
 

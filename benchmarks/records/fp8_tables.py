@@ -32,5 +32,5 @@ def layout(r: Row) -> str:
 def attention(r: Row) -> str:
     sparse = "dense" if r["attention"] == "dense" else "32 blocks"
     variant = r["variant"]
-    hot = f", {float(variant.rsplit('=', 1)[1]):.0%} of them hot" if "repeat" in variant else ""
-    return sparse + (", KV in host memory" if r["tier"] == "host" else "") + hot
+    resident = f", {float(variant.rsplit('=', 1)[1]):.0%} of them hot" if "repeat" in variant else ""
+    return sparse + (", KV in host memory" if r["tier"] == "host" else "") + resident

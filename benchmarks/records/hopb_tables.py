@@ -52,13 +52,13 @@ def ablation() -> Cells:
         for name, ranks in RECORDS.items():
             ours = [row for row in timed(name) if row["model"] == model and not row["older"]]
             for link, backend in dict.fromkeys((row["link"], row["backend"]) for row in ours):
-                of_link = [row for row in ours if (row["link"], row["backend"]) == (link, backend)]
+                link_rows = [row for row in ours if (row["link"], row["backend"]) == (link, backend)]
                 where = ", ".join(filter(None, ("measured", ranks, link, backend)))
-                table.append([model, where, *_most(of_link)])
+                table.append([model, where, *_largest_loss(link_rows)])
     return table
 
 
-def _most(rows: list[Row]) -> list[str]:
+def _largest_loss(rows: list[Row]) -> list[str]:
     best = min(rows, key=lambda row: float(row["on_us"] / row["off_us"]))
     lost = 1 - best["on_us"] / best["off_us"]
     auto = max(row["auto_us"] / row["off_us"] - 1 for row in rows)

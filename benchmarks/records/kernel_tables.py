@@ -16,12 +16,12 @@ def correctness() -> Cells:
     for r in found:
         name = r["name"]
         if name.endswith("-equal"):
-            said = f"same tokens as one rank, over {r['over']}"
-            rows.append((f"50 needles in 32K tokens, {name.split('-')[2]}: {said}", r["as_one_rank"], r["needles"]))
+            text = f"same tokens as one rank, over {r['over']}"
+            rows.append((f"50 needles in 32K tokens, {name.split('-')[2]}: {text}", r["as_one_rank"], r["needles"]))
         elif name.startswith("needles"):
             gpus = r["layout"]["world_size"]
-            said = f"found over {gpus} GPU{'s' if gpus > 1 else ''}"
-            rows.append((f"50 needles in 32K tokens, {name.split('-')[2]}: {said}", r["needles_found"], r["needles"]))
+            text = f"found over {gpus} GPU{'s' if gpus > 1 else ''}"
+            rows.append((f"50 needles in 32K tokens, {name.split('-')[2]}: {text}", r["needles_found"], r["needles"]))
     device = next(r["device"] for r in found if "device" in r)
     return [(f"on {device}", ""), *((what, f"{held} of {all_}") for what, held, all_ in rows)]
 
@@ -53,13 +53,13 @@ def verify() -> Cells:
     for name, kind in (("eager", ""), ("in a graph", "_graph")):
         papers = [n + f"{kind}_us" for n in ("one_block", "two_step_torch", "torch")]
         times = [[r[n] / r[f"fused{kind}_us"] for n in papers if n in r] for r in packs]
-        behind = [min(of_row) for of_row in times if of_row]
-        own = [r[f"two_step{kind}_us"] / r[f"fused{kind}_us"] for r in packs]
-        said = [
+        slowest = [min(row) for row in times if row]
+        ours = [r[f"two_step{kind}_us"] / r[f"fused{kind}_us"] for r in packs]
+        text = [
             f"{whose}: {sum(x < 1 for x in ratios)} of {len(ratios)} (at worst {min(ratios):.2f} x)"
-            for whose, ratios in (("the paper's kernels", behind), ("our scan and pack", own))
+            for whose, ratios in (("the paper's kernels", slowest), ("our scan and pack", ours))
         ]
-        table.append((f"rows where fused is behind, {name}", "-", said[0], said[1]))
+        table.append((f"rows where fused is behind, {name}", "-", text[0], text[1]))
     return table
 
 
@@ -67,22 +67,22 @@ def kernels() -> Cells:
     """Counts the cases of each kernel that are faster than their peers, and within their target."""
     found = results("kernels", "kind", "heads", "batch", "length", "queries", "matrix", "rows")
 
-    def of_kind(kind: str) -> list[Row]:
+    def rows_of_kind(kind: str) -> list[Row]:
         return [r for r in found if r["kind"] == kind]
 
     kinds: dict[str, tuple[str, list[Row], str | None]] = {
-        "attention, one query": ("the fastest peer", of_kind("decode"), "best_peer_over_ours"),
+        "attention, one query": ("the fastest peer", rows_of_kind("decode"), "best_peer_over_ours"),
         "MLA attention": ("FlashInfer", results("mla", "heads", "batch", "length", "queries"), "peer_over_ours"),
-        "projection": ("cuBLAS", of_kind("linear"), "cublas_us"),
-        "projection with append": ("two launches", of_kind("append"), "apart_us"),
+        "projection": ("cuBLAS", rows_of_kind("linear"), "cublas_us"),
+        "projection with append": ("two launches", rows_of_kind("append"), "apart_us"),
         "routed experts": ("-", results("moe", "model", "tpf", "ep", "tokens"), None),
         "collective": ("torch.distributed", results("comm", "op", "ranks", "message_bytes"), "nccl_us"),
     }
     table = [("operation", "cases", "compared with", "faster in", "within target")]
     for name, (peer, cases, key) in kinds.items():
-        own = {"collective": "symm_us"}.get(name, "us")
-        faster = sum(r[key] > (1 if "over_ours" in key else r[own]) for r in cases) if key else "-"
+        ours = {"collective": "symm_us"}.get(name, "us")
+        faster = sum(r[key] > (1 if "over_ours" in key else r[ours]) for r in cases) if key else "-"
         targets = [r for r in cases if r["bar_us"]]
-        within = f"{sum(r[own] <= r['bar_us'] for r in targets)} of {len(targets)}"
+        within = f"{sum(r[ours] <= r['bar_us'] for r in targets)} of {len(targets)}"
         table.append((name, str(len(cases)), peer, str(faster), within))
     return table

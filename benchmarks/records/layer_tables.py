@@ -14,8 +14,8 @@ from helix.models import DecoderSpec
 from helix.planner.points import LayerDrafts, Options, Speculation
 from helix.planner.step import predict
 from helix.setup.parts import make_spec
-from launch.inputs.auto_layout import layer_drafts, planned
-from launch.inputs.compose import composed
+from launch.inputs.auto_layout import layer_drafts, planner_options
+from launch.inputs.compose import compose_config
 from launch.inputs.hardware import hardware_of
 from launch.inputs.shapes import load_spec
 
@@ -24,17 +24,17 @@ KEY = ("model", "layout", "drafter", "batch", "length", "gamma")
 
 def whole(rows: list[Row]) -> list[Row]:
     """Iterations of a model with as many layers as it was measured with at most."""
-    most = {model: max(r["layers"] for r in of) for (model,), of in grouped(rows, "model").items()}
-    return [r for r in rows if r["layers"] == most[r["model"]]]
+    max_layers = {model: max(r["layers"] for r in of) for (model,), of in grouped(rows, "model").items()}
+    return [r for r in rows if r["layers"] == max_layers[r["model"]]]
 
 
-def beside_vllm() -> list[Row]:
+def compare_with_vllm() -> list[Row]:
     """Tokens per second of both engines on copies of files, with drafts looked up in the text and without."""
     found = {(r["engine"].split()[0], r["drafts"]): r for r in results("vllm-drafts", "engine", "model", "drafts")}
     rows = []
-    for engine, said in (("helix", "Helix"), ("vllm", found["vllm", 0]["engine"].replace("vllm", "vLLM"))):
+    for engine, label in (("helix", "Helix"), ("vllm", found["vllm", 0]["engine"].replace("vllm", "vLLM"))):
         plain, drafted = (found[engine, drafts]["tokens_per_s"] for drafts in (0, 5))
-        rows.append({"said": said, "plain": plain, "drafted": drafted})
+        rows.append({"said": label, "plain": plain, "drafted": drafted})
     return rows
 
 
@@ -68,7 +68,7 @@ _hardware = cache(hardware_of)  # its files are read once
 @cache
 def _planned(model: str) -> tuple[DecoderSpec, LayerDrafts | None, Options]:
     """A model without the layer that drafts, that layer, and what else the planner is told."""
-    config = composed([*named(model), *OPTIONS.get(model, []), "speculation=mtp", "speculation.gamma=7"])
+    config = compose_config([*named(model), *OPTIONS.get(model, []), "speculation=mtp", "speculation.gamma=7"])
     spec = make_spec(config)
     plain = replace(spec, layers=spec.stack, draft=None)
-    return plain, layer_drafts(config.speculation, spec), replace(planned(config, plain), hopb=False)
+    return plain, layer_drafts(config.speculation, spec), replace(planner_options(config, plain), hopb=False)

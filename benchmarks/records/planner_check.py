@@ -42,14 +42,14 @@ def regrets(cells: Sequence[Cell], describe: Callable[[str], Hardware] = hardwar
             continue
         hardware = describe(device)
         predicted = [compare(cell, hardware) for cell in same]
-        chosen = min(predicted, key=lambda row: row["predicted_us"])
+        selected = min(predicted, key=lambda row: row["predicted_us"])
         best = min(predicted, key=lambda row: row["measured_us"])
         rows.append(
             {
                 "device": device, "ranks": ranks, "model": model, "batch": batch, "length": length,
-                "layouts": len(same), "chosen": _short(chosen["layout"]),
-                "best": _short(best["layout"]), "chosen_us": chosen["measured_us"],
-                "best_us": best["measured_us"], "regret": chosen["measured_us"] / best["measured_us"] - 1,
+                "layouts": len(same), "chosen": _short(selected["layout"]),
+                "best": _short(best["layout"]), "chosen_us": selected["measured_us"],
+                "best_us": best["measured_us"], "regret": selected["measured_us"] / best["measured_us"] - 1,
                 "measured_us": {_short(row["layout"]): row["measured_us"] for row in predicted},
             }
         )  # fmt: skip
@@ -66,8 +66,8 @@ def drafted_errors(cells: Sequence[Cell], describe: Callable[[str], Hardware] = 
     if not drafted:
         return None
     off = [abs(compare(cell, describe(cell.device))["error"]) for cell in drafted]
-    median, most = np.percentile(off, (50, 90))
-    return f"{len(off)} steps with drafts of the model itself: off by {median:.1%} (median), {most:.1%} (p90)"
+    median, p90 = np.percentile(off, (50, 90))
+    return f"{len(off)} steps with drafts of the model itself: off by {median:.1%} (median), {p90:.1%} (p90)"
 
 
 def summary(rows: Sequence[Row]) -> str:
@@ -79,13 +79,13 @@ def summary(rows: Sequence[Row]) -> str:
 
     if not rows:
         return "no workload was recorded in more than one layout"
-    said = [f"first choices: {good([row['regret'] for row in rows])}"]
+    lines = [f"first choices: {good([row['regret'] for row in rows])}"]
     # A yardstick counts only where its layout was measured: it has no choice to get wrong elsewhere.
     for layout, count in Counter(layout for row in rows for layout in row["measured_us"]).most_common():
         if 2 * count > len(rows):
             of = [row["measured_us"][layout] / row["best_us"] - 1 for row in rows if layout in row["measured_us"]]
-            said.append(f"always {layout}: {good(of)}")
-    return "\n".join(said)
+            lines.append(f"always {layout}: {good(of)}")
+    return "\n".join(lines)
 
 
 def page_of(records: str) -> list[str]:

@@ -141,9 +141,9 @@ def _sparse(row: dict[str, Any]) -> Sparse | None:
         return None
     sparse, read = Sparse(**row["sparse"]), max(row["blocks_read_per_rank"])
     kvp = int(re.findall(r"kvp=(\d+)", row["layout"])[0])
-    held = row["length"] / sparse.block / kvp
-    if read > held - 1 and sparse.blocks(np.array(kvp)) < held - 1:
-        counted = f"blocks_read_per_rank={read:g} of some {held:g}"
+    num_blocks = row["length"] / sparse.block / kvp
+    if read > num_blocks - 1 and sparse.blocks(np.array(kvp)) < num_blocks - 1:
+        counted = f"blocks_read_per_rank={read:g} of some {num_blocks:g}"
         raise ValueError(f"no block-sparse step, everything was read: {counted}; record it again")
     return sparse
 

@@ -55,27 +55,27 @@ def newest(path: Path, *key: str, free: Collection[str] = (), **only: object) ->
         if any(row.get(field) != value for field, value in only.items()):
             continue
         point = tuple(row.get(field) for field in key)
-        own = {field: value for field, value in _settings(row).items() if field not in {*key, *free}}
+        other_settings = {field: value for field, value in _settings(row).items() if field not in {*key, *free}}
         before = {} if "superseded" in found.get(point, {}) else settings.get(point, {})
-        for field in own.keys() & before.keys():
-            if own[field] != before[field]:
+        for field in other_settings.keys() & before.keys():
+            if other_settings[field] != before[field]:
                 where = ", ".join(
                     f"{name}={value}" for name, value in zip(key, point, strict=True) if value is not None
                 )
                 raise ValueError(
-                    f"{path.name}: lines of {where} have {field}={before[field]} and {field}={own[field]}; "
+                    f"{path.name}: lines of {where} have {field}={before[field]} and {field}={other_settings[field]}; "
                     f"add {field} to the key, or to YIELDED if a run yields it"
                 )
-        found[point], settings[point] = row, before | own
+        found[point], settings[point] = row, before | other_settings
     return list(found.values())
 
 
 def _settings(row: Row) -> Row:
     """The fields of a line that say how it was measured; a missing one agrees with any, unless `UNSAID` has it."""
-    kept = {**UNSAID, **row}
+    fields = {**UNSAID, **row}
     return {
         field: value
-        for field, value in kept.items()
+        for field, value in fields.items()
         if field in FRACTIONS or (isinstance(value, str | int) and field not in YIELDED and not UNIT.search(field))
     }
 

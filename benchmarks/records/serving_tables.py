@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from benchmarks.records.rows import Row, results, tokens
 
-CROWD = "engine", "model", "gpus", "goal", "requests", "length", "new"
+OFFLINE_LOAD = "engine", "model", "gpus", "goal", "requests", "length", "new"
 
 
-def _crowd(r: Row) -> tuple[int, int, int]:
+def _offline_load(r: Row) -> tuple[int, int, int]:
     """Requests, tokens of each prompt up to a power of two, as other engines had a few less, and new tokens."""
     return r["requests"], 1 << (r["length"] - 1).bit_length(), r["new"]
 
@@ -23,7 +23,7 @@ def tier_steps() -> list[Row]:
 
 
 def named(r: Row) -> str:
-    requests, length, new = _crowd(r)
+    requests, length, new = _offline_load(r)
     return f"{requests} x {length if length < 1 << 10 else tokens(length)}, {new}"
 
 
@@ -31,11 +31,11 @@ def _a_token(r: Row) -> float:
     return float(r["seconds"] / r["requests"] / (r["length"] + r["new"]))
 
 
-def crowds_beside_vllm(gpus: int) -> list[Row]:
+def offline_vs_vllm(gpus: int) -> list[Row]:
     """Seconds for all requests of a crowd by goal, vLLM's, and seconds for each token."""
     found: dict[tuple[str, tuple[int, int, int]], Row] = {}
-    for r in (r for r in results("crowds", *CROWD) if r["gpus"] == gpus):
-        name, key = r["goal"] or "vllm", (r["model"], _crowd(r))
+    for r in (r for r in results("crowds", *OFFLINE_LOAD) if r["gpus"] == gpus):
+        name, key = r["goal"] or "vllm", (r["model"], _offline_load(r))
         found.setdefault(key, dict(r))[f"{name}_s"] = r["seconds"]
         found[key][f"{name}_token"] = _a_token(r)
     return [r for r in found.values() if "vllm_s" in r and ("throughput_s" in r or "balance_s" in r)]

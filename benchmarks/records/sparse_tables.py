@@ -10,10 +10,10 @@ def steps(name: str) -> list[Row]:
     found = [r for r in results(name, *WORKLOAD, "attention") if "failed" not in r]
     attentions = list(dict.fromkeys(r["attention"] for r in found))
     dense = {tuple(r[k] for k in WORKLOAD): r for r in found if r["attention"] == "dense"}
-    return [_beside(r, dense.get(tuple(r[k] for k in WORKLOAD)), attentions) for r in found]
+    return [_ratio_cell(r, dense.get(tuple(r[k] for k in WORKLOAD)), attentions) for r in found]
 
 
-def _beside(r: Row, dense: Row | None, attentions: list[str]) -> Row:
+def _ratio_cell(r: Row, dense: Row | None, attentions: list[str]) -> Row:
     cell = f"{r['ttl_p50_us'] / 1e3:,.2f} ms"
     if dense is not None and dense is not r:
         check_commit(dense, r)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.models.fronts import FP8
+from benchmarks.models.pareto import FP8
 from benchmarks.models.workloads import attention_over_reading_s
 from benchmarks.records.rows import WORKLOAD, Row, check_commit, grouped, results, shape
 from benchmarks.timer import READ_CEILING
@@ -81,7 +81,7 @@ def _fastest(mode: str, *names: str) -> dict[tuple[Any, ...], Row]:
     return found
 
 
-def _beside(mode: str, *names: str) -> Callable[[Row], str]:
+def _times_by_point(mode: str, *names: str) -> Callable[[Row], str]:
     """A mode's best time per token over eight GPUs at a row's workload, with a mark where it is of another commit."""
     found = _fastest(mode, *names)
 
@@ -106,13 +106,13 @@ def best(*names: str) -> list[Row]:
     return [r for r in _fastest("helix", *names).values() if "failed" not in r]
 
 
-def best_steps(records: str, **beside: str) -> list[Row]:
+def best_steps(records: str, **modes: str) -> list[Row]:
     """The same, each with the best times of other modes.
 
     Args:
         beside: the record of each mode.
     """
-    shown = {mode: _beside(mode, record) for mode, record in beside.items()}
+    shown = {mode: _times_by_point(mode, record) for mode, record in modes.items()}
     return [{**r, **{mode: show(r) for mode, show in shown.items()}} for r in best(*records.split())]
 
 
@@ -148,7 +148,7 @@ def headline() -> list[Row]:
         add(r, r["gpus"], *(f"{r[name] / 1e3:.2f} ms" for name in ("helix", "tp", "vllm")))
     four: tuple[tuple[str, ...], ...] = ("step.4gpu",), ("baselines.4gpu",)
     for gpus, (names, baselines) in ((4, four), (8, (("step", WHOLE), ("baselines", WHOLE)))):
-        plain = _beside("tp", *baselines)
+        plain = _times_by_point("tp", *baselines)
         for r in (r for r in best(*names) if _key(r) in HEADLINE[gpus]):
             on = 8 if load_spec(r["model"]).attention.q_heads % 8 == 0 else 4
             add(r, gpus, ttl(r), plain(r), f"{r['vllm_ms']:.2f} ms §" if r["vllm_ms"] and on == gpus else "-")
@@ -174,7 +174,7 @@ def over_tp() -> list[Row]:
     rows = []
     for batch, length in POINTS:
         of = {model: _over_tp(found.get((model, batch, length), {})) for model in OVER_TP}
-        times = {model: said for model, (said, _) in of.items()}
+        times = {model: text for model, (text, _) in of.items()}
         rows.append({"batch": batch, "length": length, "times": times, "of": [r for _, r in of.values()]})
     return rows
 
@@ -230,8 +230,8 @@ def emulated_comm() -> list[Row]:
     found |= {(r["emulated_by"], *(r[k] for k in key)): r["symm_us"] for r in emulated}
 
     def times(op: str, size: int) -> dict[str, float | None]:
-        places = {f"{n}_on_{m}": (m, op, n, size) for n in (4, 8) for m in (8, 2, 1)}
-        return {name: found.get(place) for name, place in places.items()}
+        columns = {f"{n}_on_{m}": (m, op, n, size) for n in (4, 8) for m in (8, 2, 1)}
+        return {name: found.get(column) for name, column in columns.items()}
 
     shown = [r for r in emulated if r["ranks"] == 8 and r["emulated_by"] == 2]
     return [{**r, "us": times(r["op"], r["message_bytes"])} for r in shown]

@@ -13,13 +13,13 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from benchmarks.records.columns import filled
+from benchmarks.records.columns import fill_tables
 from benchmarks.records.declared import declared, table_of
-from helix.schema import unknown
-from launch.inputs.arguments import helped, need_checkout
+from helix.schema import unknown_message
+from launch.inputs.arguments import handle_help, need_checkout
 from launch.inputs.compose import ROOT
 
-ROWS, MOST_ROWS = 8, 12  # of a table of results on a page
+ROWS, MAX_ROWS = 8, 12  # of a table of results on a page
 OF_PAPERS = ("docs/simulator.md",)  # which `helix papers` writes, as benchmarks/papers/README.md
 TABLES: dict[str, Callable[[], list[str]]] = {name: partial(table_of, name) for name in declared()}
 PAGES = [
@@ -32,29 +32,31 @@ PAGES = [
 ]
 
 
-def some(name: str, table: Sequence[str]) -> list[str]:
+def shorten_table(name: str, table: Sequence[str]) -> list[str]:
     """Keeps eight rows of a table of more than twelve: the first, the last, and those evenly between."""
     head, rows = list(table[:2]), [line for line in table[2:] if line.startswith("|")]
-    if len(rows) <= MOST_ROWS:
+    if len(rows) <= MAX_ROWS:
         return list(table)
-    kept = [rows[round(i * (len(rows) - 1) / (ROWS - 1))] for i in range(ROWS)]
+    sample = [rows[round(i * (len(rows) - 1) / (ROWS - 1))] for i in range(ROWS)]
     rest = list(table[2 + len(rows) :])
-    return [*head, *kept, "", f"{ROWS} of {len(rows)} rows; all: `helix tables {name}`", *rest]
+    return [*head, *sample, "", f"{ROWS} of {len(rows)} rows; all: `helix tables {name}`", *rest]
 
 
 def with_tables(name: str) -> str:
     """Returns a page's text with its tables as the results have them."""
     whole = not name.startswith("docs/results/")
-    return filled((ROOT / name).read_text(), lambda table: TABLES[table]() if whole else some(table, TABLES[table]()))
+    return fill_tables(
+        (ROOT / name).read_text(), lambda table: TABLES[table]() if whole else shorten_table(table, TABLES[table]())
+    )
 
 
 def main() -> None:
     """Writes all pages' tables, or prints those that are named."""
-    if helped(names := sys.argv[1:], f"{__doc__}\ntables: {', '.join(TABLES)}"):
+    if handle_help(names := sys.argv[1:], f"{__doc__}\ntables: {', '.join(TABLES)}"):
         return
     need_checkout("helix tables")
     if wrong := [name for name in names if name not in TABLES]:
-        sys.exit(f"error: {unknown(wrong[0], TABLES)}")
+        sys.exit(f"error: {unknown_message(wrong[0], TABLES)}")
     for name in names:
         print("\n".join(TABLES[name]()))
     for name in [] if names else PAGES:

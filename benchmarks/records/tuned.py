@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from benchmarks.ranks.tuning_steps import Measured, Tuned
+from benchmarks.ranks.tuning_steps import Measurement, TuningResult
 from benchmarks.records.style import panels
 from helix.config import Config
 
@@ -19,50 +19,54 @@ WRITTEN = f"{HEADER}\n# Written by benchmarks.tune"  # how the files begin that 
 WORDS = ("on", "off", "yes", "no", "true", "false", "null")  # which YAML takes for something else
 OPTIONS = {
     "none": (),
-    "suffix": ("gamma", "adaptive", "longest", "remembered"),
+    "suffix": ("gamma", "adaptive", "prompt_lookup_max", "suffix_pool_tokens"),
     "sparse": ("policy", "sparsity", "gamma", "adaptive", "noise"),
 }
 
 
-def table(measured: Sequence[Measured], plain: Measured) -> list[Sequence[str]]:
+def table(measured: Sequence[Measurement], plain: Measurement) -> list[Sequence[str]]:
     """Cells of a table, its head first."""
     rows: list[Sequence[str]] = [("drafts", "tokens an iteration", "iteration", "tok/s/user", "over plain")]
     for m in measured:
         tokens = f"{m.mean:.2f}" + (f" +- {m.interval:.2f}" if m.interval else "")
-        rows.append((str(m.way), tokens, f"{1e3 * m.seconds:.2f} ms", f"{m.rate:.1f}", f"{m.rate / plain.rate:.2f}"))
+        rows.append((str(m.source), tokens, f"{1e3 * m.seconds:.2f} ms", f"{m.rate:.1f}", f"{m.rate / plain.rate:.2f}"))
     return rows
 
 
-def said(tuned: Tuned) -> list[str]:
+def summary_lines(tuned: TuningResult) -> list[str]:
     """What came of it, a sentence each."""
     lines = []
-    if tuned.level is not None:
-        ends = "" if tuned.levelled else ", the largest that was tried: more of them may keep more"
-        lines.append(f"Accepted tokens level off at {100 * tuned.level:.3g}% of the keys{ends}.")
-    ways = [f"{m.way} {m.rate:.1f}" for m in (tuned.plain, tuned.sparse, tuned.ngram) if m is not None]
-    lines.append(f"Tokens/s of a user: {'; '.join(ways)}.")
-    chosen = tuned.chosen
-    gain = chosen.rate / tuned.plain.rate
-    if chosen is tuned.plain:
+    if tuned.plateau is not None:
+        ends = "" if tuned.reached_plateau else ", the largest that was tried: more of them may keep more"
+        lines.append(f"Accepted tokens level off at {100 * tuned.plateau:.3g}% of the keys{ends}.")
+    rates = [f"{m.source} {m.rate:.1f}" for m in (tuned.plain, tuned.sparse, tuned.ngram) if m is not None]
+    lines.append(f"Tokens/s of a user: {'; '.join(rates)}.")
+    fastest = tuned.fastest
+    gain = fastest.rate / tuned.plain.rate
+    if fastest is tuned.plain:
         lines.append("Plain decoding is the fastest here: drafts do not pay.")
-    elif chosen is tuned.ngram:
-        lines.append(f"Drafts by prompt lookup are the fastest here: {chosen.way}, {gain:.2f} times plain decoding.")
+    elif fastest is tuned.ngram:
+        lines.append(
+            f"Drafts by prompt lookup are the fastest here: {fastest.source}, {gain:.2f} times plain decoding."
+        )
     else:
-        lines.append(f"The model drafts for itself: {chosen.way}, {gain:.2f} times plain decoding.")
+        lines.append(f"The model drafts for itself: {fastest.source}, {gain:.2f} times plain decoding.")
     return lines
 
 
-def as_yaml(config: Config, tuned: Tuned, where: str) -> str:
+def as_yaml(config: Config, tuned: TuningResult, where: str) -> str:
     """The file of `conf/speculation/` that speculates as chosen, with what else the config says of that drafter."""
-    chosen = tuned.chosen
-    own = replace(chosen.way.over(config.speculation), gamma=chosen.way.gamma)
-    values = {key: getattr(own, key) for key in ("drafter", *OPTIONS[own.drafter])}
+    fastest = tuned.fastest
+    speculation = replace(fastest.source.over(config.speculation), gamma=fastest.source.gamma)
+    values = {key: getattr(speculation, key) for key in ("drafter", *OPTIONS[speculation.drafter])}
     gain = (
-        f"{chosen.rate / tuned.plain.rate:.2f} times plain decoding" if chosen is not tuned.plain else "plain decoding"
+        f"{fastest.rate / tuned.plain.rate:.2f} times plain decoding"
+        if fastest is not tuned.plain
+        else "plain decoding"
     )
     lines = [f"{WRITTEN} for {where}: {gain}.", "speculation:"]
     lines += [f"  {key}: {_scalar(value)}" for key, value in values.items()]
-    if chosen.way.sparsity is not None:
+    if fastest.source.sparsity is not None:
         lines += [f"# Measured with kv.append_block={config.blocks.append}."]
     return "\n".join(lines) + "\n"
 
@@ -87,9 +91,9 @@ def check_name(name: str, directory: Path) -> Path:
     return path
 
 
-def heat_map(measured: Sequence[Measured], tuned: Tuned) -> Figure:
+def heat_map(measured: Sequence[Measurement], tuned: TuningResult) -> Figure:
     """Tokens/s of a user over plain decoding, for each pair of gamma and sparsity that was measured."""
-    drafted = {(m.way.sparsity, m.way.gamma): m for m in measured if m.way.sparsity is not None}
+    drafted = {(m.source.sparsity, m.source.gamma): m for m in measured if m.source.sparsity is not None}
     sparsities, gammas = (sorted({key[i] for key in drafted if key[i] is not None}) for i in (0, 1))
     gains = np.full((len(sparsities), len(gammas)), np.nan)
     for (sparsity, gamma), m in drafted.items():
@@ -99,7 +103,7 @@ def heat_map(measured: Sequence[Measured], tuned: Tuned) -> Figure:
     middle = (np.nanmin(gains) + np.nanmax(gains)) / 2
     for (row, column), gain in np.ndenumerate(gains):
         if not np.isnan(gain):
-            best = (sparsities[row], gammas[column]) == (tuned.sparse.way.sparsity, tuned.sparse.way.gamma)
+            best = (sparsities[row], gammas[column]) == (tuned.sparse.source.sparsity, tuned.sparse.source.gamma)
             colour, weight = "white" if gain < middle else "black", "bold" if best else "normal"
             axes.text(column, row, f"{gain:.2f}", ha="center", va="center", color=colour, weight=weight)
     axes.set_xticks(range(len(gammas)), [str(gamma) for gamma in gammas])

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 from matplotlib.figure import Figure
 
-from benchmarks.ranks.tuning_steps import Measured, Tuned, TuningGrid, run
+from benchmarks.ranks.tuning_steps import Measurement, TuningGrid, TuningResult, run
 from benchmarks.records.rows import Row, check_commit, grouped, results
 from benchmarks.records.tuned import heat_map
 
 KEY = ("model", "batch", "length", "drafter", "gamma", "sparsity")
 
 
-def found(rows: list[Row]) -> tuple[list[Measured], Tuned, Measured]:
+def found(rows: list[Row]) -> tuple[list[Measurement], TuningResult, Measurement]:
     """Returns what was measured of a model, what the search finds among it, and the fastest way of its grid.
 
     Where drafts are kept at a set rate, fewer keys lose nothing: the grid is then of one share of the keys.
     """
     check_commit(*rows)
-    measured = [Measured.of(r) for r in rows]
-    own = [m for m in measured if m.way.sparsity is not None]
-    sparsities, gammas = sorted({m.way.sparsity for m in own if m.way.sparsity}), sorted({m.way.gamma for m in own})
-    forced = None if rows[0]["acceptance"] is None else own[0].way.sparsity
+    measured = [Measurement.of(r) for r in rows]
+    sparse_rows = [m for m in measured if m.source.sparsity is not None]
+    sparsities, gammas = (
+        sorted({m.source.sparsity for m in sparse_rows if m.source.sparsity}),
+        sorted({m.source.gamma for m in sparse_rows}),
+    )
+    forced = None if rows[0]["acceptance"] is None else sparse_rows[0].source.sparsity
     grid = TuningGrid(tuple(sparsities), tuple(gammas), rows[0]["most"], forced)
-    tuned = run(grid, {m.way: m for m in measured}.__getitem__)
-    best = max((m for m in own if forced in (None, m.way.sparsity)), key=lambda m: m.rate)
+    tuned = run(grid, {m.source: m for m in measured}.__getitem__)
+    best = max((m for m in sparse_rows if forced in (None, m.source.sparsity)), key=lambda m: m.rate)
     return measured, tuned, best
 
 
@@ -39,11 +42,11 @@ def rows() -> list[Row]:
 def worst() -> str:
     """Says how far the search is behind the best of a grid, at most."""
     groups = grouped(results("tune", *KEY), "model", "batch", "length").values()
-    behind = [1 - tuned.sparse.rate / best.rate for _, tuned, best in map(found, groups)]
-    return f"{len(behind)} models, at most {max(behind):.1%} behind the best of a grid" if behind else "not recorded"
+    losses = [1 - tuned.sparse.rate / best.rate for _, tuned, best in map(found, groups)]
+    return f"{len(losses)} models, at most {max(losses):.1%} behind the best of a grid" if losses else "not recorded"
 
 
-def drawn(rows: list[Row]) -> Figure:
+def figure_of(rows: list[Row]) -> Figure:
     """Maps drafts against the share of the keys, of the first model.
 
     Source: Vegas (arXiv:2602.07223), figure 13.

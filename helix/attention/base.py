@@ -33,7 +33,7 @@ class LayerAttention:
         reserved_sms: number of multiprocessors to leave to concurrent kernels.
         chunk: index of the chunk of rows, whose attention directly follows that of the chunk before; its parts
             stay until the next layer's attention of this chunk.
-        topk: tokens that a query reads where an indexer chose them (`Step.chosen`); None: there is no indexer.
+        topk: tokens that a query reads where an indexer chose them (`Step.selected`); None: there is no indexer.
     """
 
     window: int | None
@@ -54,11 +54,11 @@ class AttentionPolicy(ABC):
 
     Attributes:
         from_tokens: length from which on only a part of a sequence is read; None: always all that layers allow.
-        guesses: whether decode steps call `guess`.
+        prefetches: whether decode steps call `prefetch`.
     """
 
     from_tokens: int | None = None
-    guesses: bool = False
+    prefetches: bool = False
 
     @abstractmethod
     def prepare(self, step: Step, windows: set[int | None]) -> None:
@@ -83,7 +83,7 @@ class AttentionPolicy(ABC):
             merged, here or in the exchange, before the next attention of the same chunk.
         """
 
-    def guess(self, queries: Callable[[], Tensor], cache: LayerCache, step: Step) -> None:
+    def prefetch(self, queries: Callable[[], Tensor], cache: LayerCache, step: Step) -> None:
         """Prepares a layer without a window while the layer before it computes; never changes results of `attend`.
 
         Args:
@@ -94,7 +94,7 @@ class AttentionPolicy(ABC):
         return
 
 
-def rows_of(step: Step, rows: slice) -> Step:
+def slice_step(step: Step, rows: slice) -> Step:
     """Returns the part of a decode step with `rows` of its N tokens, whole sequences; shared tensors are cut alike."""
     each = len(step.tokens) // len(step.slots)
     sequences = slice(rows.start // each, rows.stop // each)
@@ -106,7 +106,7 @@ def rows_of(step: Step, rows: slice) -> Step:
         live=step.live[rows],
         slots=step.slots[sequences],
         tables={window: table[sequences] for window, table in step.tables.items()},
-        append_slots={window: slots[rows] for window, slots in step.append_slots.items()},
+        slot_mappings={window: slots[rows] for window, slots in step.slot_mappings.items()},
         first=step.first + rows.start // each,
-        shared={key: tuple(of_tokens[rows] for of_tokens in made) for key, made in step.shared.items()},
+        shared={key: tuple(per_token[rows] for per_token in made) for key, made in step.shared.items()},
     )

@@ -16,7 +16,7 @@ from torch import Tensor
 from comm.base import Communicator
 from helix.attention.base import AttentionPolicy, LayerAttention
 from helix.attention.dense import DenseAttention
-from helix.placement import BlockBudget, Placement
+from helix.kv_placement import BlockBudget, KVPlacement
 from helix.worker.kv_cache import KVCache, LayerCache
 from helix.worker.step import Step
 from kernels.attention.flash_decode import decode_parts
@@ -38,7 +38,7 @@ class BlockSparseAttention(AttentionPolicy):
 
     Attributes:
         cache: class of the cache on the GPU, which keeps what blocks are judged by.
-        share: budget of a rank that chooses its share of `topk` from its own blocks.
+        local_budget: budget of a rank that chooses its share of `topk` from its own blocks.
         counted: [2] int64, on the device: blocks read by all queries and KV heads, and number of choices.
     """
 
@@ -47,7 +47,7 @@ class BlockSparseAttention(AttentionPolicy):
     def __init__(
         self,
         budget: BlockBudget,
-        placement: Placement,
+        placement: KVPlacement,
         max_length: int,
         device: torch.device,
         comm: Communicator | None = None,
@@ -56,13 +56,13 @@ class BlockSparseAttention(AttentionPolicy):
         self.comm = comm if placement.layout.kvp > 1 and budget.topk else None
         kvp = placement.layout.kvp
         self.from_tokens = budget.from_tokens
-        self.share = budget.over(kvp)
-        self.budget = budget if self.comm else self.share
+        self.local_budget = budget.per_rank(kvp)
+        self.budget = budget if self.comm else self.local_budget
         assert budget.parts == 1 or self.comm is None, "each rank chooses parts of its own blocks"
-        self.width = placement.most_blocks(self.budget, max_length)
+        self.width = placement.max_blocks(self.budget, max_length)
         if budget.parts > 1:
-            self.looked_at = placement.most_blocks(self.budget, max_length, self.budget.candidates)
-            self.width = placement.most_blocks(self.budget, max_length, 0) * budget.parts + self.budget.topk
+            self.max_candidates = placement.max_blocks(self.budget, max_length, self.budget.candidates)
+            self.width = placement.max_blocks(self.budget, max_length, 0) * budget.parts + self.budget.topk
         self.counted = torch.zeros(2, dtype=torch.int64, device=device)
         self._uncounted = torch.zeros_like(self.counted)
 
@@ -82,8 +82,8 @@ class BlockSparseAttention(AttentionPolicy):
 
         def make() -> tuple[Tensor, ...]:
             tokens = step.positions, step.starts, step.live
-            first, last, pages, hi, *of_parts = step.placement.block_ranges(*tokens, step.max_q, budget)
-            return first, last, pages, hi, torch.zeros_like(hi), *of_parts
+            first, last, pages, hi, *part_ranges = step.placement.block_ranges(*tokens, step.max_q, budget)
+            return first, last, pages, hi, torch.zeros_like(hi), *part_ranges
 
         return step.once(budget, make)
 
@@ -92,44 +92,44 @@ class BlockSparseAttention(AttentionPolicy):
             return self.dense.attend(q, cache, step, layer)
         _, _, _, hi, lo, *_ = self.ranges(step)
         sms = layer.sms(q.device)
-        table = self.choose(q, cache, step, sms)
+        table = self.select(q, cache, step, sms)
         keys = cache.paged(table, lo[:, None], hi[:, None], layer.scale, layer.sinks).in_parts(self.budget.parts)
         return decode_parts(q[:, None], keys, sms=sms, early=True, lane=layer.chunk)
 
-    def choose(self, q: Tensor, cache: LayerCache, step: Step, sms: int) -> Tensor:
+    def select(self, q: Tensor, cache: LayerCache, step: Step, sms: int) -> Tensor:
         """Chooses blocks in one layer; returns each query's and KV head's table of pages or parts, [N, Hkv, width]."""
-        offered = None
+        local_candidates = None
         if self.comm is not None:
             shape = len(q), cache.bounds.shape[1], self.budget.topk, 2
-            offered = torch.empty(shape, dtype=torch.int32, device=q.device)
-        table = self.promising(q, cache, step, self.budget, self.counted, sms, candidates=offered)
-        if self.comm is not None and offered is not None:
+            local_candidates = torch.empty(shape, dtype=torch.int32, device=q.device)
+        table = self.select_local(q, cache, step, self.budget, self.counted, sms, candidates=local_candidates)
+        if self.comm is not None and local_candidates is not None:
             ranks = len(self.comm.kvp_group)
-            everyone = self.comm.all_to_all(offered.expand(ranks, *offered.shape).contiguous())
-            keep_best(everyone, self.ranges(step)[0], step.starts, table, self.comm.kvp_rank, self.counted)
+            all_candidates = self.comm.all_to_all(local_candidates.expand(ranks, *local_candidates.shape).contiguous())
+            keep_best(all_candidates, self.ranges(step)[0], step.starts, table, self.comm.kvp_rank, self.counted)
         return table
 
-    def named(self, q: Tensor, cache: LayerCache, step: Step, lane: int = 0) -> Tensor:
-        """Chooses blocks for a guess: like `choose`, but uncounted, and each rank chooses its share of `topk`.
+    def select_for_prefetch(self, q: Tensor, cache: LayerCache, step: Step, lane: int = 0) -> Tensor:
+        """Chooses blocks for a guess: like `select`, but uncounted, and each rank chooses its share of `topk`.
 
         Args:
             lane: see `select_blocks`.
         """
-        return self.promising(q, cache, step, self.share, self._uncounted, sm_count(q.device), lane=lane)
+        return self.select_local(q, cache, step, self.local_budget, self._uncounted, sm_count(q.device), lane=lane)
 
-    def promising(
+    def select_local(
         self, q: Tensor, cache: LayerCache, step: Step, budget: BlockBudget, counted: Tensor, sms: int, **more: Any
     ) -> Tensor:
         """Chooses the blocks, or parts, that promise most to this rank, within a budget."""
-        first, last, pages, _, _, *of_parts = self.ranges(step, budget)
+        first, last, pages, _, _, *part_ranges = self.ranges(step, budget)
         blocks = q, cache.bounds, step.block_tables, first, last, pages
         if budget.parts == 1:
             return select_blocks(*blocks, budget.topk, self.width, counted, sms=sms, **more)
-        looked_at = select_blocks(
-            *blocks, budget.candidates, self.looked_at, self._uncounted, stretches=True, sms=sms, **more
+        candidates = select_blocks(
+            *blocks, budget.candidates, self.max_candidates, self._uncounted, stretches=True, sms=sms, **more
         )  # fmt: skip
-        first, last, pages, _ = of_parts
+        first, last, pages, _ = part_ranges
         return select_blocks(
-            q, cache.part_bounds, looked_at, first, last, pages, budget.topk, self.width, counted,
-            most=budget.candidates * budget.parts, sms=sms, **more,
+            q, cache.part_bounds, candidates, first, last, pages, budget.topk, self.width, counted,
+            max_pages=budget.candidates * budget.parts, sms=sms, **more,
         )  # fmt: skip

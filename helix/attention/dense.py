@@ -27,10 +27,10 @@ class DenseAttention(AttentionPolicy):
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step, layer: LayerAttention) -> PartialAttention:
         lo, hi = step.bounds(layer.window)
-        if layer.latent is not None and layer.topk is not None and (chosen := step.chosen) is not None:
-            slots, *bounds = chosen
-            keys = cache.chosen_latents(layer.latent, slots, bounds[0], bounds[1], layer.scale)
-            return attend_chosen(q, keys, prefill=step.cu_q is not None, sms=layer.sms(q.device), lane=layer.chunk)
+        if layer.latent is not None and layer.topk is not None and (selected := step.selected) is not None:
+            slots, *bounds = selected
+            keys = cache.selected_latents(layer.latent, slots, bounds[0], bounds[1], layer.scale)
+            return attend_selected(q, keys, prefill=step.cu_q is not None, sms=layer.sms(q.device), lane=layer.chunk)
         tables = step.pages(layer.window)
         latents = layer.latent is not None
 
@@ -41,20 +41,20 @@ class DenseAttention(AttentionPolicy):
 
         if step.cu_q is not None:
             prefill = mla_prefill if latents else flash_prefill
-            most = step.max_k if layer.window is None else min(step.max_k, layer.window + step.max_q)
-            return PartialAttention(*prefill(q, paged(lo, hi), step.cu_q, step.max_q, most))
-        of_sequences = (len(step.slots), -1)
-        keys = paged(lo.view(of_sequences), hi.view(of_sequences))
-        q, sms, chunk = q.unflatten(0, of_sequences), layer.sms(q.device), layer.chunk
+            max_k = step.max_k if layer.window is None else min(step.max_k, layer.window + step.max_q)
+            return PartialAttention(*prefill(q, paged(lo, hi), step.cu_q, step.max_q, max_k))
+        batch_shape = (len(step.slots), -1)
+        keys = paged(lo.view(batch_shape), hi.view(batch_shape))
+        q, sms, chunk = q.unflatten(0, batch_shape), layer.sms(q.device), layer.chunk
         if latents:
             return mla_decode_parts(q, keys, sms=sms, early=True, lane=chunk)
         return decode_parts(q, keys, sms=sms, early=True, lane=chunk, ready=chunk > 0)
 
 
-def attend_chosen(q: Tensor, keys: PagedKeys, *, prefill: bool, sms: int, lane: int) -> PartialAttention:
+def attend_selected(q: Tensor, keys: PagedKeys, *, prefill: bool, sms: int, lane: int) -> PartialAttention:
     """Attends queries q [N, Hq, R + P] to latents of their own: row n of the keys' table [N, width]."""
     if prefill:
         each = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
         return PartialAttention(*mla_prefill(q, keys, each, 1, keys.table.shape[1]))
-    of_rows = replace(keys, lo=keys.lo[:, None], hi=keys.hi[:, None])
-    return mla_decode_parts(q[:, None], of_rows, sms=sms, early=True, lane=lane)
+    row_keys = replace(keys, lo=keys.lo[:, None], hi=keys.hi[:, None])
+    return mla_decode_parts(q[:, None], row_keys, sms=sms, early=True, lane=lane)

@@ -1,13 +1,13 @@
 """Block tables of running sequences: allocation, prefix hits, and pages kept for later sequences.
 
-A sequence's life, on rank 0's host: `admit`; before each chunk of its prompt `advance`, after it `enter`; `grow` as it
+A sequence's life, on rank 0's host: `admit`; before each chunk of its prompt `rematch`, after it `insert`; `grow` as it
 draws tokens; `end` when it has ended, was aborted or preempted. A sequence that returns with the same tokens resumes
 where it stopped. No cost grows with the context, except numpy passes over matched or entered tokens and over page
 numbers.
 
 One decision does these in the order end, grow, admit, advance, enter; a sequence that is preempted for one that grows
 ends there. Ranks then write the changed columns, copy pages in the order of admissions, and compute. Pages that a
-decision fills may be read and copied from the next decision on; columns that `enter` changed are written then.
+decision fills may be read and copied from the next decision on; columns that `insert` changed are written then.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 
 from helix.engine.prefix import Node, PrefixTree, path
 from helix.engine.snapshots import StateSnapshots
-from helix.placement import NO_PAGES
+from helix.kv_placement import NO_PAGES
 
 
 @dataclass(eq=False)
@@ -36,13 +36,13 @@ class BlockTable:
         node: the tree node at which these end.
     """
 
-    salt: Hashable
+    cache_salt: Hashable
     start: int
     pages: np.ndarray
-    known: int = 0
+    num_cached_tokens: int = 0
     copy_from: np.ndarray = field(default_factory=lambda: NO_PAGES)
     copy_to: np.ndarray = field(default_factory=lambda: NO_PAGES)
-    entered: int = 0
+    num_inserted_tokens: int = 0
     node: Node | None = None
 
 
@@ -59,17 +59,17 @@ class BlockTables:
     def __init__(
         self,
         tree: PrefixTree,
-        caching: bool = True,
-        most: int | None = None,
-        states: StateSnapshots | None = None,
+        enable_caching: bool = True,
+        max_pages: int | None = None,
+        snapshots: StateSnapshots | None = None,
     ) -> None:
         self.tree, self.pool = tree, tree.pool
-        self.states = states or StateSnapshots(0, 0, tree.stripes.tokens, lambda begin, end: 0.0)
+        self.snapshots = snapshots or StateSnapshots(0, 0, tree.stripes.tokens, lambda begin, end: 0.0)
         self._stripes, self._tokens = tree.stripes, tree.stripes.tokens
-        self._caching = caching
-        self._left = math.inf if most is None else most
+        self._enable_caching = enable_caching
+        self._pages_left = math.inf if max_pages is None else max_pages
 
-    def admit(self, tokens: np.ndarray, reserved: int, start: int, salt: Hashable = None) -> BlockTable | None:
+    def admit(self, tokens: np.ndarray, reserved: int, start: int, cache_salt: Hashable = None) -> BlockTable | None:
         """Allocates pages for `reserved` tokens of a sequence, cached ones included; returns None if they do not fit.
 
         Args:
@@ -77,35 +77,35 @@ class BlockTables:
             start: kvp rank of the first block if nothing is cached.
             salt: only sequences of the same salt share pages.
         """
-        hit = self.tree.match(tokens, salt)
+        hit = self.tree.match(tokens, cache_salt)
         count = self._stripes.pages_for(reserved)
         fresh = count - self._stripes.columns(0, hit.shared).stop
         shared, source = self.tree.pages_of(hit)
-        idle = self.pool.idle(shared)
-        if fresh > self.pool.room - idle - self.pool.idle(source):
+        idle = self.pool.count_unused(shared)
+        if fresh > self.pool.available - idle - self.pool.count_unused(source):
             hit, source = replace(hit, copied=0, source=None), NO_PAGES  # without the copy, it may fit
-        if fresh > self.pool.room - idle or count > self._left:
+        if fresh > self.pool.available - idle or count > self._pages_left:
             return None
-        self._left -= count
-        node = None if hit.node is None or not hit.shared else self.tree.ending(hit.node, hit.shared)
+        self._pages_left -= count
+        node = None if hit.node is None or not hit.shared else self.tree.split_at(hit.node, hit.shared)
         self.pool.share(shared)
         self.pool.share(source)
-        own = self._take(fresh)
+        new_pages = self._allocate(fresh)
         self.pool.release(source)
         if hit.source is not None:
             self.tree.queue_up(hit.source)
         return BlockTable(
-            salt,
+            cache_salt,
             start if hit.start is None else hit.start,
-            np.concatenate((shared, own)),
+            np.concatenate((shared, new_pages)),
             hit.tokens,
             source,
-            own[: len(source)],
+            new_pages[: len(source)],
             hit.shared,
             node,
         )
 
-    def advance(self, held: BlockTable, tokens: np.ndarray, done: int) -> tuple[int, range]:
+    def rematch(self, table: BlockTable, tokens: np.ndarray, num_computed_tokens: int) -> tuple[int, range]:
         """Shares pages of a prompt that other sequences have computed since.
 
         Args:
@@ -114,77 +114,79 @@ class BlockTables:
         Returns:
             The tokens in its pages now, and the changed columns of its table.
         """
-        node, at = self.tree.follow(self._node(held), tokens[:-1], held.entered)
-        return (at, self._take_over(held, node, at)) if at > done else (done, range(0))
+        node, at = self.tree.follow(self._node(table), tokens[:-1], table.num_inserted_tokens)
+        return (at, self._take_over(table, node, at)) if at > num_computed_tokens else (num_computed_tokens, range(0))
 
-    def next_stripe(self, held: BlockTable, tokens: np.ndarray) -> Hashable:
+    def next_stripe(self, table: BlockTable, tokens: np.ndarray) -> Hashable:
         """Returns a key of the stripe that a prompt computes next; None if others cannot share that stripe."""
-        stripe = tokens[:-1][held.entered : held.entered + self._tokens]
-        if not self._caching or len(stripe) < self._tokens:
+        stripe = tokens[:-1][table.num_inserted_tokens : table.num_inserted_tokens + self._tokens]
+        if not self._enable_caching or len(stripe) < self._tokens:
             return None
-        return held.node or (held.salt, held.start), stripe.tobytes()
+        return table.node or (table.cache_salt, table.start), stripe.tobytes()
 
-    def enter(self, held: BlockTable, tokens: np.ndarray) -> range:
+    def insert(self, table: BlockTable, tokens: np.ndarray) -> range:
         """Adds the whole stripes of `tokens` to the tree: all tokens, int32 [n], in the pages after this decision.
 
         Returns:
             The changed columns of its table: those of stripes that another sequence computed before.
         """
         whole = len(tokens) // self._tokens * self._tokens
-        if not self._caching or whole <= held.entered:
+        if not self._enable_caching or whole <= table.num_inserted_tokens:
             return range(0)
-        node, at = self.tree.follow(self._node(held), tokens[:whole], held.entered)
-        changed = self._take_over(held, node, at)
+        node, at = self.tree.follow(self._node(table), tokens[:whole], table.num_inserted_tokens)
+        changed = self._take_over(table, node, at)
         if at < whole:
-            held.node = self.tree.add(self._node(held), tokens[at:whole], held.pages[self._stripes.columns(at, whole)])
-            held.entered = whole
+            table.node = self.tree.add(
+                self._node(table), tokens[at:whole], table.pages[self._stripes.columns(at, whole)]
+            )
+            table.num_inserted_tokens = whole
         return changed
 
-    def grow(self, held: BlockTable, reserved: int) -> np.ndarray | None:
+    def grow(self, table: BlockTable, reserved: int) -> np.ndarray | None:
         """Allocates further pages [n] int32, for `reserved` tokens in all; returns None if they do not fit."""
-        count = max(self._stripes.pages_for(reserved) - len(held.pages), 0)
-        if count > min(self.pool.room, self._left):
+        count = max(self._stripes.pages_for(reserved) - len(table.pages), 0)
+        if count > min(self.pool.available, self._pages_left):
             return None
-        self._left -= count
-        more = self._take(count)
-        held.pages = np.concatenate((held.pages, more))
+        self._pages_left -= count
+        more = self._allocate(count)
+        table.pages = np.concatenate((table.pages, more))
         return more
 
-    def end(self, held: BlockTable, tokens: np.ndarray) -> None:
+    def end(self, table: BlockTable, tokens: np.ndarray) -> None:
         """Releases a sequence's pages when it ends, is aborted or preempted; their content stays in the tree.
 
         Args:
             tokens: all tokens in its pages, int32 [n].
         """
-        self.enter(held, tokens)
-        rest = tokens[held.entered :]
-        if self._caching and len(rest):
-            first = self._stripes.columns(0, held.entered).stop
-            pages = held.pages[first : first + self._stripes.pages_for(len(rest))]
-            self.tree.add_tail(self._node(held), rest, pages)
-        self.pool.release(held.pages)
-        self._left += len(held.pages)
-        held.pages = NO_PAGES
-        if held.node is not None:
-            self.tree.touch(held.node)
+        self.insert(table, tokens)
+        rest = tokens[table.num_inserted_tokens :]
+        if self._enable_caching and len(rest):
+            first = self._stripes.columns(0, table.num_inserted_tokens).stop
+            pages = table.pages[first : first + self._stripes.pages_for(len(rest))]
+            self.tree.add_tail(self._node(table), rest, pages)
+        self.pool.release(table.pages)
+        self._pages_left += len(table.pages)
+        table.pages = NO_PAGES
+        if table.node is not None:
+            self.tree.touch(table.node)
 
-    def _node(self, held: BlockTable) -> Node:
+    def _node(self, table: BlockTable) -> Node:
         """Returns the tree node at which a sequence's entered stripes end."""
-        return self.tree.root(held.salt, held.start) if held.node is None else held.node
+        return self.tree.root(table.cache_salt, table.start) if table.node is None else table.node
 
-    def _take_over(self, held: BlockTable, node: Node, at: int) -> range:
+    def _take_over(self, table: BlockTable, node: Node, at: int) -> range:
         """Replaces a sequence's own pages of the first `at` tokens by the tree's, which end in `node`."""
-        if at == held.entered:
+        if at == table.num_inserted_tokens:
             return range(0)
-        node = self.tree.ending(node, at)
-        columns = self._stripes.columns(held.entered, at)
-        known = np.concatenate([n.pages for n in reversed([*path(node, held.node)])])
-        self.pool.share(known)
-        self.pool.release(held.pages[columns])
-        held.pages[columns] = known
-        held.node, held.entered = node, at
+        node = self.tree.split_at(node, at)
+        columns = self._stripes.columns(table.num_inserted_tokens, at)
+        cached_pages = np.concatenate([n.pages for n in reversed([*path(node, table.node)])])
+        self.pool.share(cached_pages)
+        self.pool.release(table.pages[columns])
+        table.pages[columns] = cached_pages
+        table.node, table.num_inserted_tokens = node, at
         return range(columns.start, columns.stop)
 
-    def _take(self, count: int) -> np.ndarray:
+    def _allocate(self, count: int) -> np.ndarray:
         self.tree.evict(count)
-        return self.pool.take(count)
+        return self.pool.allocate(count)

@@ -21,30 +21,30 @@ import torch
 
 from helix.config import MAX_QUERIES, ScheduleConfig
 from helix.engine.block_tables import BlockTables
-from helix.engine.decision import Decision
 from helix.engine.draft_policy import Acceptance, DraftOutcome, DraftPolicy, draft_sizes
 from helix.engine.inbox import Abort, Inbox
 from helix.engine.pages import PagePool
 from helix.engine.prefill_time import PrefillTime, doubling_depth
 from helix.engine.prefix import PrefixTree
 from helix.engine.request import Logprobs, PromptLogprobs, Request, RequestUpdate
-from helix.engine.scheduled import Scheduled
+from helix.engine.request_state import RequestState
 from helix.engine.scheduler import Scheduler
+from helix.engine.scheduler_output import SchedulerOutput
 from helix.engine.snapshots import StateSnapshots
 from helix.engine.timings import Timings
-from helix.worker.graph_keys import StepKind
+from helix.worker.graph_keys import DecodeGraphKey
 from helix.worker.model_runner import ModelRunner
 from helix.worker.step_tokens import StepTokens
-from helix.worker.warm_up import Mark, warm_up
+from helix.worker.warmup import Mark, warmup
 
-AHEAD_S = 0.004  # time before the predicted end of a run at which the next decision is made; more than one takes
+LEAD_S = 0.004  # time before the predicted end of a run at which the next decision is made; more than one takes
 PAUSE_S = 0.5  # time without requests after which a size of chunks is captured: the next request waits for that
-LOOK_S = 0.001  # polling interval for runs that end sooner than predicted
-BEATS = 4  # messages of an idle rank 0 within the time after which other ranks give up
+POLL_S = 0.001  # polling interval for runs that end sooner than predicted
+HEARTBEATS = 4  # messages of an idle rank 0 within the time after which other ranks give up
 
 
 @dataclass
-class Run:
+class InFlightBatch:
     """A launched decision whose tokens are not all read.
 
     Attributes:
@@ -52,24 +52,24 @@ class Run:
         steps: steps whose tokens are not read yet; that of the prompt chunk, if any, comes first.
         limits: most drafts verified per slot, if limited.
         begin: time of its launch.
-        holds_draw: its step is held: the tokens come with the next decision.
-        in_chunk: the tokens of its prompt chunk are not read yet.
+        defers_sampling: its step is held: the tokens come with the next decision.
+        prefill_unread: the tokens of its prompt chunk are not read yet.
     """
 
-    decision: Decision
-    rows: dict[int, Scheduled]
+    scheduler_output: SchedulerOutput
+    rows: dict[int, RequestState]
     steps: deque[StepTokens]
-    limits: tuple[int, ...]
+    draft_limits: tuple[int, ...]
     begin: float
-    holds_draw: bool
-    in_chunk: bool
+    defers_sampling: bool
+    prefill_unread: bool
     seconds: list[float] = field(default_factory=list)
     outcomes: list[DraftOutcome] = field(default_factory=list)
 
     @property
-    def left(self) -> int:
+    def num_unread(self) -> int:
         """Number of steps still to be read."""
-        return len(self.steps) + self.holds_draw
+        return len(self.steps) + self.defers_sampling
 
 
 class Engine:
@@ -103,8 +103,8 @@ class Engine:
         self.timings = Timings()
         self._prefix_cache = prefix_cache
         self._broken: str | None = None  # the error that broke it
-        self._calling = False
-        self._held: set[int] = set()  # slots in use on all ranks
+        self._serving = False
+        self._slots_in_use: set[int] = set()  # slots in use on all ranks
         self._times = PrefillTime(doubling_depth(runner.model.spec))
         # On a GPU, of decisions with a prompt chunk: it admits requests, and may be launched kernel by kernel.
         self._chunk_launch_s = 0.0
@@ -114,20 +114,20 @@ class Engine:
         """Drops all requests and the prefix cache; makes allocators, draft policy and scheduler anew."""
         self.tables = [self._empty_tables() for _ in range(self.runner.layout.dp)]
         self._policy = DraftPolicy(self.draft_sizes, self.runner.step_seconds)
-        self._scheduler = Scheduler(self.tables, self._times, self.runner, self.schedule, self._policy.pace)
-        self._runs: deque[Run] = deque()
-        self._limits: tuple[int, ...] = ()
-        self._came = 0.0  # time at which the last tokens that were read were there
+        self._scheduler = Scheduler(self.tables, self._times, self.runner, self.schedule, self._policy.plan_steps)
+        self._batches: deque[InFlightBatch] = deque()
+        self._draft_limits: tuple[int, ...] = ()
+        self._read_at = 0.0  # time at which the last tokens that were read were there
 
     def _empty_tables(self) -> BlockTables:
         runner, times, stripes = self.runner, self._times, self.runner.placement.stripes
         pages = runner.sizes.pages
         # A draft model's windows would lack what lies before a snapshot.
-        keeps = self._prefix_cache and not runner.drafter.lacking
-        places = (runner.cache.snapshots, runner.cache.host_snapshots) if keeps else (0, 0)
+        caches_states = self._prefix_cache and not runner.drafter.recomputed_tokens
+        snapshot_counts = (runner.cache.snapshots, runner.cache.host_snapshots) if caches_states else (0, 0)
         tree = PrefixTree(PagePool(pages), stripes, times.cost)
-        states = StateSnapshots(*places, stripes.tokens, times.work)
-        return BlockTables(tree, self._prefix_cache, pages if runner.drafter.own_pages else None, states)
+        states = StateSnapshots(*snapshot_counts, stripes.tokens, times.work)
+        return BlockTables(tree, self._prefix_cache, pages if runner.drafter.has_own_pages else None, states)
 
     @torch.inference_mode()  # around each resumption: the caller's code between two updates is not in it
     def serve(self, inbox: Inbox | None) -> Iterator[list[RequestUpdate]]:
@@ -152,32 +152,34 @@ class Engine:
         """
         with self._call():
             if self.comm.rank > 0:
-                self._follow()
+                self._worker_loop()
                 return
             assert inbox is not None, "rank 0 serves an inbox"
             updates: list[RequestUpdate] = []
             while True:
                 updates += self._admit(inbox)
                 begin = perf_counter()
-                decision = self._decide(begin)
-                if decision is not None:
-                    updates += self._launch(decision, begin)
+                scheduler_output = self._schedule(begin)
+                if scheduler_output is not None:
+                    updates += self._launch(scheduler_output, begin)
                 if updates:
                     yield updates
                 updates = []
-                if decision is not None:
-                    while len(self._runs) > 1 or self._is_early(inbox):
+                if scheduler_output is not None:
+                    while len(self._batches) > 1 or self._is_early(inbox):
                         yield self._read()
-                elif self._runs:
+                elif self._batches:
                     updates = self._read()  # reported once the next decision is launched
                 elif inbox.ended:
                     return
-                elif not inbox.wait(PAUSE_S if (captures := self.runner.eager_size is not None) else self._beat_s):
-                    self._send(Decision.nothing(captures=captures))
+                elif not inbox.wait(
+                    PAUSE_S if (capture_graph := self.runner.eager_size is not None) else self._heartbeat_s
+                ):
+                    self._send(SchedulerOutput.empty(capture_graph=capture_graph))
 
     def refusal(self, request: Request) -> str | None:
         """Returns the reason why this engine can never serve a request; None if it can."""
-        spec, most = self.runner.model.spec, self.runner.sizes.length
+        spec, limit = self.runner.model.spec, self.runner.sizes.length
         if len(request.prompt) == 0:
             return "the prompt is empty"
         ids = np.asarray(request.prompt)
@@ -194,15 +196,15 @@ class Engine:
                 f"prompt of {len(request.prompt)} tokens and {request.max_tokens} new ones exceed the model's "
                 f"{spec.context}"
             )
-        if length > most:
+        if length > limit:
             return (
                 f"prompt of {len(request.prompt)} tokens and {request.max_tokens} new ones are {length} tokens of "
-                f"KV, and a sequence may have max_length={most} ({self.runner.cache.remedy})"
+                f"KV, and a sequence may have max_length={limit} ({self.runner.cache.remedy})"
             )
         return None
 
-    def warm_up(
-        self, kinds: Iterable[StepKind], later: Iterable[StepKind] = (), mark: Mark = lambda phase: None,
+    def warmup(
+        self, kinds: Iterable[DecodeGraphKey], later: Iterable[DecodeGraphKey] = (), mark: Mark = lambda phase: None,
         *, chunks: bool = False,
     ) -> None:  # fmt: skip
         """Compiles kernels and captures the steps of every batch size, so that no request waits for that; a collective.
@@ -222,7 +224,7 @@ class Engine:
         )
         self._times = PrefillTime(doubling_depth(runner.model.spec))
         # Else the first requests would come in chunks of few tokens, as if these took long. The shallowest is last.
-        for tokens, seconds in warm_up(runner, now, then, mark, chunks=chunks):
+        for tokens, seconds in warmup(runner, now, then, mark, chunks=chunks):
             self._times.observe(self._times.work(0, tokens), seconds)
         self._reset()
 
@@ -236,7 +238,7 @@ class Engine:
     def _admit(self, inbox: Inbox) -> list[RequestUpdate]:
         """Submits new requests and aborts to the scheduler; returns an update for each that is aborted or refused."""
         updates = []
-        for item in inbox.take():
+        for item in inbox.drain():
             if isinstance(item, Abort):
                 if (ended := self._scheduler.end(item.id)) is not None:
                     updates.append(ended.update(finish_reason="abort"))
@@ -249,119 +251,127 @@ class Engine:
                 updates.append(RequestUpdate(item.id, len(item.prompt), finish_reason="error", reason=reason))
         return updates
 
-    def _decide(self, now: float) -> Decision | None:
+    def _schedule(self, now: float) -> SchedulerOutput | None:
         self._forget(self._scheduler.running)
-        decision = self._scheduler.decide(now)
+        scheduler_output = self._scheduler.schedule(now)
         self.timings.preemptions = self._scheduler.preemptions
-        if decision is not None:
+        if scheduler_output is not None:
             self.timings.decide_s += perf_counter() - now
             self.timings.decisions += 1
-        return decision
+        return scheduler_output
 
-    def _launch(self, decision: Decision, since: float) -> list[RequestUpdate]:
+    def _launch(self, scheduler_output: SchedulerOutput, since: float) -> list[RequestUpdate]:
         """Launches a decision, on which work began then; returns updates of the requests that it admits."""
         rows = dict(self._scheduler.running)
-        for admission in decision.admit:
-            rows[admission.slot].admitted(admission, self.runner.model.spec.eos)
-        self._limits = decision.draft_limits or self._limits
-        self._announce(decision)  # before the launch, which on a CPU takes as long as the chunk
+        for admission in scheduler_output.new_requests:
+            rows[admission.slot].record_admission(admission, self.runner.model.spec.eos)
+        self._draft_limits = scheduler_output.draft_limits or self._draft_limits
+        self._predict_chunk_s(scheduler_output)  # before the launch, which on a CPU takes as long as the chunk
         begin = perf_counter()
-        steps = deque(self._send(decision))
-        if self._runs and self._runs[-1].holds_draw:
-            self._runs[-1].steps.append(steps.popleft())
-            self._runs[-1].holds_draw = False
-        chunk = bool(decision.prefill)
-        self._runs.append(Run(decision, rows, steps, self._limits, begin, decision.holds_draw, chunk))
+        steps = deque(self._send(scheduler_output))
+        if self._batches and self._batches[-1].defers_sampling:
+            self._batches[-1].steps.append(steps.popleft())
+            self._batches[-1].defers_sampling = False
+        chunk = bool(scheduler_output.prefill_chunks)
+        self._batches.append(
+            InFlightBatch(
+                scheduler_output, rows, steps, self._draft_limits, begin, scheduler_output.defers_sampling, chunk
+            )
+        )
         if chunk and self.runner.device.type == "cuda":
             self._chunk_launch_s += (perf_counter() - since - self._chunk_launch_s) / 2
-        return [rows[admission.slot].update() for admission in decision.admit]
+        return [rows[admission.slot].update() for admission in scheduler_output.new_requests]
 
     def _is_early(self, inbox: Inbox) -> bool:
         """Returns whether the next decision can wait for the current run; sleeps until the time to make it."""
-        if not self._runs or inbox.pending:
+        if not self._batches or inbox.pending:
             return False
-        run = self._runs[0]
-        now, plan = perf_counter(), run.decision
-        left_s = self._chunk_s(plan) if run.in_chunk else 0.0
-        steps_s = (run.left - run.in_chunk) * (self._policy.seconds(plan.kind.rows, plan.kind.drafts) or 0.0)
-        left_s += steps_s - (now - max(run.begin, self._came))
-        ahead_s = AHEAD_S + (self._chunk_launch_s if self._scheduler.expects_chunk else 0.0)
+        batch = self._batches[0]
+        now, plan = perf_counter(), batch.scheduler_output
+        left_s = self._chunk_s(plan) if batch.prefill_unread else 0.0
+        steps_s = (batch.num_unread - batch.prefill_unread) * (
+            self._policy.seconds(plan.kind.rows, plan.kind.drafts) or 0.0
+        )
+        left_s += steps_s - (now - max(batch.begin, self._read_at))
+        lead_s = LEAD_S + (self._chunk_launch_s if self._scheduler.expects_chunk else 0.0)
         # Who waited for a chunk would come too late if the steps behind it take less than the next launch.
-        if run.left > 1 and (run.holds_draw or not run.in_chunk or steps_s > ahead_s):
-            return left_s > ahead_s
-        until = now + left_s - ahead_s
-        while run.left and perf_counter() < until:
-            if self.runner.is_computed if run.holds_draw else run.steps[0].there:
-                return run.left > 1  # what it took tells when the steps behind it end
-            time.sleep(min(LOOK_S, max(until - perf_counter(), 0.0)))
-        return not run.left  # a run without steps has nothing to read
+        if batch.num_unread > 1 and (batch.defers_sampling or not batch.prefill_unread or steps_s > lead_s):
+            return left_s > lead_s
+        until = now + left_s - lead_s
+        while batch.num_unread and perf_counter() < until:
+            if self.runner.is_computed if batch.defers_sampling else batch.steps[0].ready:
+                return batch.num_unread > 1  # what it took tells when the steps behind it end
+            time.sleep(min(POLL_S, max(until - perf_counter(), 0.0)))
+        return not batch.num_unread  # a run without steps has nothing to read
 
     def _read(self) -> list[RequestUpdate]:
         """Reads the next step's tokens; returns the updates that follow from them."""
-        run = self._runs[0]
-        updates = self._read_step(run) if run.steps else []
-        if not run.left:
-            self._runs.popleft()
-            self._scheduler.landed()
-            kind, kv_tokens = run.decision.kind, sum(s.cached for s in run.rows.values())
-            self._policy.observe(kind.rows, kv_tokens, kind.drafts, run.seconds, run.outcomes)
-            self._forget(run.rows)
-            self.timings.note_kv(self._scheduler.running)
+        batch = self._batches[0]
+        updates = self._read_step(batch) if batch.steps else []
+        if not batch.num_unread:
+            self._batches.popleft()
+            self._scheduler.finish_batch()
+            kind, kv_tokens = batch.scheduler_output.kind, sum(s.num_kv_tokens for s in batch.rows.values())
+            self._policy.observe(kind.rows, kv_tokens, kind.drafts, batch.seconds, batch.outcomes)
+            self._forget(batch.rows)
+            self.timings.record_kv(self._scheduler.running)
         return updates
 
-    def _read_step(self, run: Run) -> list[RequestUpdate]:
-        in_chunk, step = run.in_chunk, run.steps.popleft()
-        run.in_chunk = False
+    def _read_step(self, batch: InFlightBatch) -> list[RequestUpdate]:
+        prefill_unread, step = batch.prefill_unread, batch.steps.popleft()
+        batch.prefill_unread = False
         tokens: dict[int, list[int]] = {}
         for slot, token in step.read():
             tokens.setdefault(slot, []).append(token)
         # A launch may have kept this host from reading them at once.
-        self._came = min(step.came, max(run.begin, self._came) + step.seconds)
-        updates = self._after_chunk(run, step) if in_chunk else []
+        self._read_at = min(step.read_at, max(batch.begin, self._read_at) + step.seconds)
+        updates = self._after_chunk(batch, step) if prefill_unread else []
         outcomes = []
-        for slot, drawn in tokens.items():
-            sequence = run.rows[slot]
+        for slot, new_tokens in tokens.items():
+            sequence = batch.rows[slot]
             if sequence.ended:
                 continue  # computed after its end, discarded
-            tried = min(self._tried(run, slot), sequence.remaining - 1)
-            outcomes.append(DraftOutcome(slot, tried, len(drawn) - 1))
+            verified = min(self._num_verified(batch, slot), sequence.remaining - 1)
+            outcomes.append(DraftOutcome(slot, verified, len(new_tokens) - 1))
             wanted = sequence.request.sampling.logprobs
             logprobs = () if wanted is None else (step.logprobs(slot, wanted),)
-            updates.append(self._record(sequence, slot, drawn, logprobs))
-        if not in_chunk:
-            run.seconds.append(step.busy_seconds)  # without a grammar's time, which would delay later decisions
-            kind = run.decision.kind
+            updates.append(self._record(sequence, slot, new_tokens, logprobs))
+        if not prefill_unread:
+            batch.seconds.append(step.busy_seconds)  # without a grammar's time, which would delay later decisions
+            kind = batch.scheduler_output.kind
             self.timings.step(step.seconds, kind.drafts, outcomes)
             self.timings.queries[kind.rows * (1 + kind.drafts)] += 1
-            run.outcomes += outcomes
+            batch.outcomes += outcomes
         return updates
 
-    def _after_chunk(self, run: Run, step: StepTokens) -> list[RequestUpdate]:
+    def _after_chunk(self, batch: InFlightBatch, step: StepTokens) -> list[RequestUpdate]:
         """Returns the updates after a prompt chunk: log-probabilities of prompts, and prefill progress."""
-        updates, prefill = [], run.decision.prefill
-        for slot, found in step.scored(prefill):
-            sequence = run.rows[slot]
-            most = sequence.request.sampling.prompt_logprobs
-            if not sequence.ended and most is not None:
-                part = PromptLogprobs(found.begin, found.ids[:, : 1 + most], found.values[:, : 1 + most])
-                updates.append(replace(sequence.update(), scored=part))
-        if not any(len(segment.scored) for segment in prefill):  # which take longer than those of others
-            self._times.observe(self._work(run.decision), step.seconds)
-        self._announce()
+        updates, prefill = [], batch.scheduler_output.prefill_chunks
+        for slot, found in step.prompt_logprobs(prefill):
+            sequence = batch.rows[slot]
+            top = sequence.request.sampling.prompt_logprobs
+            if not sequence.ended and top is not None:
+                part = PromptLogprobs(found.begin, found.ids[:, : 1 + top], found.values[:, : 1 + top])
+                updates.append(replace(sequence.update(), prompt_logprobs=part))
+        if not any(len(chunk.logprob_token_ids) for chunk in prefill):  # which take longer than those of others
+            self._times.observe(self._work(batch.scheduler_output), step.seconds)
+        self._predict_chunk_s()
         self.timings.prefill_s += step.seconds
         self.timings.prefill_tokens += sum(s.end - s.begin for s in prefill)
-        for segment in prefill:
-            sequence = run.rows[segment.slot]
-            if not sequence.drawn and not sequence.ended:
-                sequence.computed = segment.end
-                if not segment.last:  # else its first token says so
+        for chunk in prefill:
+            sequence = batch.rows[chunk.slot]
+            if not sequence.output_token_ids and not sequence.ended:
+                sequence.num_confirmed_tokens = chunk.end
+                if not chunk.last:  # else its first token says so
                     updates.append(sequence.update())
         return updates
 
-    def _record(self, s: Scheduled, slot: int, drawn: list[int], logprobs: tuple[Logprobs, ...]) -> RequestUpdate:
+    def _record(
+        self, s: RequestState, slot: int, new_tokens: list[int], logprobs: tuple[Logprobs, ...]
+    ) -> RequestUpdate:
         """Records a sequence's tokens up to its end; returns the update."""
         new, reason = list[int](), None
-        for token in drawn:
+        for token in new_tokens:
             self._scheduler.record_token(slot, token)
             new.append(token)
             reason = "stop" if token in s.ends else "length" if not s.remaining else None
@@ -370,28 +380,28 @@ class Engine:
                 break
         return s.update(tuple(new), reason, logprobs)
 
-    def _forget(self, rows: dict[int, Scheduled]) -> None:
+    def _forget(self, rows: dict[int, RequestState]) -> None:
         """Resets draft statistics of slots whose request ended."""
         for slot, sequence in rows.items():
             if sequence.ended:
                 self._policy.forget(slot)
 
-    def _tried(self, run: Run, slot: int) -> int:
+    def _num_verified(self, batch: InFlightBatch, slot: int) -> int:
         """Returns the number of drafts that each step of a run verifies for a slot."""
-        drafts = run.decision.kind.drafts
-        return min(drafts, run.limits[slot]) if slot < len(run.limits) else drafts
+        drafts = batch.scheduler_output.kind.drafts
+        return min(drafts, batch.draft_limits[slot]) if slot < len(batch.draft_limits) else drafts
 
-    def _work(self, decision: Decision) -> float:
+    def _work(self, scheduler_output: SchedulerOutput) -> float:
         """Returns the work of a decision's prompt chunk."""
-        return sum(self._times.work(s.begin, s.end) for s in decision.prefill)
+        return sum(self._times.work(s.begin, s.end) for s in scheduler_output.prefill_chunks)
 
-    def _chunk_s(self, decision: Decision) -> float:
+    def _chunk_s(self, scheduler_output: SchedulerOutput) -> float:
         """Predicts the seconds of a decision's prompt chunk; 0 if it has none or no chunk has run."""
-        return self._times.seconds(self._work(decision)) if decision.prefill else 0.0
+        return self._times.seconds(self._work(scheduler_output)) if scheduler_output.prefill_chunks else 0.0
 
-    def _announce(self, *launched: Decision) -> None:
+    def _predict_chunk_s(self, *launched: SchedulerOutput) -> None:
         """Updates the predicted time of the chunks under way: so long the engine may be silent and not hang."""
-        unread = (run.decision for run in self._runs if run.in_chunk)
+        unread = (batch.scheduler_output for batch in self._batches if batch.prefill_unread)
         self.timings.chunk_s = max(map(self._chunk_s, (*unread, *launched)), default=0.0)
 
     # ---- all ranks
@@ -404,9 +414,9 @@ class Engine:
             raise RuntimeError(
                 f"this engine is broken, make a new one over new communicators: it failed with {self._broken}"
             )
-        if self._calling:
+        if self._serving:
             raise RuntimeError("a call is under way on this engine: iterate it to its end, or close() it")
-        self._calling = True
+        self._serving = True
         self.timings, self._scheduler.preemptions = Timings(acceptance=Acceptance(self.runner.sizes.drafts)), 0
         try:
             yield
@@ -421,49 +431,51 @@ class Engine:
                 error.add_note(f"then the other ranks could not be told to end: {type(failed).__name__}: {failed}")
             raise
         finally:
-            self._calling = False
+            self._serving = False
             self.timings.count_kv(self.runner.placement)
 
     def _release(self) -> None:
         """Frees every slot on every rank and ends their loops; does nothing if the engine is broken."""
         if self._broken is not None or self.comm.rank > 0:
             return
-        with self._together():
-            if held := tuple(self._held):
+        with self._collective():
+            if slots := tuple(self._slots_in_use):
                 limits = (MAX_QUERIES,) * self.runner.sizes.slots if self.runner.sizes.drafts else ()
-                self._send(replace(Decision.nothing(held), draft_limits=limits))
+                self._send(replace(SchedulerOutput.empty(slots), draft_limits=limits))
                 self.runner.check()
             self.comm.broadcast_object(None)
 
-    def _send(self, decision: Decision) -> list[StepTokens]:
+    def _send(self, scheduler_output: SchedulerOutput) -> list[StepTokens]:
         """Sends a decision to all ranks, and launches rank 0's share of it."""
-        with self._together():
-            self._held = (self._held - {*decision.retire}) | {admission.slot for admission in decision.admit}
-            self.comm.broadcast_object(decision)
-            return self._execute(decision)
+        with self._collective():
+            self._slots_in_use = (self._slots_in_use - {*scheduler_output.released_slots}) | {
+                admission.slot for admission in scheduler_output.new_requests
+            }
+            self.comm.broadcast_object(scheduler_output)
+            return self._execute(scheduler_output)
 
-    def _execute(self, decision: Decision) -> list[StepTokens]:
+    def _execute(self, scheduler_output: SchedulerOutput) -> list[StepTokens]:
         layout = self.runner.layout
-        return self.runner.execute(decision.share(layout.dp_rank(self.comm.rank), layout.dp))
+        return self.runner.execute(scheduler_output.for_dp_rank(layout.dp_rank(self.comm.rank), layout.dp))
 
-    def _follow(self) -> None:
+    def _worker_loop(self) -> None:
         """Executes rank 0's decisions until it sends None; waits up to `timeout_s` for each."""
-        decision: Decision | None = None
+        scheduler_output: SchedulerOutput | None = None
         before: torch.cuda.Event | None = None
-        with self._together():
-            self.comm.limit_waits(self.timeout_s)
-            while (decision := self.comm.broadcast_object(decision)) is not None:
-                self._execute(decision)
+        with self._collective():
+            self.comm.set_control_timeout(self.timeout_s)
+            while (scheduler_output := self.comm.broadcast_object(scheduler_output)) is not None:
+                self._execute(scheduler_output)
                 if before is not None:
                     before.synchronize()  # launches no further ahead than rank 0
                 if self.comm.device.type == "cuda":
                     (before := torch.cuda.Event()).record()
                 self.runner.check(wait=False)
             self.runner.check()
-            self.comm.limit_waits(None)
+            self.comm.set_control_timeout(None)
 
     @contextmanager
-    def _together(self) -> Iterator[None]:
+    def _collective(self) -> Iterator[None]:
         """Marks the engine broken if a collective section raises: the other ranks wait in it and cannot go on."""
         try:
             yield
@@ -472,8 +484,8 @@ class Engine:
             raise
 
     @property
-    def _beat_s(self) -> float:
-        return self.timeout_s / BEATS
+    def _heartbeat_s(self) -> float:
+        return self.timeout_s / HEARTBEATS
 
 
 __all__ = ["Engine", "Request"]

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from helix.engine.decision import StepPlan
+from helix.engine.scheduler_output import StepPlan
 
 MEMORY = 32.0  # weight of earlier runs in the acceptance, in verified first drafts
 EVIDENCE = 4.0  # the same for trials after runs without drafts
@@ -47,8 +47,8 @@ class DraftOutcome:
     """
 
     slot: int
-    tried: int
-    kept: int
+    verified: int
+    accepted: int
 
 
 class Acceptance:
@@ -58,27 +58,27 @@ class Acceptance:
         tried, kept: counts by index of the draft.
     """
 
-    def __init__(self, places: int) -> None:
-        self.tried = [0.0] * places
-        self.kept = [0.0] * places
+    def __init__(self, num_drafts: int) -> None:
+        self.verified = [0.0] * num_drafts
+        self.accepted = [0.0] * num_drafts
 
     def add(self, outcome: DraftOutcome) -> None:
-        for place in range(min(outcome.kept + 1, outcome.tried)):
-            self.tried[place] += 1
-            self.kept[place] += place < outcome.kept
+        for index in range(min(outcome.accepted + 1, outcome.verified)):
+            self.verified[index] += 1
+            self.accepted[index] += index < outcome.accepted
 
-    def keep(self, share: float) -> None:
+    def decay(self, share: float) -> None:
         """Scales all counts by `share`, so that they weigh less than later ones."""
-        self.tried = [share * n for n in self.tried]
-        self.kept = [share * n for n in self.kept]
+        self.verified = [share * n for n in self.verified]
+        self.accepted = [share * n for n in self.accepted]
 
     def expected_tokens(self) -> list[float]:
         """Computes the expected tokens of a step with 0, 1, .. drafts; untried drafts count like the one before."""
-        rate, held, tokens = 0.0, 1.0, [1.0]  # the first draft counts as refused until it is tried
-        for tried, kept in zip(self.tried, self.kept, strict=True):
-            rate = (kept + rate) / (tried + 1)
-            held *= rate
-            tokens.append(tokens[-1] + held)
+        rate, probability, tokens = 0.0, 1.0, [1.0]  # the first draft counts as refused until it is tried
+        for verified, accepted in zip(self.verified, self.accepted, strict=True):
+            rate = (accepted + rate) / (verified + 1)
+            probability *= rate
+            tokens.append(tokens[-1] + probability)
         return tokens
 
 
@@ -96,15 +96,15 @@ class DraftPolicy:
         self._seconds: dict[int, dict[int, dict[int, float]]] = {}  # by rows, bucket of KV, drafts
         self._last_run: dict[tuple[int, int, int], int] = {}
         self._acceptance = Acceptance(max(sizes))
-        self._rows_keep: dict[int, float] = {}
+        self._row_accepted: dict[int, float] = {}
         self._bucket = 0  # of the KV at the last choice
-        self._sent: tuple[int, ...] = ()
-        self._without: Collection[int] = ()
+        self._sent_limits: tuple[int, ...] = ()
+        self._no_draft_slots: Collection[int] = ()
         self._clock = 0
         self._wait: float = TRIAL_STEPS
         self._in_use = 0  # the best number of drafts at the last choice, even if that was a trial
 
-    def pace(self, rows: int, kv_tokens: int, without: Collection[int] = ()) -> StepPlan:
+    def plan_steps(self, rows: int, kv_tokens: int, no_draft_slots: Collection[int] = ()) -> StepPlan:
         """Plans the next run of steps.
 
         Args:
@@ -112,7 +112,7 @@ class DraftPolicy:
             kv_tokens: tokens in the cache of all its sequences.
             without: slots of sequences that take no drafts.
         """
-        self._without = without
+        self._no_draft_slots = no_draft_slots
         self._bucket = kv_bucket(kv_tokens)
         if not self._observed(rows, self._bucket):  # prices of other batches say little of this one's
             self._wait = min(self._wait, WAIT[0])
@@ -124,7 +124,7 @@ class DraftPolicy:
         is_trial = len(self.sizes) > 1 and self._wait <= 0
         if is_trial:
             self._wait = WAIT[0]  # until this trial has ended, which says how long it is
-            drafts = self._tried(rows, best)
+            drafts = self._trial_drafts(rows, best)
         is_new = len(self.sizes) > 1 and drafts not in ran
         return StepPlan(
             drafts,
@@ -134,7 +134,7 @@ class DraftPolicy:
             self.seconds(rows, drafts),
         )
 
-    def _tried(self, rows: int, best: int) -> int:
+    def _trial_drafts(self, rows: int, best: int) -> int:
         """Returns the number of drafts to try: the next on the way to `best`, an estimate, else the oldest price."""
         ran, at = self._observed(rows, self._bucket), self.sizes.index(self._in_use)
         way = self.sizes[at:] if best > self._in_use else self.sizes[at::-1]
@@ -149,15 +149,15 @@ class DraftPolicy:
 
     def limit(self, slot: int) -> int:
         """Returns the most drafts to verify for a slot: a multiple of those that its sequence lately kept."""
-        if slot in self._without:
+        if slot in self._no_draft_slots:
             return 0
-        most = self.sizes[-1]
-        wanted = ROW_MARGIN * self._rows_keep.get(slot, float(most)) + 1
-        return most if len(self.sizes) == 1 else next((n for n in self.sizes if n >= wanted), most)
+        max_drafts = self.sizes[-1]
+        wanted = ROW_MARGIN * self._row_accepted.get(slot, float(max_drafts)) + 1
+        return max_drafts if len(self.sizes) == 1 else next((n for n in self.sizes if n >= wanted), max_drafts)
 
     def forget(self, slot: int) -> None:
         """Resets the statistics of a slot whose sequence ended."""
-        self._rows_keep.pop(slot, None)
+        self._row_accepted.pop(slot, None)
 
     def observe(
         self, rows: int, kv_tokens: int, drafts: int, seconds: Sequence[float], outcomes: Sequence[DraftOutcome]
@@ -165,7 +165,7 @@ class DraftPolicy:
         """Records a run of steps that has ended.
 
         Args:
-            rows, kv_tokens: see `pace`.
+            rows, kv_tokens: see `plan_steps`.
             seconds: seconds of each step.
             outcomes: outcome of each sequence in each step, without those that had ended.
         """
@@ -178,12 +178,12 @@ class DraftPolicy:
         self._last_run[key] = self._clock
         typical = median(seconds)
         before = observed.get(drafts, typical)
-        kept = SECONDS_MEMORY ** (len(seconds) + age)
-        observed[drafts] = kept * before + (1 - kept) * min(typical, OUTLIER * before)
+        weight = SECONDS_MEMORY ** (len(seconds) + age)
+        observed[drafts] = weight * before + (1 - weight) * min(typical, OUTLIER * before)
         if drafts == self._in_use:
             self._wait -= len(seconds)
         else:
-            tokens = len(seconds) * sum(1 + o.kept for o in outcomes) / len(outcomes)
+            tokens = len(seconds) * sum(1 + o.accepted for o in outcomes) / len(outcomes)
             spent = min(sum(seconds), OUTLIER * typical * len(seconds))
             lost_steps = (spent * rate - tokens) / self._acceptance.expected_tokens()[self._in_use]
             self._wait = min(max(lost_steps / TRIAL_SHARE, WAIT[0]), WAIT[1])
@@ -192,12 +192,12 @@ class DraftPolicy:
 
     def _learn(self, outcomes: Sequence[DraftOutcome]) -> None:
         memory = EVIDENCE if self._in_use == 0 else MEMORY
-        self._acceptance.keep(min(1.0, memory / max(self._acceptance.tried[0], memory)))
+        self._acceptance.decay(min(1.0, memory / max(self._acceptance.verified[0], memory)))
         for outcome in outcomes:
             self._acceptance.add(outcome)
-            before = self._rows_keep.get(outcome.slot, float(self.sizes[-1]))
-            shown = outcome.kept if outcome.kept < outcome.tried else max(outcome.kept, before)
-            self._rows_keep[outcome.slot] = before + ROW_GAIN * (shown - before)
+            before = self._row_accepted.get(outcome.slot, float(self.sizes[-1]))
+            estimate = outcome.accepted if outcome.accepted < outcome.verified else max(outcome.accepted, before)
+            self._row_accepted[outcome.slot] = before + ROW_GAIN * (estimate - before)
 
     def _rate_in_use(self, rows: int) -> float:
         return self._acceptance.expected_tokens()[self._in_use] / self._step_seconds(rows, self._in_use)
@@ -217,10 +217,10 @@ class DraftPolicy:
         buckets = self._seconds.get(rows, {})
         nearest = sorted(buckets.keys() - {self._bucket}, key=lambda bucket: abs(bucket - self._bucket))
         timed = {n: self._timed[rows, n] for n in self.sizes if (rows, n) in self._timed}
-        for known in (*(buckets[bucket] for bucket in nearest), timed):
-            if drafts in known:
-                ratios = [s / known[n] for n, s in seen.items() if n in known]
-                return known[drafts] * (sum(ratios) / len(ratios) if ratios else 1.0)
+        for measured in (*(buckets[bucket] for bucket in nearest), timed):
+            if drafts in measured:
+                ratios = [s / measured[n] for n, s in seen.items() if n in measured]
+                return measured[drafts] * (sum(ratios) / len(ratios) if ratios else 1.0)
         if not seen:
             return 1.0
         few, many = min(seen), max(seen)
@@ -230,8 +230,8 @@ class DraftPolicy:
     def _new_limits(self, rows: int, drafts: int) -> tuple[int, ...]:
         """Returns the draft limits of slots [0, rows) if they differ from those last sent to the ranks, else ()."""
         limits = tuple(self.limit(slot) for slot in range(rows))
-        unlimited = len(self.sizes) == 1 and not self._without and not self._sent
-        if drafts == 0 or unlimited or limits == self._sent:
+        unlimited = len(self.sizes) == 1 and not self._no_draft_slots and not self._sent_limits
+        if drafts == 0 or unlimited or limits == self._sent_limits:
             return ()
-        self._sent = limits
+        self._sent_limits = limits
         return limits

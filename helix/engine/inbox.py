@@ -48,7 +48,7 @@ class Inbox:
             self._closed = True
             self._changed.notify()
 
-    def take(self) -> list[Request | Abort]:
+    def drain(self) -> list[Request | Abort]:
         """Returns everything queued since the last call, in order."""
         with self._changed:
             items = list(self._items)

@@ -1,7 +1,7 @@
 """Pages as rank 0 allocates them: a number means a page on every rank of the layout, so one count decides admission.
 
 A sequence has one table of pages. Column i is the i-th page of the sequence's local tokens on each kvp rank; ranks that
-store fewer of its tokens leave the last columns empty. `helix.placement.Stripes` computes the columns.
+store fewer of its tokens leave the last columns empty. `helix.kv_placement.Stripes` computes the columns.
 """
 
 from __future__ import annotations
@@ -24,69 +24,71 @@ class PagePool:
 
     def __init__(self, pages: int) -> None:
         self.pages = self.free = pages
-        self.cached = 0
+        self.evictable = 0
         self._stack = np.arange(pages - 1, -1, -1, dtype=np.int32)  # the first `free` entries are free; a stack
-        self._users = np.zeros(pages, dtype=np.int32)
-        self._kept = np.zeros(pages, dtype=bool)
+        self._ref_counts = np.zeros(pages, dtype=np.int32)
+        self._cached = np.zeros(pages, dtype=bool)
 
     @property
-    def room(self) -> int:
+    def available(self) -> int:
         """Number of pages that are free or can be freed at once."""
-        return self.free + self.cached
+        return self.free + self.evictable
 
     @property
     def used(self) -> int:
-        return self.pages - self.free - self.cached
+        return self.pages - self.free - self.evictable
 
-    def users(self, page: int) -> int:
+    def ref_count(self, page: int) -> int:
         """Returns the number of sequences that use a page."""
-        return int(self._users[page])
+        return int(self._ref_counts[page])
 
-    def idle(self, pages: np.ndarray) -> int:
+    def count_unused(self, pages: np.ndarray) -> int:
         """Counts those of these pages that no sequence uses."""
-        return len(pages) - int(np.count_nonzero(self._users[pages]))
+        return len(pages) - int(np.count_nonzero(self._ref_counts[pages]))
 
-    def shared(self, pages: np.ndarray) -> int:
+    def count_shared(self, pages: np.ndarray) -> int:
         """Counts those of these pages that several sequences use."""
-        return int(np.count_nonzero(self._users[pages] > 1))
+        return int(np.count_nonzero(self._ref_counts[pages] > 1))
 
-    def take(self, count: int) -> np.ndarray:
+    def allocate(self, count: int) -> np.ndarray:
         """Allocates pages [count] int32 for a sequence, their only user."""
         assert 0 <= count <= self.free, f"{count} pages wanted, {self.free} free: admission let too much in"
         pages = self._stack[self.free - count : self.free][::-1].copy()
         self.free -= count
-        assert not self._users[pages].any() and not self._kept[pages].any(), "a page was free and in use"
-        self._users[pages] = 1
+        assert not self._ref_counts[pages].any() and not self._cached[pages].any(), "a page was free and in use"
+        self._ref_counts[pages] = 1
         return pages
 
     def share(self, pages: np.ndarray) -> None:
         """Adds a user to each page; none is free, and none occurs twice."""
-        users = self._users[pages]
-        assert (self._kept[pages] | (users > 0)).all(), "a free page was shared"
-        self.cached -= len(pages) - int(np.count_nonzero(users))
-        self._users[pages] = users + 1
+        users = self._ref_counts[pages]
+        assert (self._cached[pages] | (users > 0)).all(), "a free page was shared"
+        self.evictable -= len(pages) - int(np.count_nonzero(users))
+        self._ref_counts[pages] = users + 1
 
     def release(self, pages: np.ndarray) -> None:
         """Removes a user from each page; pages without users become cached if they are kept, else free."""
-        users = self._users[pages] - 1
+        users = self._ref_counts[pages] - 1
         assert (users >= 0).all(), "a page was released by more than its users"
-        self._users[pages] = users
+        self._ref_counts[pages] = users
         idle = pages[users == 0]
-        kept = self._kept[idle]
-        self.cached += int(np.count_nonzero(kept))
-        self._push(idle[~kept])
+        cached = self._cached[idle]
+        self.evictable += int(np.count_nonzero(cached))
+        self._push(idle[~cached])
 
-    def keep(self, pages: np.ndarray) -> None:
+    def mark_cached(self, pages: np.ndarray) -> None:
         """Marks used pages as kept, so that they outlive their users."""
-        assert (self._users[pages] > 0).all() and not self._kept[pages].any(), "a page to keep is kept, or nobody's"
-        self._kept[pages] = True
+        assert (self._ref_counts[pages] > 0).all() and not self._cached[pages].any(), (
+            "a page to keep is kept, or nobody's"
+        )
+        self._cached[pages] = True
 
-    def drop(self, pages: np.ndarray) -> None:
+    def unmark_cached(self, pages: np.ndarray) -> None:
         """Removes the mark of kept pages; those without users become free."""
-        assert self._kept[pages].all(), "a page was dropped that was not kept"
-        self._kept[pages] = False
-        idle = pages[self._users[pages] == 0]
-        self.cached -= len(idle)
+        assert self._cached[pages].all(), "a page was dropped that was not kept"
+        self._cached[pages] = False
+        idle = pages[self._ref_counts[pages] == 0]
+        self.evictable -= len(idle)
         self._push(idle)
 
     def _push(self, pages: np.ndarray) -> None:

@@ -44,9 +44,9 @@ class PrefillTime:
 
     def observe(self, work: float, seconds: float) -> None:
         """Records a chunk that has run; one slower than before counts half, since it may have waited."""
-        recent, taken = self._recent[0] + work, self._recent[1] + seconds
-        share = min(1.0, RECENT_S / taken) if taken else 1.0
-        self._recent = recent * share, taken * share
+        recent, elapsed = self._recent[0] + work, self._recent[1] + seconds
+        share = min(1.0, RECENT_S / elapsed) if elapsed else 1.0
+        self._recent = recent * share, elapsed * share
         size = int(work).bit_length()
         before = self._seen.get(size, (work, seconds))
         if seconds * before[0] <= before[1] * work:
@@ -60,7 +60,7 @@ class PrefillTime:
         sizes, times = self._line()
         return float(np.interp(work, sizes, times)) * max(work / sizes[-1], 1.0)
 
-    def within(self, seconds: float) -> float:
+    def max_work(self, seconds: float) -> float:
         """Predicts the most work of a chunk that takes `seconds`; 0 if none has run.
 
         If even the smallest chunk that has run takes longer, its work is scaled down in proportion.
@@ -75,14 +75,14 @@ class PrefillTime:
         after = int(np.searchsorted(times, seconds, side="right"))
         return float(np.interp(seconds, times[after - 1 : after + 1], sizes[after - 1 : after + 1]))
 
-    def longest(self, seconds: float) -> float:
+    def max_idle_work(self, seconds: float) -> float:
         """Predicts the most work of a chunk that takes `seconds` while nothing decodes; 0 if none has run.
 
-        That is what `within` or the rate of recent chunks allows: after one slow chunk, `within` alone would keep all
-        later ones shorter than that and never see that its size is fast again.
+        That is what `max_work` or the rate of recent chunks allows: after one slow chunk, `max_work` alone would keep
+        all later ones shorter than that and never see that its size is fast again.
         """
-        work, taken = self._recent
-        return max(self.within(seconds), work * seconds / taken) if taken else 0.0
+        work, elapsed = self._recent
+        return max(self.max_work(seconds), work * seconds / elapsed) if elapsed else 0.0
 
     def _line(self) -> tuple[list[float], list[float]]:
         """Returns work and seconds of chunks that have run, both ascending: more work never takes less time."""
@@ -96,5 +96,5 @@ def doubling_depth(spec: DecoderSpec) -> float:
     A layer with a sliding window costs the same at any depth; infinite if all layers have one.
     """
     weights = sum(layer.mixer.weights + layer.ffn.multiplications(spec.hidden) for layer in spec.layers)
-    of_key = sum(spec.layers[index].mixer.multiplications for index in spec.full)
-    return weights / of_key if of_key else math.inf
+    per_key = sum(spec.layers[index].mixer.multiplications for index in spec.full)
+    return weights / per_key if per_key else math.inf

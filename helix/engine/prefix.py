@@ -1,8 +1,8 @@
 """Prefix cache: a tree of token prefixes over the pages, on rank 0's host alone.
 
-Whole stripes (`helix.placement`) are shared: sequences with an equal prefix have the same page numbers in their tables.
-The rest, a part of a stripe, must be copied, page by page on every rank, because the new owner appends after it. So a
-hit counts in tokens. Example: stripes of 8 tokens; 21 tokens are cached, and a prompt begins with 19 of them:
+Whole stripes (`helix.kv_placement`) are shared: sequences with an equal prefix have the same page numbers in their
+tables. The rest, a part of a stripe, must be copied, page by page on every rank, because the new owner appends after
+it. So a hit counts in tokens. Example: stripes of 8 tokens; 21 tokens are cached, and a prompt begins with 19 of them:
 
     cached     [ 0 .. 7 ] [ 8 .. 15 ] [ 16 .. 20 )
     prompt     [ shared ] [ shared  ] [ 3 copied ) computed from token 19 on
@@ -28,7 +28,7 @@ from operator import attrgetter
 import numpy as np
 
 from helix.engine.pages import PagePool
-from helix.placement import NO_PAGES, Stripes
+from helix.kv_placement import NO_PAGES, Stripes
 
 HEAD = attrgetter("head")
 
@@ -65,7 +65,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Hit:
+class PrefixHit:
     """Prefix hit of a prompt.
 
     Attributes:
@@ -96,35 +96,39 @@ class PrefixTree:
             all start on one rank.
     """
 
-    def __init__(self, pool: PagePool, stripes: Stripes, cost: Callable[[int], float], least: int = 16) -> None:
+    def __init__(
+        self, pool: PagePool, stripes: Stripes, cost: Callable[[int], float], min_copied_tokens: int = 16
+    ) -> None:
         self.pool = pool
         self.stripes = stripes
         self._kvp, self._tokens, self._pages = stripes.layout.kvp, stripes.tokens, stripes.pages
         self._cost = cost
-        self._least = least
-        self._held = np.empty((pool.pages, stripes.page_tokens), dtype=np.int32)  # tokens, by page of their stripe
+        self._min_copied_tokens = min_copied_tokens
+        self._stored_ids = np.empty(
+            (pool.pages, stripes.page_tokens), dtype=np.int32
+        )  # tokens, by page of their stripe
         self._roots: dict[tuple[Hashable, int], Node] = {}
         self._queue: list[tuple[float, int, int, Node]] = []  # a heap of leaves
         self._pushed = 0
         self._freed = 0.0  # value of the last freed node
         self._ticks = 0
 
-    def match(self, tokens: np.ndarray, salt: Hashable = None) -> Hit:
+    def match(self, tokens: np.ndarray, cache_salt: Hashable = None) -> PrefixHit:
         """Finds the longest prefix hit of a prompt, int32 [n], over all starts; changes nothing."""
         assert tokens.dtype == np.int32, f"tokens of {tokens.dtype}: nothing would be found"
-        best, prompt = Hit(), tokens[:-1]
+        best, prompt = PrefixHit(), tokens[:-1]
         for start in range(self._kvp):
-            root = self._roots.get((salt, start))
+            root = self._roots.get((cache_salt, start))
             if root is None:
                 continue
             node, at = self.follow(root, prompt, 0)
             near = [node] if at < node.end else self._neighbours(node, prompt[at : at + self._tokens])
             copies = [(self._common(other, at, prompt), other) for other in near]
             copied, source = max(copies, key=lambda copy: copy[0], default=(0, None))
-            if copied < max(self._least, 1):
+            if copied < max(self._min_copied_tokens, 1):
                 copied, source = 0, None
             if at + copied > best.tokens:
-                best = Hit(start, at, copied, node, source)
+                best = PrefixHit(start, at, copied, node, source)
         return best
 
     # ---- the way down
@@ -133,10 +137,10 @@ class PrefixTree:
         """Descends from `node`, which ends at token `at`, along whole stripes of `tokens`; returns node and token."""
         while at + self._tokens <= len(tokens):
             head = tokens[at : at + self._tokens].tobytes()
-            place = self._place(node, head)
-            if place == len(node.children) or node.children[place].head != head:
+            index = self._child_index(node, head)
+            if index == len(node.children) or node.children[index].head != head:
                 break
-            node = node.children[place]
+            node = node.children[index]
             at += self._equal(node, tokens[at:])
             if at < node.end:
                 break
@@ -144,12 +148,12 @@ class PrefixTree:
 
     def _equal(self, node: Node, tokens: np.ndarray) -> int:
         """Counts equal tokens in whole stripes, the first of which is equal; reads few tokens beyond."""
-        most = min(node.tokens, len(tokens) // self._tokens * self._tokens)
+        limit = min(node.tokens, len(tokens) // self._tokens * self._tokens)
         done, size = self._tokens, 8 * self._tokens
-        while done < most:
-            size = min(size, most - done)
-            known = self._held[node.pages[self.stripes.columns(done, done + size)]]
-            same = (known == tokens[done : done + size].reshape(known.shape)).all(axis=1)
+        while done < limit:
+            size = min(size, limit - done)
+            stored = self._stored_ids[node.pages[self.stripes.columns(done, done + size)]]
+            same = (stored == tokens[done : done + size].reshape(stored.shape)).all(axis=1)
             if not same.all():
                 return done + int(same.argmin()) // self._pages * self._tokens
             done += size
@@ -158,31 +162,31 @@ class PrefixTree:
 
     def _common(self, node: Node, at: int, tokens: np.ndarray) -> int:
         """Counts the tokens after the first `at` that equal those of `node`'s stripe at that position."""
-        known = self._stripe(node, at - node.depth)
-        rest = tokens[at : at + len(known)]
-        differ = np.flatnonzero(known[: len(rest)] != rest)
+        stored = self._stripe(node, at - node.depth)
+        rest = tokens[at : at + len(stored)]
+        differ = np.flatnonzero(stored[: len(rest)] != rest)
         return int(differ[0]) if len(differ) else len(rest)
 
     def _neighbours(self, node: Node, tokens: np.ndarray) -> list[Node]:
         """Returns the children sorted before and after these tokens: no other child has a longer common prefix."""
-        place = self._place(node, tokens.tobytes())
-        return node.children[max(place - 1, 0) : place + 1]
+        index = self._child_index(node, tokens.tobytes())
+        return node.children[max(index - 1, 0) : index + 1]
 
-    def _place(self, node: Node, head: bytes) -> int:
+    def _child_index(self, node: Node, head: bytes) -> int:
         return bisect_left(node.children, head, key=HEAD)
 
     def _stripe(self, node: Node, begin: int) -> np.ndarray:
         """Returns the tokens of the stripe or tail that begins `begin` tokens into a node."""
         pages = node.pages[self.stripes.columns(begin, begin + self._tokens)]
-        return self._held[pages].ravel()[: node.tokens - begin]
+        return self._stored_ids[pages].ravel()[: node.tokens - begin]
 
     # ---- what is in the tree
 
-    def root(self, salt: Hashable, start: int) -> Node:
+    def root(self, cache_salt: Hashable, start: int) -> Node:
         """Returns the root of a salt and a start; it is in the tree while it has children."""
-        return self._roots.get((salt, start)) or Node(None, root=(salt, start))
+        return self._roots.get((cache_salt, start)) or Node(None, root=(cache_salt, start))
 
-    def pages_of(self, hit: Hit) -> tuple[np.ndarray, np.ndarray]:
+    def pages_of(self, hit: PrefixHit) -> tuple[np.ndarray, np.ndarray]:
         """Returns the shared pages of a hit, and the pages to copy."""
         shared, source = NO_PAGES, NO_PAGES
         if hit.node is not None:
@@ -195,43 +199,43 @@ class PrefixTree:
     def add(self, parent: Node, tokens: np.ndarray, pages: np.ndarray) -> Node:
         """Adds new tokens after `parent`, whole stripes or a tail; returns the node that ends with them."""
         assert tokens.dtype == np.int32, f"tokens of {tokens.dtype}: nothing would be found"
-        self.pool.keep(pages)
+        self.pool.mark_cached(pages)
         rows = np.zeros((len(pages), self.stripes.page_tokens), dtype=np.int32)
         rows.ravel()[: len(tokens)] = tokens
-        self._held[pages] = rows
+        self._stored_ids[pages] = rows
         head = tokens[: self._tokens].tobytes()
-        place = self._place(parent, head)
-        tail = parent.children[place - 1] if place else None
+        index = self._child_index(parent, head)
+        tail = parent.children[index - 1] if index else None
         if tail is not None and head.startswith(tail.head):  # the new tokens include the tail's
-            self.pool.drop(tail.pages)
-            tail.pages, place = NO_PAGES, place - 1
-            del parent.children[place]
+            self.pool.unmark_cached(tail.pages)
+            tail.pages, index = NO_PAGES, index - 1
+            del parent.children[index]
         whole = len(tokens) >= self._tokens
-        if whole and parent.parent is not None and not parent.children and self.pool.users(parent.pages[-1]) == 1:
+        if whole and parent.parent is not None and not parent.children and self.pool.ref_count(parent.pages[-1]) == 1:
             parent.pages = np.concatenate((parent.pages, pages))  # no other sequence ends there
             parent.tokens += len(tokens)
             return parent
         if parent.root is not None:
             self._roots[parent.root] = parent
         node = Node(parent, head, parent.end, len(tokens), pages)
-        parent.children.insert(place, node)
+        parent.children.insert(index, node)
         return node
 
     def add_tail(self, parent: Node, tokens: np.ndarray, pages: np.ndarray) -> None:
         """Adds a part of a stripe after `parent`, unless a child begins with the same tokens."""
         head = tokens.tobytes()
-        place = self._place(parent, head)
-        if not any(child.head.startswith(head) for child in parent.children[place : place + 1]):
+        index = self._child_index(parent, head)
+        if not any(child.head.startswith(head) for child in parent.children[index : index + 1]):
             self.touch(self.add(parent, tokens, pages))
 
-    def ending(self, node: Node, at: int) -> Node:
+    def split_at(self, node: Node, at: int) -> Node:
         """Returns the node that ends at `at`: `node`, or a new parent split off it, which has its first tokens."""
         if at == node.end:
             return node
         assert node.parent is not None and node.depth < at < node.end
         cut = self.stripes.columns(0, at - node.depth).stop
         upper = Node(node.parent, node.head, node.depth, at - node.depth, node.pages[:cut], [node])
-        node.parent.children[self._place(node.parent, node.head)] = upper
+        node.parent.children[self._child_index(node.parent, node.head)] = upper
         node.parent, node.depth, node.tokens, node.pages = upper, at, node.end - at, node.pages[cut:]
         node.head = self._stripe(node, 0).tobytes()
         return upper
@@ -240,20 +244,20 @@ class PrefixTree:
 
     def evict(self, count: int) -> None:
         """Frees cached pages until `count` are free."""
-        assert count <= self.pool.room, f"{count} pages wanted, {self.pool.room} can be had"
-        gone, lacking = [NO_PAGES], count - self.pool.free
-        while lacking > 0:
+        assert count <= self.pool.available, f"{count} pages wanted, {self.pool.available} can be had"
+        evicted, missing = [NO_PAGES], count - self.pool.free
+        while missing > 0:
             worth, tick, _, node = heappop(self._queue)
             node.queued = False
-            if node.children or not len(node.pages) or self.pool.users(node.pages[-1]):
+            if node.children or not len(node.pages) or self.pool.ref_count(node.pages[-1]):
                 continue  # queued again once it can be freed
             if (worth, tick) == self._worth(node):
                 self._freed = max(self._freed, worth)
-                gone.append(self._cut(node, lacking))
-                lacking -= self.pool.idle(gone[-1])  # a page to be copied still has a user
+                evicted.append(self._cut(node, missing))
+                missing -= self.pool.count_unused(evicted[-1])  # a page to be copied still has a user
             else:
                 self.queue_up(node)
-        self.pool.drop(np.concatenate(gone))
+        self.pool.unmark_cached(np.concatenate(evicted))
 
     def touch(self, node: Node) -> None:
         """Marks a node as used now."""
@@ -276,17 +280,17 @@ class PrefixTree:
         parent = node.parent
         assert parent is not None
         left = max(len(node.pages) - -(-count // self._pages) * self._pages, 0)
-        gone = node.pages[left:]
+        evicted = node.pages[left:]
         if left:
             node.pages, node.tokens = node.pages[:left], left // self._pages * self._tokens
             self.queue_up(node)
         else:
-            del parent.children[self._place(parent, node.head)]
+            del parent.children[self._child_index(parent, node.head)]
             node.pages = NO_PAGES
             self.queue_up(parent)  # its value is lower than its child's, so it is freed next
             if parent.root is not None and not parent.children:
                 del self._roots[parent.root]
-        return gone
+        return evicted
 
 
 def path(node: Node | None, until: Node | None = None) -> Iterator[Node]:

@@ -15,10 +15,10 @@ from helix.sampling_params import SamplingParams
 class Grammar(Protocol):
     """Grammar that an answer must follow, token by token; one per request, on rank 0."""
 
-    def allowed(self) -> np.ndarray:
+    def token_bitmask(self) -> np.ndarray:
         """Returns the mask of the allowed next tokens, a bit per token, lowest first, int32 [W]; never empty."""
 
-    def take(self, token: int) -> None:
+    def accept_token(self, token: int) -> None:
         """Advances the grammar by the drawn token."""
 
 
@@ -43,8 +43,8 @@ class Request:
     max_tokens: int
     sampling: SamplingParams = field(default_factory=SamplingParams)
     priority: int = 0
-    salt: Hashable = None
-    drawn: int = 0
+    cache_salt: Hashable = None
+    num_prior_output_tokens: int = 0
     grammar: str | None = None
     matcher: Grammar | None = None
 
@@ -62,7 +62,7 @@ class Request:
     @property
     def prefix_salt(self) -> Hashable:
         """Equal for requests that share cached prefixes; scores of a prompt need the logits of all of its tokens."""
-        return self.salt if self.sampling.prompt_logprobs is None else (self.salt, self.id)
+        return self.cache_salt if self.sampling.prompt_logprobs is None else (self.cache_salt, self.id)
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Logprobs:
         best: (token id, log-probability) of the most likely tokens, best first.
     """
 
-    drawn: float
+    sampled: float
     best: tuple[tuple[int, float], ...]
 
 
@@ -101,20 +101,20 @@ class RequestUpdate:
         prompt_tokens: tokens of the prompt.
         cached_tokens: prompt tokens found in the cache at admission.
         prefilled: prompt tokens in the cache now.
-        new_ids: tokens drawn since the last update, the EOS token included.
-        finish_reason: None while it runs, then `stop` (an end token, the last of `new_ids`), `length`, `abort` or
+        new_token_ids: tokens drawn since the last update, the EOS token included.
+        finish_reason: None while it runs, then `stop` (an end token, the last of `new_token_ids`), `length`, `abort` or
             `error`.
         reason: the cause of an `error`.
-        logprobs: those of `new_ids`, if requested.
+        logprobs: those of `new_token_ids`, if requested.
         scored: tokens of the prompt with their log-probabilities, if requested; positions may come again.
     """
 
     id: str | int
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    prefilled: int = 0
-    new_ids: tuple[int, ...] = ()
+    num_computed_tokens: int = 0
+    new_token_ids: tuple[int, ...] = ()
     finish_reason: str | None = None
     reason: str | None = None
     logprobs: tuple[Logprobs, ...] = ()
-    scored: PromptLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | None = None

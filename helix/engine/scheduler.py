@@ -1,6 +1,6 @@
 """Scheduler, on rank 0's host alone: chooses which requests are admitted, what is prefilled, and how long decode runs.
 
-Pure bookkeeping: a `Decision` is all that the ranks need to act alike. They execute decisions in order, on
+Pure bookkeeping: a `SchedulerOutput` is all that the ranks need to act alike. They execute decisions in order, on
 one stream, and each in the order of its fields: retire, write tables, admit and copy, prefill, decode.
 
 So the next decision may be made, and launched, while the previous one is still computed. A sequence whose tokens are
@@ -22,24 +22,26 @@ import numpy as np
 
 from helix.config import ScheduleConfig
 from helix.engine.block_tables import BlockTable, BlockTables
-from helix.engine.decision import Admission, Decision, Segment, StepPlan
 from helix.engine.prefill_time import PrefillTime
 from helix.engine.request import Request
-from helix.engine.scheduled import Scheduled, TableChange, UnreadTokens
-from helix.worker.graph_keys import StepKind
+from helix.engine.request_state import PendingTableUpdate, PendingTokens, RequestState
+from helix.engine.scheduler_output import NewRequest, PrefillChunk, SchedulerOutput, StepPlan
+from helix.worker.graph_keys import DecodeGraphKey
 from helix.worker.model_runner import ModelRunner
 
-LEAST_CHUNK = 32  # tokens: a shorter chunk costs as much
-LONGEST_S = 2.0  # of a chunk, even if nothing decodes: an abort is seen and a new request is admitted after it
+MIN_CHUNK = 32  # tokens: a shorter chunk costs as much
+MAX_CHUNK_S = 2.0  # of a chunk, even if nothing decodes: an abort is seen and a new request is admitted after it
 UNTIMED_WORK = 512.0  # of the first chunk, whose time cannot be predicted
 LOOK_AHEAD = 32  # waiting requests that one decision considers for each home: the device may be idle meanwhile
 UNTIMED_STEPS = 2  # most steps of a run of unknown duration: new requests wait for all of them
-SALTS = (1 << 39) - 1  # an admission's salt is so many bits of its request's, by a hash that differs in each process
+SALT_MASK = (
+    1 << 39
+) - 1  # an admission's salt is so many bits of its request's, by a hash that differs in each process
 RETRY_S = 1.0  # interval after which a request that did not fit is tried again: its prefix may be cached by then
 
 
 @dataclass(frozen=True)
-class Bounds:
+class Limits:
     """Bounds of prompts beside decode steps.
 
     Attributes:
@@ -52,44 +54,47 @@ class Bounds:
 
 
 GOALS = {  # bounds while prompts hardly wait, and those while they wait for long
-    "latency": (Bounds(25.0, 0.5), Bounds(25.0, 0.5)),
-    "balance": (Bounds(50.0, 0.25), Bounds(400.0, 0.0)),
-    "throughput": (Bounds(400.0, 0.0), Bounds(1000.0, 0.0)),
+    "latency": (Limits(25.0, 0.5), Limits(25.0, 0.5)),
+    "balance": (Limits(50.0, 0.25), Limits(400.0, 0.0)),
+    "throughput": (Limits(400.0, 0.0), Limits(1000.0, 0.0)),
 }
 
 
-class Goal:
+class SchedulePolicy:
     """Bounds of chunks, by the time for which prompts wait.
 
-    `schedule.stall_ms` and `schedule.decode_share` replace those of `schedule.goal`.
+    `schedule.max_prefill_stall_ms` and `schedule.decode_share` replace those of `schedule.goal`.
     """
 
     def __init__(self, schedule: ScheduleConfig) -> None:
-        self.least, self.most = (
-            Bounds(
-                of_goal.stall_ms if schedule.stall_ms is None else schedule.stall_ms,
-                of_goal.decode_share if schedule.decode_share is None else schedule.decode_share,
+        self.tight, self.loose = (
+            Limits(
+                preset.stall_ms if schedule.max_prefill_stall_ms is None else schedule.max_prefill_stall_ms,
+                preset.decode_share if schedule.decode_share is None else schedule.decode_share,
             )
-            for of_goal in GOALS[schedule.goal]
+            for preset in GOALS[schedule.goal]
         )
 
-    def stall_s(self, waiting_s: float) -> float:
+    def max_prefill_stall_s(self, waiting_s: float) -> float:
         """Returns the most seconds of chunks between two steps while other prompts wait for `waiting_s` seconds."""
-        return min(max(self.least.stall_ms / 1e3, waiting_s), self.most.stall_ms / 1e3)
+        return min(max(self.tight.stall_ms / 1e3, waiting_s), self.loose.stall_ms / 1e3)
 
-    def owed_s(self, seconds: float, stall_s: float) -> float:
-        """Returns the seconds of decode steps after a chunk, which fall to none as the bound `stall_s` widens."""
-        least, most = self.least, self.most
-        wide = (1e3 * stall_s - least.stall_ms) / max(most.stall_ms - least.stall_ms, 1.0)
-        share = least.decode_share + wide * (most.decode_share - least.decode_share)
-        return share / (1 - share) * min(seconds, least.stall_ms / 1e3)
+    def decode_debt_s(self, seconds: float, max_prefill_stall_s: float) -> float:
+        """Returns the seconds of decode steps after a chunk, which fall to none as the bound `max_prefill_stall_s`
+        widens.
+        """
+        tight, loose = self.tight, self.loose
+        wide = (1e3 * max_prefill_stall_s - tight.stall_ms) / max(loose.stall_ms - tight.stall_ms, 1.0)
+        share = tight.decode_share + wide * (loose.decode_share - tight.decode_share)
+        return share / (1 - share) * min(seconds, tight.stall_ms / 1e3)
 
 
 class Scheduler:
     """Scheduler of all ranks. No cost grows with the context, except numpy passes over matched tokens.
 
-    The engine calls `decide` and launches the decision; it may do so again before the decision has run. Then it reads
-    the tokens of the oldest unread decision, calls `record_token` for each, `end` where one ends its request, `landed`.
+    The engine calls `schedule` and launches the decision; it may do so again before the decision has run. Then it reads
+    the tokens of the oldest unread decision, calls `record_token` for each, `end` where one ends its request,
+    `finish_batch`.
 
     Args:
         tables: allocates pages: one allocator, or one for each rank that owns sequences (mode dp). Slot s then belongs
@@ -110,28 +115,30 @@ class Scheduler:
         times: PrefillTime,
         runner: ModelRunner,
         schedule: ScheduleConfig,
-        pace: Callable[[int, int, Collection[int]], StepPlan] = lambda rows, kv_tokens, without: StepPlan(),
+        plan_steps: Callable[[int, int, Collection[int]], StepPlan] = lambda rows, kv_tokens, no_draft_slots: (
+            StepPlan()
+        ),
     ) -> None:
-        self._homes, self._times, self._runner, self._pace = tables, times, runner, pace
+        self._dp_tables, self._times, self._runner, self._plan_steps = tables, times, runner, plan_steps
         self._stripes = tables[0].tree.stripes
-        self._goal = Goal(schedule)
+        self._policy = SchedulePolicy(schedule)
         self._schedule = schedule
         # Chunks over host memory fetch the keys before them: shorter ones would wait for the link.
-        self._longest_s = math.inf if runner.cache.fetches else LONGEST_S
+        self._max_chunk_s = math.inf if runner.cache.fetches else MAX_CHUNK_S
         # A heap for each home: low slots first, so that steps have few rows.
         slots = runner.sizes.slots * len(tables)
-        self._free_slots = [list(range(home, slots, len(tables))) for home in range(len(tables))]
-        self._requests: dict[str | int, Scheduled] = {}
-        self._waiting: list[tuple[tuple[int, float, int], Scheduled]] = []  # in order; keys are unique
-        self._queued = 0  # work of the prompts of these
-        self._launched: deque[dict[int, UnreadTokens]] = deque()  # by slot
-        self._held_tokens = 0  # most tokens per sequence of the last decision's step if it is held, else 0
-        self._changed: list[TableChange] = []  # table changes by the prompt chunk of the last decision
-        self._owed = 0.0  # seconds of decode steps before the next prompt chunk
-        self._paused = 0.0  # seconds of chunks since the last step, while somebody decodes
-        self._more = False  # whether the next decision may admit requests that the last one did not consider
+        self._free_slots = [list(range(dp_rank, slots, len(tables))) for dp_rank in range(len(tables))]
+        self._requests: dict[str | int, RequestState] = {}
+        self._waiting: list[tuple[tuple[int, float, int], RequestState]] = []  # in order; keys are unique
+        self._waiting_work = 0  # work of the prompts of these
+        self._in_flight: deque[dict[int, PendingTokens]] = deque()  # by slot
+        self._deferred_tokens = 0  # most tokens per sequence of the last decision's step if it is held, else 0
+        self._pending_updates: list[PendingTableUpdate] = []  # table changes by the prompt chunk of the last decision
+        self._decode_debt_s = 0.0  # seconds of decode steps before the next prompt chunk
+        self._prefill_stall_s = 0.0  # seconds of chunks since the last step, while somebody decodes
+        self._may_admit_more = False  # whether the next decision may admit requests that the last one did not consider
         self._number = self._submitted = 0
-        self.running: dict[int, Scheduled] = {}
+        self.running: dict[int, RequestState] = {}
         self.preemptions = 0
 
     @property
@@ -140,9 +147,9 @@ class Scheduler:
         return self._runner.sizes.run_steps * (1 + self._runner.sizes.drafts)
 
     @property
-    def _lease(self) -> int:
+    def _lookahead_tokens(self) -> int:
         """Tokens that a sequence reserves pages for at a time: at least those of the decision that ends its prompt."""
-        return max(self._schedule.lease, 1 + self._run_tokens)
+        return max(self._schedule.lookahead_tokens, 1 + self._run_tokens)
 
     # ---- requests
 
@@ -150,7 +157,7 @@ class Scheduler:
         """Queues a request; returns the reason if it can never be served."""
         if request.id in self._requests:
             return f"a request with id={request.id!r} is under way: take another id"
-        pool, stripes = self._homes[0].pool, self._stripes
+        pool, stripes = self._dp_tables[0].pool, self._stripes
         need = len(request.prompt) + request.max_tokens + self._runner.sizes.drafts
         pages = stripes.pages_for(need)
         if pages > pool.pages:
@@ -162,12 +169,12 @@ class Scheduler:
             )
         self._submitted += 1
         tokens = np.asarray(request.prompt, dtype=np.int32)
-        s = Scheduled(request, (-request.priority, now, self._submitted), tokens, len(tokens))
+        s = RequestState(request, (-request.priority, now, self._submitted), tokens, len(tokens))
         self._requests[request.id] = s
         self._queue(s)
         return None
 
-    def end(self, request_id: str | int) -> Scheduled | None:
+    def end(self, request_id: str | int) -> RequestState | None:
         """Ends a waiting or running request, because of its tokens or an abort; returns it, or None if there is none.
 
         The next decision frees its slot and pages.
@@ -179,66 +186,66 @@ class Scheduler:
                 self._unqueue(bisect_left(self._waiting, s.order, key=lambda entry: entry[0]))
         return s
 
-    def record_token(self, slot: int, token: int) -> Scheduled | None:
+    def record_token(self, slot: int, token: int) -> RequestState | None:
         """Records a token of the oldest unread decision; returns its request, or None if that has ended."""
-        drawing = self._launched[0][slot]
-        s = drawing.s
+        pending = self._in_flight[0][slot]
+        s = pending.s
         if s.ended:
             return None
-        s.drawn.append(token)
+        s.output_token_ids.append(token)
         if s.request.matcher is not None:
-            s.request.matcher.take(token)
-        drawing.expect(-min(drawing.least, 1), -min(drawing.most, 1), -min(drawing.likely, 1))
+            s.request.matcher.accept_token(token)
+        pending.expect(-min(pending.min_new, 1), -min(pending.max_new, 1), -min(pending.expected_new, 1))
         return s
 
-    def landed(self) -> None:
+    def finish_batch(self) -> None:
         """Marks the oldest unread decision as read: all its tokens are recorded."""
-        for drawing in self._launched.popleft().values():
-            drawing.expect(-drawing.least, -drawing.most, -drawing.likely)
+        for pending in self._in_flight.popleft().values():
+            pending.expect(-pending.min_new, -pending.max_new, -pending.expected_new)
 
     @property
-    def under_way(self) -> int:
+    def num_in_flight(self) -> int:
         """Number of launched decisions that are not read yet."""
-        return len(self._launched)
+        return len(self._in_flight)
 
     @property
     def waiting(self) -> int:
         return len(self._waiting)
 
     @property
-    def prefills(self) -> bool:
+    def has_prefill(self) -> bool:
         """Whether the prompt of any running request is not fully prefilled."""
-        return any(s.prefilled < len(s.tokens) for s in self.running.values())
+        return any(s.num_computed_tokens < len(s.tokens) for s in self.running.values())
 
     @property
     def expects_chunk(self) -> bool:
         """Whether the next decision may have a prompt chunk: of a running request, or of one that it admits."""
-        return self.prefills or self._more
+        return self.has_prefill or self._may_admit_more
 
     # ---- decisions
 
-    def decide(self, now: float) -> Decision | None:
+    def schedule(self, now: float) -> SchedulerOutput | None:
         """Makes the next decision; returns None if nothing can be done before a decision is read or a request arrives.
 
         None without any unread decision means that no request is left. A step in which any request has a grammar is
         held, and the next decision waits for the tokens before it: the allowed tokens depend on them.
         """
         guided = [s for s in self.running.values() if s.request.matcher is not None]
-        if any(s.most > self._held_tokens and not s.ended for s in guided):
+        if any(s.max_new > self._deferred_tokens and not s.ended for s in guided):
             return None
-        waiting = self._launched[-1] if self._held_tokens else {}
+        waiting = self._in_flight[-1] if self._deferred_tokens else {}
         masks = {
-            slot: drawing.s.request.matcher.allowed()
-            for slot, drawing in waiting.items()
-            if drawing.s.request.matcher is not None and drawing.most and not drawing.s.ended
+            slot: pending.s.request.matcher.token_bitmask()
+            for slot, pending in waiting.items()
+            if pending.s.request.matcher is not None and pending.max_new and not pending.s.ended
         }
         retire = [slot for slot, s in self.running.items() if s.ended]
         for slot in retire:
-            self._leave(self.running[slot])
-        writes, self._changed = self._changed, []
-        decoding = [s for s in self.running.values() if s.decoding]
+            self._release(self.running[slot])
+        writes, self._pending_updates = self._pending_updates, []
+        decoding = [s for s in self.running.values() if s.is_decoding]
         run_tokens = self._run_tokens
-        short = [s for s in decoding if s.reserved < self._room(s, run_tokens)]
+        short = [s for s in decoding if s.reserved < self._tokens_to_reserve(s, run_tokens)]
         for s in sorted(short, key=lambda s: s.order):
             if s.slot is not None:  # else it was preempted for an earlier one
                 retire += self._extend(s, writes)
@@ -246,98 +253,100 @@ class Scheduler:
             decoding = [s for s in decoding if s.slot is not None]
         admit = tuple(self._admit(now))
         prefill = tuple(self._chunk(bool(decoding), writes))
-        drawing = {segment.slot: UnreadTokens(self.running[segment.slot]) for segment in prefill if segment.last}
-        for first in drawing.values():
+        pending = {chunk.slot: PendingTokens(self.running[chunk.slot]) for chunk in prefill if chunk.last}
+        for first in pending.values():
             first.expect(1, 1, 1)
-            if first.s.left:
+            if first.s.max_unscheduled_tokens:
                 decoding.append(first.s)
-        homes = len(self._homes)
-        slot = max(self.running, default=0) // homes
+        dp_ranks = len(self._dp_tables)
+        slot = max(self.running, default=0) // dp_ranks
         rows = min(1 << slot.bit_length(), self._runner.sizes.slots) if self.running else 0
         masked = any(s.request.matcher is not None for s in decoding)
         plan, steps = StepPlan(), 0
         # A sequence that has probably drawn its last token gets no further step until its unread tokens are read.
-        left = [n for s in decoding if (n := s.request.max_tokens - len(s.drawn) - s.likely) > 0]
-        if left and not (prefill and self._goes_on()):
-            shaped = {slot for slot, s in self.running.items() if s.request.sampling.is_shaped}
-            plan = self._pace(rows, sum(s.cached for s in self.running.values()), shaped)
+        left = [n for s in decoding if (n := s.request.max_tokens - len(s.output_token_ids) - s.expected_new) > 0]
+        if left and not (prefill and self._continues_prefill()):
+            no_draft_slots = {slot for slot, s in self.running.items() if s.request.sampling.needs_logits_processor}
+            plan = self._plan_steps(rows, sum(s.num_kv_tokens for s in self.running.values()), no_draft_slots)
             steps = self._steps(plan, min(left), 1 if masked else self._runner.sizes.run_steps)
-        most, sparse_from = steps * (1 + plan.drafts), self._runner.policy.from_tokens
-        held, self._held_tokens = bool(self._held_tokens), most if masked else 0
+        max_new, sparse_from = steps * (1 + plan.drafts), self._runner.policy.from_tokens
+        has_deferred, self._deferred_tokens = bool(self._deferred_tokens), max_new if masked else 0
         for s in decoding:
             assert s.slot is not None
-            drawing.setdefault(s.slot, UnreadTokens(s)).expect(steps, most, int(steps * plan.tokens))
-        tables = tuple(write for change in writes if (write := change.write()) is not None)
-        if not (retire or tables or admit or prefill or steps or held):
+            pending.setdefault(s.slot, PendingTokens(s)).expect(steps, max_new, int(steps * plan.tokens))
+        tables = tuple(write for change in writes if (write := change.to_update()) is not None)
+        if not (retire or tables or admit or prefill or steps or has_deferred):
             return None
-        self._launched.append(drawing)
+        self._in_flight.append(pending)
         self._number += 1
-        return Decision(
+        return SchedulerOutput(
             self._number,
             tuple(retire),
             tables,
             admit,
             prefill,
             steps,
-            StepKind.of(
+            DecodeGraphKey.of(
                 [s.request.sampling for s in self.running.values()],
                 rows=rows,
                 drafts=plan.drafts,
                 # Shorter sequences read all keys in a sparse step too, so the batch does not affect their tokens.
-                sparse=sparse_from is not None and any(s.known + s.most > sparse_from for s in decoding),
+                sparse=sparse_from is not None and any(s.num_tokens + s.max_new > sparse_from for s in decoding),
             ),
-            row_tokens=sum(s.known + s.most for s in decoding) // max(rows, 1),
+            row_tokens=sum(s.num_tokens + s.max_new for s in decoding) // max(rows, 1),
             draft_limits=plan.draft_limits,
-            holds_draw=self._held_tokens > 0,
-            masks=masks,
+            defers_sampling=self._deferred_tokens > 0,
+            token_bitmasks=masks,
         )
 
     # ---- slots and pages
 
-    def _admit(self, now: float) -> Iterator[Admission]:
-        at, most = 0, min(len(self._waiting), LOOK_AHEAD * len(self._homes))
-        self._more = most < len(self._waiting)
-        for _ in range(most):
+    def _admit(self, now: float) -> Iterator[NewRequest]:
+        at, max_candidates = 0, min(len(self._waiting), LOOK_AHEAD * len(self._dp_tables))
+        self._may_admit_more = max_candidates < len(self._waiting)
+        for _ in range(max_candidates):
             if not any(self._free_slots):
-                self._more = False
+                self._may_admit_more = False
                 return
             _, s = self._waiting[at]
             fit = self._fit(s, now)
             if fit is None:
-                s.refused = now if s.refused is None else s.refused
-                self._more = False
-                if now - s.refused >= self._schedule.patience_s:
+                s.first_rejected_at = now if s.first_rejected_at is None else s.first_rejected_at
+                self._may_admit_more = False
+                if now - s.first_rejected_at >= self._schedule.patience_s:
                     return
                 at += 1
                 continue
             self._unqueue(at)
-            home, held = fit
-            behind, state = self._homes[home].states.find(s.tokens, held.known, s.request.prefix_salt)
-            s.slot, s.held = heapq.heappop(self._free_slots[home]), held
-            s.prefilled = max(self._resumes(held.known), behind)
+            dp_rank, table = fit
+            snapshot_end, state = self._dp_tables[dp_rank].snapshots.find(
+                s.tokens, table.num_cached_tokens, s.request.prefix_salt
+            )
+            s.slot, s.block_table = heapq.heappop(self._free_slots[dp_rank]), table
+            s.num_computed_tokens = max(self._prefill_start(table.num_cached_tokens), snapshot_end)
             self.running[s.slot] = s
             request = s.request
-            yield Admission(
+            yield NewRequest(
                 request.id,
                 s.slot,
                 len(s.tokens),
                 s.tokens if self._runner.sizes.drafts or request.sampling.changes_logits else s.tokens[:0],
-                held.start,
-                held.pages.copy(),  # the table changes while the decision runs
+                table.start,
+                table.pages.copy(),  # the table changes while the decision runs
                 s.reserved,
                 s.prompt_tokens + request.max_tokens - 1,  # the last token is never appended
                 request.sampling,
-                held.known,
-                s.prefilled,
-                held.copy_from,
-                held.copy_to,
-                request.drawn + len(s.drawn),
-                None if request.matcher is None else request.matcher.allowed(),
+                table.num_cached_tokens,
+                s.num_computed_tokens,
+                table.copy_from,
+                table.copy_to,
+                request.num_prior_output_tokens + len(s.output_token_ids),
+                None if request.matcher is None else request.matcher.token_bitmask(),
                 state,
-                hash(request.prefix_salt) & SALTS,
+                hash(request.prefix_salt) & SALT_MASK,
             )
 
-    def _fit(self, s: Scheduled, now: float) -> tuple[int, BlockTable] | None:
+    def _fit(self, s: RequestState, now: float) -> tuple[int, BlockTable] | None:
         """Allocates pages for a waiting request, at home on one of the ranks that own sequences.
 
         That is the rank with the most of its prompt, if that is half of it; else the one with the fewest sequences.
@@ -345,217 +354,248 @@ class Scheduler:
         Returns:
             The home and the pages; None if they fit nowhere or it has unread tokens.
         """
-        room = sum(home.pool.room for home in self._homes)
-        if s.most or (room < s.room and now < s.again):
+        available = sum(tables.pool.available for tables in self._dp_tables)
+        if s.max_new or (available < s.retry_pages and now < s.retry_at):
             return None
-        s.tokens = s.text()
-        s.reserved = self._room(s, self._lease)
+        s.tokens = s.token_ids()
+        s.reserved = self._tokens_to_reserve(s, self._lookahead_tokens)
         # Any kvp rank may own the first block; equal prefixes share pages only if it is the same rank.
         start = crc32(s.tokens[: self._stripes.tokens].tobytes()) % self._stripes.layout.kvp
-        for home in self._by_preference(s):
-            held = self._homes[home].admit(s.tokens, s.reserved, start, s.request.prefix_salt)
-            if held is not None:
-                return home, held
-        s.room, s.again = room + 1, now + RETRY_S
+        for dp_rank in self._by_preference(s):
+            table = self._dp_tables[dp_rank].admit(s.tokens, s.reserved, start, s.request.prefix_salt)
+            if table is not None:
+                return dp_rank, table
+        s.retry_pages, s.retry_at = available + 1, now + RETRY_S
         return None
 
-    def _by_preference(self, s: Scheduled) -> list[int]:
+    def _by_preference(self, s: RequestState) -> list[int]:
         """Returns the homes with a free slot, the best for a request first."""
         free = self._free_slots
-        homes = [home for home in range(len(free)) if free[home]]
-        if len(homes) < 2:
-            return homes
-        hits = {home: self._homes[home].tree.match(s.tokens, s.request.prefix_salt).tokens for home in homes}
+        dp_ranks = [dp_rank for dp_rank in range(len(free)) if free[dp_rank]]
+        if len(dp_ranks) < 2:
+            return dp_ranks
+        hits = {
+            dp_rank: self._dp_tables[dp_rank].tree.match(s.tokens, s.request.prefix_salt).tokens for dp_rank in dp_ranks
+        }
         # A few tokens in common would bring all sequences to one rank: steps have as many rows as the fullest rank.
-        hits = {home: hit if 2 * hit >= len(s.tokens) else 0 for home, hit in hits.items()}
-        return sorted(homes, key=lambda home: (-hits[home], -len(free[home]), home))
+        hits = {dp_rank: hit if 2 * hit >= len(s.tokens) else 0 for dp_rank, hit in hits.items()}
+        return sorted(dp_ranks, key=lambda dp_rank: (-hits[dp_rank], -len(free[dp_rank]), dp_rank))
 
-    def _tables(self, s: Scheduled) -> BlockTables:
+    def _tables(self, s: RequestState) -> BlockTables:
         """Returns the allocator of a running request's pages."""
         assert s.slot is not None
-        return self._homes[s.slot % len(self._homes)]
+        return self._dp_tables[s.slot % len(self._dp_tables)]
 
-    def _extend(self, s: Scheduled, writes: list[TableChange]) -> list[int]:
+    def _extend(self, s: RequestState, writes: list[PendingTableUpdate]) -> list[int]:
         """Allocates pages for a sequence's next lease, or at least its next run; returns slots preempted for it."""
-        gone: list[int] = []
-        while s.held is not None:
-            column = len(s.held.pages)
-            for count in (self._lease, self._run_tokens):
-                reserved = self._room(s, count)
-                if (more := self._tables(s).grow(s.held, reserved)) is not None:
-                    s.reserved, s.leased = reserved, False
-                    writes.append(TableChange(s, s.held, column, len(more)))
-                    return gone
-            gone.append(self._preempt_for(s))
-        return gone
+        preempted: list[int] = []
+        while s.block_table is not None:
+            column = len(s.block_table.pages)
+            for count in (self._lookahead_tokens, self._run_tokens):
+                reserved = self._tokens_to_reserve(s, count)
+                if (more := self._tables(s).grow(s.block_table, reserved)) is not None:
+                    s.reserved, s.preemption_exempt = reserved, False
+                    writes.append(PendingTableUpdate(s, s.block_table, column, len(more)))
+                    return preempted
+            preempted.append(self._preempt_for(s))
+        return preempted
 
-    def _preempt_for(self, s: Scheduled) -> int:
+    def _preempt_for(self, s: RequestState) -> int:
         """Preempts the sequence of no higher priority that is cheapest to recompute, maybe `s`; returns its slot."""
 
-        def loss(other: Scheduled) -> tuple[int, float]:
-            assert other.held is not None
+        def loss(other: RequestState) -> tuple[int, float]:
+            assert other.block_table is not None
             stripes = self._stripes
-            kept = self._tables(other).pool.shared(other.held.pages) // stripes.pages * stripes.tokens
-            return other.request.priority, self._times.work(min(kept, other.cached), other.cached)
+            shared_tokens = (
+                self._tables(other).pool.count_shared(other.block_table.pages) // stripes.pages * stripes.tokens
+            )
+            return other.request.priority, self._times.work(
+                min(shared_tokens, other.num_kv_tokens), other.num_kv_tokens
+            )
 
         priority = s.request.priority
         others = [
             o
             for o in self.running.values()
-            if self._tables(o) is self._tables(s) and not o.leased and o.request.priority <= priority
+            if self._tables(o) is self._tables(s) and not o.preemption_exempt and o.request.priority <= priority
         ]
         victim = min([*others, s], key=loss)
         slot = victim.slot
         assert slot is not None
-        self._leave(victim)
-        victim.leased, victim.refused, victim.room = True, None, 0
+        self._release(victim)
+        victim.preemption_exempt, victim.first_rejected_at, victim.retry_pages = True, None, 0
         self._queue(victim)
         self.preemptions += 1
         return slot
 
-    def _leave(self, s: Scheduled) -> None:
+    def _release(self, s: RequestState) -> None:
         """Frees a sequence's slot and pages; their content stays in the prefix cache."""
-        assert s.slot is not None and s.held is not None
-        known = s.tokens if self._runner.drafter.lags else s.text()
-        self._tables(s).end(s.held, known[: s.cached])
-        heapq.heappush(self._free_slots[s.slot % len(self._homes)], s.slot)
+        assert s.slot is not None and s.block_table is not None
+        token_ids = s.tokens if self._runner.drafter.may_lag else s.token_ids()
+        self._tables(s).end(s.block_table, token_ids[: s.num_kv_tokens])
+        heapq.heappush(self._free_slots[s.slot % len(self._dp_tables)], s.slot)
         del self.running[s.slot]
-        s.slot, s.held, s.prefilled = None, None, 0
+        s.slot, s.block_table, s.num_computed_tokens = None, None, 0
 
-    def _room(self, s: Scheduled, more: int) -> int:
+    def _tokens_to_reserve(self, s: RequestState, more: int) -> int:
         """Returns the tokens for which a sequence needs pages to draw `more` tokens."""
-        return min(s.known + s.most + more, s.prompt_tokens + s.request.max_tokens) + self._runner.sizes.drafts
+        return min(s.num_tokens + s.max_new + more, s.prompt_tokens + s.request.max_tokens) + self._runner.sizes.drafts
 
-    def _queue(self, s: Scheduled) -> None:
-        text = s.text()
-        cached = max(home.tree.match(text, s.request.prefix_salt).tokens for home in self._homes)
-        s.work = int(self._times.work(self._resumes(cached), len(text)))
-        self._queued += s.work
+    def _queue(self, s: RequestState) -> None:
+        token_ids = s.token_ids()
+        num_cached_tokens = max(
+            tables.tree.match(token_ids, s.request.prefix_salt).tokens for tables in self._dp_tables
+        )
+        s.work = int(self._times.work(self._prefill_start(num_cached_tokens), len(token_ids)))
+        self._waiting_work += s.work
         insort(self._waiting, (s.order, s))
 
     def _unqueue(self, at: int) -> None:
         _, s = self._waiting.pop(at)
-        self._queued -= s.work
+        self._waiting_work -= s.work
 
     # ---- time
 
-    def _chunk(self, decoding: bool, writes: list[TableChange]) -> Iterator[Segment]:
+    def _chunk(self, decoding: bool, writes: list[PendingTableUpdate]) -> Iterator[PrefillChunk]:
         """Yields the segments of a prompt chunk if one is due: half for the oldest prompt, then the shortest first."""
-        prompts = [s for s in self.running.values() if s.prefilled < len(s.tokens)]
+        prompts = [s for s in self.running.values() if s.num_computed_tokens < len(s.tokens)]
         if not decoding:
-            self._owed = self._paused = 0.0
-        if not prompts or self._owed > 0:
+            self._decode_debt_s = self._prefill_stall_s = 0.0
+        if not prompts or self._decode_debt_s > 0:
             return
-        stall = self._stall_s()
-        if self._paused >= stall:
+        max_prefill_stall = self._max_prefill_stall_s()
+        if self._prefill_stall_s >= max_prefill_stall:
             return
         oldest = min(prompts, key=lambda s: s.order[1:])
         others = sorted(
-            (s for s in prompts if s is not oldest), key=lambda s: (s.order[0], len(s.tokens) - s.prefilled)
+            (s for s in prompts if s is not oldest), key=lambda s: (s.order[0], len(s.tokens) - s.num_computed_tokens)
         )
         tokens = self._runner.sizes.chunk
-        work = self._times.longest(self._longest_s) or UNTIMED_WORK
+        work = self._times.max_idle_work(self._max_chunk_s) or UNTIMED_WORK
         if decoding:
-            work = min(work, self._times.within(stall - self._paused))
-        self._advance(oldest, writes)
-        least = min(LEAST_CHUNK, tokens, len(oldest.tokens) - oldest.prefilled)
-        half = max(self._cut(oldest, -(-tokens // 2), work / 2), least)
-        of_half = self._times.work(oldest.prefilled, oldest.prefilled + half)
-        tokens, work = tokens - half, work - of_half
-        ends: dict[Scheduled, int] = {}
+            work = min(work, self._times.max_work(max_prefill_stall - self._prefill_stall_s))
+        self._rematch(oldest, writes)
+        min_tokens = min(MIN_CHUNK, tokens, len(oldest.tokens) - oldest.num_computed_tokens)
+        half = max(self._cut(oldest, -(-tokens // 2), work / 2), min_tokens)
+        half_work = self._times.work(oldest.num_computed_tokens, oldest.num_computed_tokens + half)
+        tokens, work = tokens - half, work - half_work
+        ends: dict[RequestState, int] = {}
         computed = {self._next_stripe(oldest)}
         for s in others:
             if tokens <= 0 or work < 1:
                 break
-            self._advance(s, writes)
+            self._rematch(s, writes)
             stripe = self._next_stripe(s)
             if stripe is not None and stripe in computed:
                 continue  # it will share the pages that another prompt computes now
             computed.add(stripe)
             count = self._cut(s, tokens, work)
-            tokens, work = tokens - count, work - self._times.work(s.prefilled, s.prefilled + count)
-            ends[s] = s.prefilled + count
-        ends[oldest] = oldest.prefilled + max(half, self._cut(oldest, half + tokens, of_half + work))
-        if decoding or sum(end - s.prefilled for s, end in ends.items()) < self._runner.sizes.chunk:
+            tokens, work = tokens - count, work - self._times.work(s.num_computed_tokens, s.num_computed_tokens + count)
+            ends[s] = s.num_computed_tokens + count
+        ends[oldest] = oldest.num_computed_tokens + max(half, self._cut(oldest, half + tokens, half_work + work))
+        if decoding or sum(end - s.num_computed_tokens for s, end in ends.items()) < self._runner.sizes.chunk:
             self._round(oldest, ends)
         done = 0.0
         for s, end in ends.items():
-            if end > s.prefilled:
-                assert s.slot is not None and s.held is not None
-                states = self._tables(s).states
-                snapped, snapshot = states.end(s.tokens), (-1, -1)
-                is_snapped = s.prefilled < snapped <= end
+            if end > s.num_computed_tokens:
+                assert s.slot is not None and s.block_table is not None
+                snapshots = self._tables(s).snapshots
+                snapped, snapshot = snapshots.end(s.tokens), (-1, -1)
+                is_snapped = s.num_computed_tokens < snapped <= end
                 end = snapped if is_snapped else end
-                columns = self._tables(s).enter(s.held, s.tokens[:end])
-                self._changed.append(TableChange(s, s.held, columns.start, len(columns)))
+                columns = self._tables(s).insert(s.block_table, s.tokens[:end])
+                self._pending_updates.append(PendingTableUpdate(s, s.block_table, columns.start, len(columns)))
                 if is_snapped:
-                    snapshot = states.take(s.tokens[:end], s.request.prefix_salt, s.held.node)
-                new = s.tokens[s.prefilled : end]
+                    snapshot = snapshots.add(s.tokens[:end], s.request.prefix_salt, s.block_table.node)
+                new = s.tokens[s.num_computed_tokens : end]
                 last = end == len(s.tokens)
-                yield Segment(s.slot, s.prefilled, end, last, new, s.held.known, *snapshot, s.scored(end))
-                done += self._times.work(s.prefilled, end)
-                s.prefilled = end
+                yield PrefillChunk(
+                    s.slot,
+                    s.num_computed_tokens,
+                    end,
+                    last,
+                    new,
+                    s.block_table.num_cached_tokens,
+                    *snapshot,
+                    s.logprob_token_ids(end),
+                )
+                done += self._times.work(s.num_computed_tokens, end)
+                s.num_computed_tokens = end
         if decoding:
             seconds = self._times.seconds(done)
-            self._owed, self._paused = self._goal.owed_s(seconds, stall), self._paused + seconds
+            self._decode_debt_s, self._prefill_stall_s = (
+                self._policy.decode_debt_s(seconds, max_prefill_stall),
+                self._prefill_stall_s + seconds,
+            )
 
-    def _round(self, oldest: Scheduled, ends: dict[Scheduled, int]) -> None:
+    def _round(self, oldest: RequestState, ends: dict[RequestState, int]) -> None:
         """Limits a chunk to one of the runner's sizes, at a prompt that goes on behind it anyway."""
-        sizes, counts = self._runner.chunk_sizes, {s: end - s.prefilled for s, end in ends.items()}
+        sizes, counts = self._runner.chunk_sizes, {s: end - s.num_computed_tokens for s, end in ends.items()}
         size = max((size for size in sizes if size <= sum(counts.values()) <= sizes[-1]), default=0)
         later = [s for s, end in ends.items() if end < len(s.tokens)]
         if not size or not later:
             return
-        last = max(later, key=lambda s: (s is not oldest, len(s.tokens) - s.prefilled))
+        last = max(later, key=lambda s: (s is not oldest, len(s.tokens) - s.num_computed_tokens))
         left = counts[last] - (sum(counts.values()) - size)
         if left > 0 and (last is not oldest or 2 * left >= size):
-            ends[last] = last.prefilled + left
+            ends[last] = last.num_computed_tokens + left
 
-    def _stall_s(self) -> float:
+    def _max_prefill_stall_s(self) -> float:
         """Returns the most seconds of chunks between two steps, by the prompts that wait beside the oldest."""
-        prompts = [s for s in self.running.values() if s.prefilled < len(s.tokens)]
+        prompts = [s for s in self.running.values() if s.num_computed_tokens < len(s.tokens)]
         oldest = min(prompts, key=lambda s: s.order[1:], default=None)
-        waiting = self._queued + sum(self._times.work(s.prefilled, len(s.tokens)) for s in prompts if s is not oldest)
-        return self._goal.stall_s(self._times.seconds(waiting) if waiting else 0.0)
+        waiting = self._waiting_work + sum(
+            self._times.work(s.num_computed_tokens, len(s.tokens)) for s in prompts if s is not oldest
+        )
+        return self._policy.max_prefill_stall_s(self._times.seconds(waiting) if waiting else 0.0)
 
-    def _goes_on(self) -> bool:
+    def _continues_prefill(self) -> bool:
         """Returns whether a chunk follows the last one, beside which somebody decodes, before any step.
 
         No step is owed, and half of the pause is left.
         """
-        return self.expects_chunk and self._owed <= 0 and 0 < 2 * self._paused <= self._stall_s()
+        return (
+            self.expects_chunk
+            and self._decode_debt_s <= 0
+            and 0 < 2 * self._prefill_stall_s <= self._max_prefill_stall_s()
+        )
 
-    def _advance(self, s: Scheduled, writes: list[TableChange]) -> None:
+    def _rematch(self, s: RequestState, writes: list[PendingTableUpdate]) -> None:
         """Shares pages of a prompt that other sequences have computed since."""
-        assert s.held is not None
-        known, columns = self._tables(s).advance(s.held, s.tokens, max(s.prefilled, s.held.known))
-        if known > s.held.known and known > s.prefilled:
-            s.held.known, s.prefilled = known, max(s.prefilled, self._resumes(known))
-        writes.append(TableChange(s, s.held, columns.start, len(columns)))
+        assert s.block_table is not None
+        num_cached_tokens, columns = self._tables(s).rematch(
+            s.block_table, s.tokens, max(s.num_computed_tokens, s.block_table.num_cached_tokens)
+        )
+        if num_cached_tokens > s.block_table.num_cached_tokens and num_cached_tokens > s.num_computed_tokens:
+            s.block_table.num_cached_tokens, s.num_computed_tokens = (
+                num_cached_tokens,
+                max(s.num_computed_tokens, self._prefill_start(num_cached_tokens)),
+            )
+        writes.append(PendingTableUpdate(s, s.block_table, columns.start, len(columns)))
 
-    def _resumes(self, known: int) -> int:
-        """Returns the position at which a prompt's prefill resumes, with `known` tokens in its pages."""
-        return int(max(known - self._runner.lacking, 0))
+    def _prefill_start(self, num_cached_tokens: int) -> int:
+        """Returns the position at which a prompt's prefill resumes, with `num_cached_tokens` tokens in its pages."""
+        return int(max(num_cached_tokens - self._runner.recomputed_tokens, 0))
 
-    def _next_stripe(self, s: Scheduled) -> Hashable:
-        assert s.held is not None
-        stripe = self._tables(s).next_stripe(s.held, s.tokens)
+    def _next_stripe(self, s: RequestState) -> Hashable:
+        assert s.block_table is not None
+        stripe = self._tables(s).next_stripe(s.block_table, s.tokens)
         return None if stripe is None else (self._tables(s), stripe)
 
-    def _cut(self, s: Scheduled, tokens: int, work: float) -> int:
+    def _cut(self, s: RequestState, tokens: int, work: float) -> int:
         """Returns the number of a prompt's next tokens, within limits of tokens and work."""
-        tokens = min(tokens, len(s.tokens) - s.prefilled)
-        return tokens if math.isinf(work) else min(tokens, self._times.tokens(s.prefilled, work))
+        tokens = min(tokens, len(s.tokens) - s.num_computed_tokens)
+        return tokens if math.isinf(work) else min(tokens, self._times.tokens(s.num_computed_tokens, work))
 
     def _steps(self, plan: StepPlan, left: int, bound: int) -> int:
         """Returns the decode steps of one decision, at least one: at most until the first sequence must end."""
-        most = min(bound, math.ceil(left / plan.tokens), plan.steps or bound)
-        prompts, self._paused = self.expects_chunk, 0.0
+        max_steps = min(bound, math.ceil(left / plan.tokens), plan.steps or bound)
+        prompts, self._prefill_stall_s = self.expects_chunk, 0.0
         if plan.seconds is None:
-            self._owed = 0.0
-            return 1 if prompts else min(most, plan.steps or UNTIMED_STEPS)
-        most = min(most, int(self._schedule.run_ms / 1e3 / plan.seconds))
+            self._decode_debt_s = 0.0
+            return 1 if prompts else min(max_steps, plan.steps or UNTIMED_STEPS)
+        max_steps = min(max_steps, int(self._schedule.max_decode_run_ms / 1e3 / plan.seconds))
         if prompts:
-            most = min(most, math.ceil(self._owed / plan.seconds))
-        self._owed = max(self._owed - max(most, 1) * plan.seconds, 0.0)
-        return max(most, 1)
+            max_steps = min(max_steps, math.ceil(self._decode_debt_s / plan.seconds))
+        self._decode_debt_s = max(self._decode_debt_s - max(max_steps, 1) * plan.seconds, 0.0)
+        return max(max_steps, 1)

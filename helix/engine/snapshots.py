@@ -29,8 +29,8 @@ class Snapshot:
         worth: value of the last one that had gone at its last use, plus the work of its tokens.
     """
 
-    place: int
-    salt: Hashable
+    index: int
+    cache_salt: Hashable
     tokens: np.ndarray
     node: Node | None
     worth: float = 0.0
@@ -41,74 +41,78 @@ class StateSnapshots:
 
     Args:
         places: number of snapshots that ranks have room for on the GPU.
-        on_host: number of those that they have room for in host memory.
+        num_on_host: number of those that they have room for in host memory.
         tokens: tokens of a stripe.
         work: computes the work of a prompt's tokens `[begin, end)`, in any unit.
     """
 
-    def __init__(self, places: int, on_host: int, tokens: int, work: Callable[[int, int], float]) -> None:
+    def __init__(self, num_on_gpu: int, num_on_host: int, tokens: int, work: Callable[[int, int], float]) -> None:
         self._tokens, self._work = tokens, work
-        self._places = places
-        self._free, self._free_on_host = [*range(places)], [*range(places, places + on_host)]
-        self._taken: list[Snapshot] = []  # the one used last is the last
-        self._gone = 0.0  # value of the last one that went
+        self._num_on_gpu = num_on_gpu
+        self._free, self._free_on_host = [*range(num_on_gpu)], [*range(num_on_gpu, num_on_gpu + num_on_host)]
+        self._snapshots: list[Snapshot] = []  # the one used last is the last
+        self._evicted_value = 0.0  # value of the last one that went
 
-    def find(self, tokens: np.ndarray, known: int, salt: Hashable) -> tuple[int, int]:
-        """Finds the snapshot behind most of a prompt's first `known` tokens; returns these, and its place or -1."""
-        for s in sorted(self._taken, key=lambda s: -len(s.tokens)):
-            if len(s.tokens) <= known and self._precedes(s, tokens, salt):
-                self._use(s)
-                return len(s.tokens), s.place
+    def find(self, tokens: np.ndarray, num_cached_tokens: int, cache_salt: Hashable) -> tuple[int, int]:
+        """Finds the snapshot behind most of a prompt's first `num_cached_tokens` tokens; returns these, and its place
+        or -1.
+        """
+        for s in sorted(self._snapshots, key=lambda s: -len(s.tokens)):
+            if len(s.tokens) <= num_cached_tokens and self._precedes(s, tokens, cache_salt):
+                self._touch(s)
+                return len(s.tokens), s.index
         return 0, -1
 
     def end(self, tokens: np.ndarray) -> int:
         """Returns the number of a prompt's first tokens behind which a snapshot is to be taken; 0: behind none."""
-        return (len(tokens) - 1) // self._tokens * self._tokens if self._places else 0
+        return (len(tokens) - 1) // self._tokens * self._tokens if self._num_on_gpu else 0
 
-    def take(self, before: np.ndarray, salt: Hashable, node: Node | None) -> tuple[int, int]:
+    def add(self, before: np.ndarray, cache_salt: Hashable, node: Node | None) -> tuple[int, int]:
         """Takes a snapshot behind the tokens `before`, the last of which is in `node`.
 
         Returns:
             Its place, -1 if there is one already; and the place to which the one that was there moves, -1 if it goes.
         """
-        for s in self._taken:
-            if len(s.tokens) == len(before) and self._precedes(s, before, salt):
+        for s in self._snapshots:
+            if len(s.tokens) == len(before) and self._precedes(s, before, cache_salt):
                 s.node = node
-                self._use(s)
+                self._touch(s)
                 return -1, -1
-        place, moved = (self._free.pop(), -1) if self._free else self._vacated()
-        taken = Snapshot(place, salt, before, node)
-        self._taken.append(taken)
-        self._use(taken)
-        return place, moved
+        index, moved = (self._free.pop(), -1) if self._free else self._evict()
+        snapshot = Snapshot(index, cache_salt, before, node)
+        self._snapshots.append(snapshot)
+        self._touch(snapshot)
+        return index, moved
 
-    def _vacated(self) -> tuple[int, int]:
+    def _evict(self) -> tuple[int, int]:
         """Returns a place on the GPU, and the place to which the snapshot there moves, or -1."""
-        leaves = min((s for s in self._taken if s.place < self._places), key=_value)
-        place = leaves.place
+        victim = min((s for s in self._snapshots if s.index < self._num_on_gpu), key=_value)
+        index = victim.index
         if self._free_on_host:
-            leaves.place = self._free_on_host.pop()
-            return place, leaves.place
-        goes = min((leaves, *(s for s in self._taken if s.place >= self._places)), key=_value)
-        self._taken.remove(goes)
-        self._gone = max(self._gone, _value(goes))
-        if goes is leaves:
-            return place, -1
-        leaves.place = goes.place
-        return place, leaves.place
+            victim.index = self._free_on_host.pop()
+            return index, victim.index
+        evicted = min((victim, *(s for s in self._snapshots if s.index >= self._num_on_gpu)), key=_value)
+        self._snapshots.remove(evicted)
+        self._evicted_value = max(self._evicted_value, _value(evicted))
+        if evicted is victim:
+            return index, -1
+        victim.index = evicted.index
+        return index, victim.index
 
-    def _precedes(self, s: Snapshot, tokens: np.ndarray, salt: Hashable) -> bool:
+    def _precedes(self, s: Snapshot, tokens: np.ndarray, cache_salt: Hashable) -> bool:
         """Returns whether a prompt of this salt begins with a snapshot's tokens; looks at the last stripe first."""
         depth = len(s.tokens)
         last = slice(max(depth - self._tokens, 0), depth)
         return (
-            s.salt == salt and np.array_equal(s.tokens[last], tokens[last]) and np.array_equal(s.tokens, tokens[:depth])
+            s.cache_salt == cache_salt
+            and np.array_equal(s.tokens[last], tokens[last])
+            and np.array_equal(s.tokens, tokens[:depth])
         )
 
-    def _use(self, s: Snapshot) -> None:
-        self._taken.remove(s)
-        self._taken.append(s)
-        s.worth = self._gone + self._work(0, len(s.tokens))
+    def _touch(self, s: Snapshot) -> None:
+        self._snapshots.remove(s)
+        self._snapshots.append(s)
+        s.worth = self._evicted_value + self._work(0, len(s.tokens))
 
 
 def _value(s: Snapshot) -> float:
@@ -116,5 +120,5 @@ def _value(s: Snapshot) -> float:
     node = s.node
     while node is not None and node.parent is not None and len(s.tokens) <= node.depth:
         node = node.parent  # it was split
-    held = node is not None and len(node.pages) > 0 and len(s.tokens) <= node.end
-    return s.worth if held else 0.0
+    is_cached = node is not None and len(node.pages) > 0 and len(s.tokens) <= node.end
+    return s.worth if is_cached else 0.0

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from helix.engine.draft_policy import Acceptance, DraftOutcome
-from helix.engine.scheduled import Scheduled
-from helix.placement import Placement
+from helix.engine.request_state import RequestState
+from helix.kv_placement import KVPlacement
 
 LAST = 1 << 20  # decode steps of which each time is kept
 
@@ -25,7 +25,7 @@ class Timings:
         sequence_steps: decode steps, counted once per sequence in each.
         kv_tokens: tokens in the cache of each kvp rank (mode dp: of each rank), when the total was highest.
         held: (slot, tokens in the cache, kvp rank of the first block) of each sequence at that time.
-        most_held: total tokens in `held`.
+        max_kv_tokens: total tokens in `block_table`.
         decisions: number of decisions.
         preemptions: number of preemptions.
         decide_s: seconds of rank 0's host in making decisions.
@@ -42,15 +42,15 @@ class Timings:
     decode_tokens: int = 0
     sequence_steps: int = 0
     kv_tokens: list[int] = field(default_factory=list)
-    held: list[tuple[int, int, int]] = field(default_factory=list)
-    most_held: int = 0
+    kv_by_slot: list[tuple[int, int, int]] = field(default_factory=list)
+    max_kv_tokens: int = 0
     decisions: int = 0
     preemptions: int = 0
     decide_s: float = 0.0
     chunk_s: float = 0.0
     drafts: Counter[int] = field(default_factory=Counter)
     queries: Counter[int] = field(default_factory=Counter)
-    kept: Counter[int] = field(default_factory=Counter)
+    accepted: Counter[int] = field(default_factory=Counter)
     acceptance: Acceptance = field(default_factory=lambda: Acceptance(0))
 
     def step(self, seconds: float, drafts: int, outcomes: Sequence[DraftOutcome]) -> None:
@@ -59,21 +59,27 @@ class Timings:
         self.sequence_steps += len(outcomes)
         self.drafts[drafts] += 1
         for outcome in outcomes:
-            self.decode_tokens += 1 + outcome.kept
-            self.kept[outcome.kept] += 1
+            self.decode_tokens += 1 + outcome.accepted
+            self.accepted[outcome.accepted] += 1
             self.acceptance.add(outcome)
 
-    def note_kv(self, running: Mapping[int, Scheduled]) -> None:
+    def record_kv(self, running: Mapping[int, RequestState]) -> None:
         """Records what each running sequence has in the cache, if the total is a new maximum."""
-        if (total := sum(s.cached for s in running.values() if s.held is not None)) > self.most_held:
-            self.most_held = total
-            self.held = [(slot, s.cached, s.held.start) for slot, s in running.items() if s.held is not None]
+        if (total := sum(s.num_kv_tokens for s in running.values() if s.block_table is not None)) > self.max_kv_tokens:
+            self.max_kv_tokens = total
+            self.kv_by_slot = [
+                (slot, s.num_kv_tokens, s.block_table.start) for slot, s in running.items() if s.block_table is not None
+            ]
 
-    def count_kv(self, placement: Placement) -> None:
-        """Computes `kv_tokens` from `held`."""
+    def count_kv(self, placement: KVPlacement) -> None:
+        """Computes `kv_tokens` from `block_table`."""
         layout, block = placement.layout, placement.append_block
         self.kv_tokens = [
-            sum(layout.local_length(n, k, block, start) for slot, n, start in self.held if slot % layout.dp == home)
-            for home in range(layout.dp)
+            sum(
+                layout.local_length(n, k, block, start)
+                for slot, n, start in self.kv_by_slot
+                if slot % layout.dp == dp_rank
+            )
+            for dp_rank in range(layout.dp)
             for k in range(layout.kvp)
         ]

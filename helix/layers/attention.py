@@ -11,10 +11,10 @@ from torch import Tensor
 
 from comm.base import Communicator, PackedPartials
 from comm.hopb import RESERVED_SMS
-from comm.pending import PendingProjection
-from helix.attention.base import AttentionPolicy, LayerAttention, rows_of
+from comm.partial import PartialProjection
+from helix.attention.base import AttentionPolicy, LayerAttention, slice_step
 from helix.layers.linear import ColumnParallel, RowParallel, Rows
-from helix.layers.rotary import Angles, paired
+from helix.layers.rotary import Angles, rope_row_order
 from helix.layers.specs import AttentionSpec
 from helix.layers.weights import ModelShard
 from helix.layout import HelixLayout, share
@@ -59,46 +59,48 @@ class ShardedAttention:
         chunks = 1 if step.cu_q is not None else min(step.chunks, sequences)
         layer = LayerAttention(self.window, self.scale, self.latent, self.sinks, topk=self.topk)
         if len(self.shares) == 1:  # there is nobody to exchange with
-            return self.received(policy.attend(q, cache, step, layer).merge()[0], rows)
+            return self.after_exchange(policy.attend(q, cache, step, layer).merge_states()[0], rows)
         if chunks == 1:
-            sent = self.sent(policy.attend(q, cache, step, layer), rows)
-            return self.received(self.comm.merge_exchange(sent, self.shares), rows)
+            sent = self.before_exchange(policy.attend(q, cache, step, layer), rows)
+            return self.after_exchange(self.comm.merge_states_exchange(sent, self.shares), rows)
 
         each = rows // sequences
         cuts = [share(sequences, chunks, i) for i in range(chunks)]
         rows = len(cuts[0]) * each  # the most of a chunk
-        result = q.new_empty(len(q), self.shares[self.comm.kvp_rank], self.sent_width(rows))
+        result = q.new_empty(len(q), self.shares[self.comm.kvp_rank], self.exchange_width(rows))
 
-        def of(chunk: int) -> slice:
+        def chunk_rows(chunk: int) -> slice:
             return slice(cuts[chunk].start * each, cuts[chunk].stop * each)
 
         large = self.comm.takes_sms(rows, result.shape[2], q.dtype, self.shares)
 
         def attend(chunk: int) -> PartialAttention | PackedPartials:
             # Nothing runs beside the first chunk. Others' parts are still unmerged: each has a workspace of its own.
-            beside = replace(layer, reserved_sms=RESERVED_SMS if chunk else 0, chunk=chunk)
-            sent = self.sent(policy.attend(q[of(chunk)], cache, rows_of(step, of(chunk)), beside), rows)
+            chunk_layer = replace(layer, reserved_sms=RESERVED_SMS if chunk else 0, chunk=chunk)
+            sent = self.before_exchange(
+                policy.attend(q[chunk_rows(chunk)], cache, slice_step(step, chunk_rows(chunk)), chunk_layer), rows
+            )
             return self.comm.pack(sent, self.shares) if large else sent  # by all SMs
 
         def exchange(chunk: int, sent: PartialAttention | PackedPartials) -> None:
             if isinstance(sent, PackedPartials):
-                self.comm.exchange_packed(sent, self.shares, result[of(chunk)])
+                self.comm.exchange_packed(sent, self.shares, result[chunk_rows(chunk)])
             else:
-                self.comm.merge_exchange(sent, self.shares, result[of(chunk)])
+                self.comm.merge_states_exchange(sent, self.shares, result[chunk_rows(chunk)])
 
         # Over latents attention has one program an SM, and the SMs that it leaves free are whole, whoever comes first.
-        self.pipeline.run(chunks, attend, exchange, leads=large and self.latent is None)
-        return self.received(result, rows)
+        self.pipeline.run(chunks, attend, exchange, head_start=large and self.latent is None)
+        return self.after_exchange(result, rows)
 
-    def sent(self, partial: PartialAttention, rows: int) -> PartialAttention:
+    def before_exchange(self, partial: PartialAttention, rows: int) -> PartialAttention:
         """Computes what is exchanged of partial attention, in messages of up to `rows` queries."""
         return partial
 
-    def sent_width(self, rows: int) -> int:
+    def exchange_width(self, rows: int) -> int:
         """Returns the width of what is exchanged per head, in messages of up to `rows` queries."""
         raise NotImplementedError
 
-    def received(self, x: Tensor, rows: int) -> Tensor:
+    def after_exchange(self, x: Tensor, rows: int) -> Tensor:
         """Computes the exact output of own heads from what was exchanged, in messages of up to `rows` queries."""
         return x
 
@@ -119,24 +121,24 @@ class HeadSquares:
     """Mean squares of all query heads and of all key heads, for norms over all of them.
 
     Attributes:
-        spread: whether ranks have different heads, and add up what they have.
+        sharded: whether ranks have different heads, and add up what they have.
     """
 
     def __init__(self, comm: Communicator, layout: HelixLayout, spec: AttentionSpec) -> None:
         self.comm = comm
 
-        def own(rank: int) -> tuple[int, int]:
+        def local_heads(rank: int) -> tuple[int, int]:
             return len(layout.q_heads(rank, spec.q_heads, spec.kv_heads)), len(layout.kv_heads(rank, spec.kv_heads))
 
-        self.spread = own(comm.rank) != (spec.q_heads, spec.kv_heads)
-        ranks = [own(rank) for rank in (range(comm.world_size) if self.spread else [comm.rank])]
+        self.sharded = local_heads(comm.rank) != (spec.q_heads, spec.kv_heads)
+        ranks = [local_heads(rank) for rank in (range(comm.world_size) if self.sharded else [comm.rank])]
         q, k = (sum(heads) * spec.head_dim for heads in zip(*ranks, strict=True))  # on several ranks: counted by each
         self._shares = 1 / q, 1 / k
 
-    def __call__(self, heads: Tensor, kv_heads: int, summed: bool = True) -> Tensor:
-        """Computes them [N, 2] fp32 for own heads [N, Hq + 2 kv_heads, D]; not `summed`: without other ranks' heads."""
+    def __call__(self, heads: Tensor, kv_heads: int, reduce: bool = True) -> Tensor:
+        """Computes them [N, 2] fp32 for own heads [N, Hq + 2 kv_heads, D]; not `reduce`: without other ranks' heads."""
         squares = head_squares(heads, kv_heads, self._shares)
-        return self.comm.all_gather(squares).sum(0) if self.spread and summed else squares
+        return self.comm.all_gather(squares).sum(0) if self.sharded and reduce else squares
 
 
 class Attention(ShardedAttention):
@@ -156,40 +158,48 @@ class Attention(ShardedAttention):
         self.spec, name = spec, f"{name}.self_attn"
 
         dim, q, kv = spec.head_dim, layout.q_heads(*heads), layout.kv_heads(comm.rank, spec.kv_heads)
-        order, of_query = paired(dim, spec.rotated or dim), (1 + spec.gated) * dim
+        order, q_head_rows = rope_row_order(dim, spec.rotated or dim), (1 + spec.gated) * dim
 
-        def places(heads: range, of_head: list[range], each: int = dim) -> list[range]:
+        def row_ranges(heads: range, head_rows: list[range], each: int = dim) -> list[range]:
             """Lists these rows of each head, which has `each`; whole heads are one run."""
-            if [*map(len, of_head)] == [each]:
+            if [*map(len, head_rows)] == [each]:
                 return [range(heads.start * each, heads.stop * each)]
-            return [range(h * each + r.start, h * each + r.stop) for h in heads for r in of_head] or [range(0)]
+            return [range(h * each + r.start, h * each + r.stop) for h in heads for r in head_rows] or [range(0)]
 
-        def rows(part: str, total: int, places: list[range], before: int) -> list[Rows]:
+        def rows(part: str, total: int, row_ranges: list[range], preceding_heads: int) -> list[Rows]:
             if spec.fused:  # behind the rows of so many heads
                 part, total = "qkv", spec.q_heads + 2 * spec.kv_heads
-                places = [range(before * dim + r.start, before * dim + r.stop) for r in places]
-            return [Rows(f"{name}.{part}_proj", total * dim, each, spec.qkv_bias) for each in places]
+                row_ranges = [
+                    range(preceding_heads * dim + r.start, preceding_heads * dim + r.stop) for r in row_ranges
+                ]
+            return [Rows(f"{name}.{part}_proj", total * dim, each, spec.qkv_bias) for each in row_ranges]
 
         self._q_rows, q_total = len(q) * dim, (1 + spec.gated) * spec.q_heads
         stacked = [
-            *rows("q", q_total, places(q, order, of_query), 0),
-            *rows("k", spec.kv_heads, places(kv, order), spec.q_heads),
-            *rows("v", spec.kv_heads, places(kv, [range(dim)]), spec.q_heads + spec.kv_heads),
+            *rows("q", q_total, row_ranges(q, order, q_head_rows), 0),
+            *rows("k", spec.kv_heads, row_ranges(kv, order), spec.q_heads),
+            *rows("v", spec.kv_heads, row_ranges(kv, [range(dim)]), spec.q_heads + spec.kv_heads),
         ]
         self.qkv = ColumnParallel(weights, spec.inputs or spec.hidden, stacked)
         self.gate: ColumnParallel | None = None
         if spec.gated:
-            gates = places(layout.o_heads(*heads), [range(dim, of_query)], of_query)
+            gates = row_ranges(layout.o_heads(*heads), [range(dim, q_head_rows)], q_head_rows)
             self.gate = ColumnParallel(weights, spec.hidden, rows("q", q_total, gates, 0))
         self.norms: tuple[Tensor, Tensor, float] | None = None
         self._squares: HeadSquares | None = None
         if spec.qk_norm and spec.norm_over == "all":
-            q_gain = weights.gain(f"{name}.q_norm.weight", spec.q_heads * dim, places(q, order)).view(-1, dim)
-            k_gain = weights.gain(f"{name}.k_norm.weight", spec.kv_heads * dim, places(kv, order)).view(-1, dim)
-            self.norms, self._squares = (q_gain, k_gain, spec.norm_eps), HeadSquares(comm, layout, spec)
+            q_norm_weight = weights.norm_weight(f"{name}.q_norm.weight", spec.q_heads * dim, row_ranges(q, order)).view(
+                -1, dim
+            )
+            k_norm_weight = weights.norm_weight(
+                f"{name}.k_norm.weight", spec.kv_heads * dim, row_ranges(kv, order)
+            ).view(-1, dim)
+            self.norms, self._squares = (q_norm_weight, k_norm_weight, spec.norm_eps), HeadSquares(comm, layout, spec)
         elif spec.qk_norm:
-            q_gain, k_gain = (weights.gain(f"{name}.{part}_norm.weight", dim, order) for part in "qk")
-            self.norms = q_gain, k_gain, spec.norm_eps
+            q_norm_weight, k_norm_weight = (
+                weights.norm_weight(f"{name}.{part}_norm.weight", dim, order) for part in "qk"
+            )
+            self.norms = q_norm_weight, k_norm_weight, spec.norm_eps
         if spec.sinks:
             if layout.kvp_rank(comm.rank) == 0:
                 self.sinks = weights.parameter(len(q), dtype=torch.float32)
@@ -198,11 +208,11 @@ class Attention(ShardedAttention):
         self.output = RowParallel(shard, f"{name}.o_proj", columns, width, spec.hidden, spec.output_bias)
 
     @property
-    def adds_squares(self) -> bool:
+    def reduces_squares(self) -> bool:
         """True if `project` sums over ranks."""
-        return self._squares is not None and self._squares.spread
+        return self._squares is not None and self._squares.sharded
 
-    def sent_width(self, rows: int) -> int:
+    def exchange_width(self, rows: int) -> int:
         return self.spec.head_dim
 
     def project(self, x: Tensor, angles: Angles, cache: KVCache, step: Step) -> Queries:
@@ -210,45 +220,53 @@ class Attention(ShardedAttention):
         gate = None if self.gate is None else self.gate(x)
         return Queries(self._queries_and_append(x, angles, cache, step), gate)
 
-    def finish(self, q: Queries, cache: KVCache, step: Step, policy: AttentionPolicy) -> PendingProjection:
+    def finish(self, q: Queries, cache: KVCache, step: Step, policy: AttentionPolicy) -> PartialProjection:
         """Computes this rank's part [N, H] of the output from the queries of `project`."""
         found = self.attend(q.heads, cache.layer(self.index, step.cu_q is not None), step, policy).flatten(1)
         return self.output(found if q.gate is None else sigmoid_mul(found, q.gate))
 
     def _queries_and_append(self, x: Tensor, angles: Angles, cache: KVCache, step: Step) -> Tensor:
-        mine = cache.layer(self.index, prefill=step.cu_q is not None)
-        to = angles.cos, angles.sin, mine.keys, mine.values, step.new_slots(self.window), self.norms, mine.scales
-        gathers = len(self.shares) > 1 and step.half is not None
+        layer_cache = cache.layer(self.index, prefill=step.cu_q is not None)
+        to = (
+            angles.cos,
+            angles.sin,
+            layer_cache.keys,
+            layer_cache.values,
+            step.slot_mapping(self.window),
+            self.norms,
+            layer_cache.scales,
+        )
+        gathers = len(self.shares) > 1 and step.micro_batch is not None
         if not gathers and self._squares is None:
-            return angles.scaled(qkv_append(x, self.qkv.weight, self.qkv.bias, *to))
-        heads = (self._gathered(x) if gathers else self.qkv(x)).unflatten(1, (-1, self.spec.head_dim))
-        means = None if self._squares is None else self._squares(heads, mine.keys.shape[2])
-        return angles.scaled(kv_append(heads, *to, means))
+            return angles.scale_queries(qkv_append(x, self.qkv.weight, self.qkv.bias, *to))
+        heads = (self._gather_qkv(x) if gathers else self.qkv(x)).unflatten(1, (-1, self.spec.head_dim))
+        means = None if self._squares is None else self._squares(heads, layer_cache.keys.shape[2])
+        return angles.scale_queries(kv_append(heads, *to, means))
 
     def queries(self, x: Tensor, angles: Angles, cache: KVCache, step: Step) -> Tensor:
         """Computes only the queries [N, Hq, D] of `project`, without appending keys and without communication.
 
         It may run concurrently with another layer: it uses the library's product, since our kernels share a workspace.
         """
-        mine, rows = cache.layer(self.index), self._q_rows
+        layer_cache, rows = cache.layer(self.index), self._q_rows
         bias = None if self.qkv.bias is None else self.qkv.bias[:rows]
         weight = as_tensor(matrix_rows(self.qkv.weight, 0, rows), x.dtype)
         heads = F.linear(x, weight, bias).unflatten(1, (-1, self.spec.head_dim))
-        no_heads = mine.keys[:, :, :0], mine.values[:, :, :0]
-        of_keys, of_values = (s if s is None else s[:, :0] for s in mine.scales)
+        no_heads = layer_cache.keys[:, :, :0], layer_cache.values[:, :, :0]
+        key_scales, value_scales = (s if s is None else s[:, :0] for s in layer_cache.scales)
         norms, means = self.norms, None
         if norms is not None and self._squares is not None:
             norms = norms[0], norms[1][:0], norms[2]
             # Own heads stand for all: a factor on a row of queries changes no choice.
-            means = self._squares(heads, 0, summed=False)
-        to = *no_heads, step.new_slots(self.window), norms, (of_keys, of_values), means
-        return angles.scaled(kv_append(heads, angles.cos, angles.sin, *to))
+            means = self._squares(heads, 0, reduce=False)
+        to = *no_heads, step.slot_mapping(self.window), norms, (key_scales, value_scales), means
+        return angles.scale_queries(kv_append(heads, angles.cos, angles.sin, *to))
 
-    def _gathered(self, x: Tensor) -> Tensor:
+    def _gather_qkv(self, x: Tensor) -> Tensor:
         """Computes QKV [N, rows], each rank of the kvp group for its run of tokens, and gathers the runs."""
         each = -(-len(x) // len(self.shares))
         begin = self.comm.kvp_rank * each
-        own = self.qkv(x[begin : begin + each])
-        if len(own) < each:  # padding of the last run: all messages have one size
-            own = F.pad(own, (0, 0, 0, each - len(own)))
-        return self.comm.gather_in_group(own).flatten(0, 1)[: len(x)]
+        local = self.qkv(x[begin : begin + each])
+        if len(local) < each:  # padding of the last run: all messages have one size
+            local = F.pad(local, (0, 0, 0, each - len(local)))
+        return self.comm.gather_in_group(local).flatten(0, 1)[: len(x)]

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from comm.base import Communicator
-from comm.pending import PendingProjection, PendingSum
+from comm.partial import PartialProjection, PartialSum
 from helix.layers.linear import ColumnParallel, RowParallel, Rows
 from helix.layers.specs import MLPSpec, MoESpec
 from helix.layers.weights import ModelShard, Weights
@@ -48,7 +48,7 @@ class GatedMLP:
         self.gate_up = ColumnParallel(shard.weights, hidden, rows)
         self.down = RowParallel(shard, f"{name}.down_proj", columns, width, hidden, bias)
 
-    def __call__(self, x: Tensor, weight: Tensor | None = None) -> PendingProjection:
+    def __call__(self, x: Tensor, weight: Tensor | None = None) -> PartialProjection:
         """Computes this rank's part [N, H] from x [N, H], the same on all, times the sigmoid of weight [N, 1]."""
         if self.activation == "silu":
             inner = self.gate_up(x, gated=True)
@@ -72,10 +72,10 @@ class MoE:
         router = Rows(f"{name}.{spec.router}", spec.experts, range(spec.experts), spec.router_bias)
         gate = [Rows(f"{name}.{spec.shared_gate}", 1, range(1))] if spec.shared_gate is not None else []
         self.router = ColumnParallel(weights, hidden, [router, *gate])
-        self.choice_bias: Tensor | None = None
-        if spec.choice_bias is not None:
-            self.choice_bias = weights.parameter(spec.experts, dtype=torch.float32)
-            weights.bind(self.choice_bias, f"{name}.{spec.choice_bias}", (spec.experts,))
+        self.score_correction_bias: Tensor | None = None
+        if spec.score_correction_bias is not None:
+            self.score_correction_bias = weights.parameter(spec.experts, dtype=torch.float32)
+            weights.bind(self.score_correction_bias, f"{name}.{spec.score_correction_bias}", (spec.experts,))
 
         plain = spec.storage == "apart" and spec.clamp_at is None and spec.shared_gate is None
         like_routed = layout.ep == 1 and plain and spec.shared_width % spec.width == 0
@@ -87,9 +87,9 @@ class MoE:
         self.gate_up_bias: Tensor | None = None
         self.down_bias: Tensor | None = None
         if spec.storage == "apart":
-            self._read_apart(weights, hidden, name)
+            self._bind_separate(weights, hidden, name)
         else:
-            self._read_stacked(weights, hidden, f"{name}.experts")
+            self._bind_stacked(weights, hidden, f"{name}.experts")
         self.shared: GatedMLP | None = None
         if spec.shared_width and not self.shared_count:
             self.shared = GatedMLP(shard, hidden, MLPSpec(spec.shared_width), f"{name}.{spec.shared}")
@@ -106,36 +106,41 @@ class MoE:
             )
         else:
             gate_up, down = ([f"{name}.experts.{part}"] for part in ("gate_up_proj", "down_proj"))
-        kept = weights.kept(gate_up, range(hidden), hidden), weights.kept(down, self.columns, spec.width)
+        formats = (
+            weights.matrix_format(gate_up, range(hidden), hidden),
+            weights.matrix_format(down, self.columns, spec.width),
+        )
         # Each shared expert is a part of the columns of one matrix: all parts begin alike in their group, or not.
-        alike = self.shared_count < 2 or (kept[1] is not None and spec.width % kept[1].group == 0)
-        return (gate_up, down) if None not in kept and alike else ([], [])
+        alike = self.shared_count < 2 or (formats[1] is not None and spec.width % formats[1].group == 0)
+        return (gate_up, down) if None not in formats and alike else ([], [])
 
-    def _read_apart(self, weights: Weights, hidden: int, name: str) -> None:
+    def _bind_separate(self, weights: Weights, hidden: int, name: str) -> None:
         """Binds three matrices per expert; those of all shared experts are slices of one expert's matrices."""
         spec = self.spec
         assert not spec.expert_bias, "no family has it"
         for i in range(self.shared_count):
-            held = i if self.experts else None
-            self._read_expert(weights, hidden, f"{name}.{spec.shared}", held, spec.shared_width, i * spec.width)
+            local_index = i if self.experts else None
+            self._bind_expert(weights, hidden, f"{name}.{spec.shared}", local_index, spec.shared_width, i * spec.width)
         for e in range(spec.experts):
-            held = self.shared_count + e - self.experts.start if e in self.experts else None
-            self._read_expert(weights, hidden, f"{name}.experts.{e}", held, spec.width, 0)
+            local_index = self.shared_count + e - self.experts.start if e in self.experts else None
+            self._bind_expert(weights, hidden, f"{name}.experts.{e}", local_index, spec.width, 0)
 
-    def _read_expert(self, weights: Weights, hidden: int, name: str, held: int | None, total: int, begin: int) -> None:
-        """Binds an expert's columns from `begin` of `total` as local expert `held`; None: other ranks hold it."""
+    def _bind_expert(
+        self, weights: Weights, hidden: int, name: str, local_index: int | None, total: int, begin: int
+    ) -> None:
+        """Binds an expert's columns from `begin` of `total` as expert `local_index`; None: other ranks hold it."""
         gate, up, down = (f"{name}.{matrix}.weight" for matrix in self.spec.matrices)
-        if held is None:
+        if local_index is None:
             for matrix, shape in ((gate, (total, hidden)), (up, (total, hidden)), (down, (hidden, total))):
                 weights.bind(None, matrix, shape)
             return
         width = len(self.columns)
         columns = range(begin + self.columns.start, begin + self.columns.stop)
-        weights.bind(matrix_rows(self.gate_up[held], 0, width), gate, (total, hidden), columns)
-        weights.bind(matrix_rows(self.gate_up[held], width, 2 * width), up, (total, hidden), columns)
-        weights.bind(self.down[held], down, (hidden, total), range(hidden), columns)
+        weights.bind(matrix_rows(self.gate_up[local_index], 0, width), gate, (total, hidden), columns)
+        weights.bind(matrix_rows(self.gate_up[local_index], width, 2 * width), up, (total, hidden), columns)
+        weights.bind(self.down[local_index], down, (hidden, total), range(hidden), columns)
 
-    def _read_stacked(self, weights: Weights, hidden: int, name: str) -> None:
+    def _bind_stacked(self, weights: Weights, hidden: int, name: str) -> None:
         """Binds tensors that stack all experts, with alternating rows of gate and up, or one behind the other."""
         spec, columns, width = self.spec, self.columns, len(self.columns)
         gate, up = (range(2 * columns.start + odd, 2 * columns.stop + odd, 2) for odd in (0, 1))
@@ -170,7 +175,7 @@ class MoE:
             logits,
             spec.top_k,
             scoring=spec.scoring,
-            bias=self.choice_bias,
+            bias=self.score_correction_bias,
             groups=spec.groups,
             top_groups=spec.top_groups,
             group_score=spec.group_score,
@@ -201,7 +206,7 @@ def make_ffn(shard: ModelShard, hidden: int, spec: MLPSpec | MoESpec, layer: str
     return GatedMLP(shard, hidden, spec, f"{layer}.mlp")
 
 
-def over_all_ranks(ffn: Callable[[Tensor], PendingSum], x: Tensor, counts: Sequence[int], comm: Communicator) -> Tensor:
+def dp_ffn(ffn: Callable[[Tensor], PartialSum], x: Tensor, counts: Sequence[int], comm: Communicator) -> Tensor:
     """Computes an FFN, whose summands are spread over all ranks, of this rank's rows: in mode dp.
 
     Attention has a rank's own sequences, and the FFN those of all ranks: every rank gathers the normalised rows of all,
@@ -214,13 +219,13 @@ def over_all_ranks(ffn: Callable[[Tensor], PendingSum], x: Tensor, counts: Seque
     Returns:
         [n, H], summed over ranks.
     """
-    most = max(counts, default=len(x))
-    rows = comm.all_gather(F.pad(x, (0, 0, 0, most - len(x))) if len(x) < most else x)  # [W, most, H]
+    max_rows = max(counts, default=len(x))
+    rows = comm.all_gather(F.pad(x, (0, 0, 0, max_rows - len(x))) if len(x) < max_rows else x)  # [W, most, H]
     if len({*counts}) < 2:
         parts = ffn(rows.flatten(0, 1)).compute().view(rows.shape)
     else:
-        computed = ffn(torch.cat([of_rank[:n] for of_rank, n in zip(rows, counts, strict=True)])).compute()
+        computed = ffn(torch.cat([rank_rows[:n] for rank_rows, n in zip(rows, counts, strict=True)])).compute()
         parts = torch.zeros_like(rows)
-        for of_rank, part in zip(parts, computed.split(list(counts)), strict=True):
-            of_rank[: len(part)] = part
+        for rank_rows, part in zip(parts, computed.split(list(counts)), strict=True):
+            rank_rows[: len(part)] = part
     return comm.reduce_scatter(parts)[: len(x)]

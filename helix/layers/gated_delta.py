@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from comm.pending import PendingProjection
+from comm.partial import PartialProjection
 from helix.attention.base import AttentionPolicy
 from helix.layers.linear import ColumnParallel, RowParallel, Rows
 from helix.layers.rotary import Angles
@@ -44,8 +44,8 @@ class GatedDeltaNet:
         first = values.start % spec.group
         self.rule = GatedDelta(conv, a_log, dt_bias, norm, spec.norm_eps, len(keys), spec.group, first)
         columns = range(values.start * spec.value_dim, values.stop * spec.value_dim)
-        of_all = spec.value_heads * spec.value_dim
-        self.output = RowParallel(shard, f"{name}.out_proj", columns, of_all, spec.hidden)
+        in_features = spec.value_heads * spec.value_dim
+        self.output = RowParallel(shard, f"{name}.out_proj", columns, in_features, spec.hidden)
 
     def project(self, x: Tensor, angles: Angles, cache: KVCache, step: Step) -> DeltaInput:
         """Computes this rank's inputs of the rule from x [N, H], the same on every rank; nothing is kept yet."""
@@ -53,24 +53,24 @@ class GatedDeltaNet:
         qkv, z, gates = parts[0][:, : self.channels], parts[0][:, self.channels :][:, : self.width], parts[-1]
         return DeltaInput(qkv, gates[:, gates.shape[1] - 2 * len(self.rule.a_log) :], z)
 
-    def finish(self, q: DeltaInput, cache: KVCache, step: Step, policy: AttentionPolicy) -> PendingProjection:
+    def finish(self, q: DeltaInput, cache: KVCache, step: Step, policy: AttentionPolicy) -> PartialProjection:
         """Computes this rank's part [N, H] of the output, and what is kept of the step's tokens."""
         if not self.width:  # a rank without heads
             return self.output(q.z)
         layer = cache.layer(self.index)
-        kept = DeltaState(**layer.kept, accepted=layer.accepted)
+        state = DeltaState(**layer.tensors, accepted=layer.accepted)
         if step.cu_q is None:
-            return self.output(gated_delta_step(q, self.rule, kept, step.slots, step.positions, step.live))
-        return self.output(gated_delta_prefill(q, self.rule, kept, step.slots, step.positions, step.cu_q))
+            return self.output(gated_delta_step(q, self.rule, state, step.slots, step.positions, step.live))
+        return self.output(gated_delta_prefill(q, self.rule, state, step.slots, step.positions, step.cu_q))
 
 
 def _channels(spec: GatedDeltaSpec, keys: range, values: range) -> list[range]:
     """Lists the channels of q, k and v of these heads, as conv1d and in_proj_qkv have them."""
-    of_keys, behind = range(keys.start * spec.key_dim, keys.stop * spec.key_dim), spec.key_heads * spec.key_dim
+    key_rows, total_key_rows = range(keys.start * spec.key_dim, keys.stop * spec.key_dim), spec.key_heads * spec.key_dim
     return [
-        of_keys,
-        range(behind + of_keys.start, behind + of_keys.stop),
-        range(2 * behind + values.start * spec.value_dim, 2 * behind + values.stop * spec.value_dim),
+        key_rows,
+        range(total_key_rows + key_rows.start, total_key_rows + key_rows.stop),
+        range(2 * total_key_rows + values.start * spec.value_dim, 2 * total_key_rows + values.stop * spec.value_dim),
     ]
 
 
@@ -86,23 +86,23 @@ def _projections(spec: GatedDeltaSpec, name: str, keys: range, values: range) ->
             [Rows(f"{name}.in_proj_{part}", heads, values) for part in ("b", "a")],
         )
     each = 2 * (spec.key_dim + spec.group * width)  # rows of a key head: q, k, v of its value heads, z of them
-    of_values = 2 * spec.key_dim
+    value_offset = 2 * spec.key_dim
 
-    def of_keys(begin: int) -> list[range]:
+    def key_rows(begin: int) -> list[range]:
         return [range(k * each + begin, k * each + begin + spec.key_dim) for k in keys]
 
-    def of_heads(each: int, begin: int, width: int) -> list[range]:
+    def value_head_rows(each: int, begin: int, width: int) -> list[range]:
         """Lists rows of each value head, `width` of them, which begin at row `begin` of its key head's."""
         starts = [v // spec.group * each + begin + v % spec.group * width for v in values]
         return [range(start, start + width) for start in starts]
 
     qkvz = [
-        *of_keys(0),
-        *of_keys(spec.key_dim),
-        *of_heads(each, of_values, width),
-        *of_heads(each, of_values + spec.group * width, width),
+        *key_rows(0),
+        *key_rows(spec.key_dim),
+        *value_head_rows(each, value_offset, width),
+        *value_head_rows(each, value_offset + spec.group * width, width),
     ]
-    ba = [*of_heads(2 * spec.group, 0, 1), *of_heads(2 * spec.group, spec.group, 1)]
+    ba = [*value_head_rows(2 * spec.group, 0, 1), *value_head_rows(2 * spec.group, spec.group, 1)]
     none = [range(0)]  # a rank without heads declares the tensors as well
     return (
         [Rows(f"{name}.in_proj_qkvz", spec.key_heads * each, run) for run in qkvz or none],

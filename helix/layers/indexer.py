@@ -22,17 +22,17 @@ from helix.layers.linear import ColumnParallel, Rows
 from helix.layers.rotary import Angles
 from helix.layers.specs import MLASpec
 from helix.layers.weights import ModelShard
-from helix.worker.dealt import all_rows, gathered
 from helix.worker.kv_cache import LayerCache
-from helix.worker.step import CHOSEN, Step
+from helix.worker.row_shard import all_gather_rows, gathered
+from helix.worker.step import SELECTED, Step
 from kernels.indexer.append import index_append
-from kernels.indexer.choose import FEW_ROWS, PLANES, choose_tokens
 from kernels.indexer.keys import DIGITS
 from kernels.indexer.reference import Shard
 from kernels.indexer.scores import index_scores
+from kernels.indexer.select_topk import FEW_ROWS, PLANES, index_topk
 
 NORM_EPS = 1e-6  # of the keys' norm, whatever rms_norm_eps is
-SCORES = 1 << 26  # scores in memory at once (256 MiB): longer prefill steps choose for some rows after the others
+MAX_SCORES = 1 << 26  # scores in memory at once (256 MiB): longer prefill steps choose for some rows after the others
 
 
 class Indexer:
@@ -46,10 +46,10 @@ class Indexer:
         rows = [part for h in range(spec.heads) for part in spec.rows(h * spec.width)]
         self.queries = ColumnParallel(weights, attention.q_rank, [Rows(f"{name}.wq_b", total, part) for part in rows])
         keys = [Rows(f"{name}.wk", spec.width, part) for part in spec.rows(0)]
-        of_heads = Rows(f"{name}.weights_proj", spec.heads, range(spec.heads))
-        self.down = ColumnParallel(weights, attention.hidden, [*keys, of_heads])
-        self.gain, self.bias = weights.parameter(spec.width), weights.parameter(spec.width)
-        for parameter, kind in ((self.gain, "weight"), (self.bias, "bias")):
+        head_weights = Rows(f"{name}.weights_proj", spec.heads, range(spec.heads))
+        self.down = ColumnParallel(weights, attention.hidden, [*keys, head_weights])
+        self.norm_weight, self.bias = weights.parameter(spec.width), weights.parameter(spec.width)
+        for parameter, kind in ((self.norm_weight, "weight"), (self.bias, "bias")):
             begin = 0
             for part in spec.rows(0):
                 to = parameter[begin : (begin := begin + len(part))]
@@ -58,82 +58,85 @@ class Indexer:
     def __call__(self, x: Tensor, latents: Tensor, angles: Angles, cache: LayerCache, step: Step) -> None:
         """Adds index keys to the cache, and chooses tokens for this layer and those that share its choice.
 
-        The choice is `step.chosen`. A prefill step of short sequences reads all: it makes none. Nor is there one if
-        nobody attends (`step.chooses`).
+        The choice is `step.selected`. A prefill step of short sequences reads all: it makes none. Nor is there one if
+        nobody attends (`step.selects`).
 
         Args:
             x: [N, H], the layer's normalised input; of this rank's rows, if they are dealt.
             latents: [N, q_rank], the queries' latents, normalised; of the same rows.
         """
-        spec, slots, dealt = self.spec, step.new_slots(None), step.dealt
+        spec, slots, shard = self.spec, step.slot_mapping(None), step.row_shard
         k, weights = self.down(x, exact=True).split([spec.width, spec.heads], 1)  # fp32
-        whole = dealt is None and step.cu_q is not None and step.max_k * step.placement.layout.kvp <= self.topk
-        q = self.queries(latents).view(len(x), spec.heads, spec.width) if step.chooses and not whole else None
+        reads_all = shard is None and step.cu_q is not None and step.max_k * step.placement.layout.kvp <= self.topk
+        q = self.queries(latents).view(len(x), spec.heads, spec.width) if step.selects and not reads_all else None
         # Scores of single queries are counted as they are computed, unless these are many.
-        numbers = None
-        if q is not None and dealt is None and step.max_q == 1 and len(q) <= FEW_ROWS:
-            numbers = torch.empty(PLANES, len(q), DIGITS, dtype=torch.int32, device=q.device)
+        digit_counts = None
+        if q is not None and shard is None and step.max_q == 1 and len(q) <= FEW_ROWS:
+            digit_counts = torch.empty(PLANES, len(q), DIGITS, dtype=torch.int32, device=q.device)
 
         def append(
-            q: Tensor | None, k: Tensor, angles: Angles, slots: Tensor, kept: Mapping[str, Tensor] = cache.kept
+            q: Tensor | None, k: Tensor, angles: Angles, slots: Tensor, tensors: Mapping[str, Tensor] = cache.tensors
         ) -> None:
             """Writes keys, and rotates queries, if there are any."""
             q = latents.new_empty(len(k), 0, spec.width) if q is None else q
-            to, norm = (kept["index_keys"], slots, kept.get("index_scales")), (self.gain, self.bias, NORM_EPS)
-            index_append(q, k, angles.cos, angles.sin, *norm, *to, numbers)
+            to, norm = (
+                (tensors["index_keys"], slots, tensors.get("index_scales")),
+                (self.norm_weight, self.bias, NORM_EPS),
+            )
+            index_append(q, k, angles.cos, angles.sin, *norm, *to, digit_counts)
 
-        if dealt is not None:
+        if shard is not None:
             assert q is not None
-            of_all, kept = all_rows(dealt, self.comm, k), gathered(dealt, cache, self.names(cache))
-            append(None, of_all, angles, slots)
-            append(None, of_all, angles, dealt.slots, kept)
-            append(q, k, angles.of(dealt.own), torch.full_like(slots[dealt.own], -1))
-            runs = {name: data.flatten(0, 1).unflatten(0, (-1, dealt.run)) for name, data in kept.items()}
-            dealt.step.shared[CHOSEN] = self._choose(q, weights, runs, None, dealt.step)
+            all_keys, tensors = all_gather_rows(shard, self.comm, k), gathered(shard, cache, self.cache_names(cache))
+            append(None, all_keys, angles, slots)
+            append(None, all_keys, angles, shard.slots, tensors)
+            append(q, k, angles.rows(shard.local), torch.full_like(slots[shard.local], -1))
+            runs = {name: data.flatten(0, 1).unflatten(0, (-1, shard.run_length)) for name, data in tensors.items()}
+            shard.step.shared[SELECTED] = self._select(q, weights, runs, None, shard.step)
             return
         append(q, k, angles, slots)
-        if (half := step.half) is not None:  # the second reads in this turn what the first writes in it
-            half.mark("index keys", x.device) if half.first else half.wait("index keys")
+        if (micro_batch := step.micro_batch) is not None:  # the second reads in this turn what the first writes in it
+            micro_batch.record("index keys", x.device) if micro_batch.first else micro_batch.wait("index keys")
         if q is not None:
-            step.shared[CHOSEN] = self._choose(q, weights, cache.kept, numbers, step)
+            step.shared[SELECTED] = self._select(q, weights, cache.tensors, digit_counts, step)
 
-    def names(self, cache: LayerCache) -> list[str]:
+    def cache_names(self, cache: LayerCache) -> list[str]:
         """Returns the names of what it keeps."""
-        return [name for name in ("index_keys", "index_scales") if name in cache.kept]
+        return [name for name in ("index_keys", "index_scales") if name in cache.tensors]
 
-    def _choose(
-        self, q: Tensor, weights: Tensor, kept: Mapping[str, Tensor], numbers: Tensor | None, step: Step
+    def _select(
+        self, q: Tensor, weights: Tensor, tensors: Mapping[str, Tensor], digit_counts: Tensor | None, step: Step
     ) -> tuple[Tensor, ...]:
-        """Chooses for queries [N, H_I, D_I], some rows at a time; returns what `Step.chosen` says."""
-        keys, scales = kept["index_keys"], kept.get("index_scales")
+        """Chooses for queries [N, H_I, D_I], some rows at a time; returns what `Step.selected` says."""
+        keys, scales = tensors["index_keys"], tensors.get("index_scales")
         tables, (lo, hi), owners = step.block_tables, step.bounds(None), step.owners()
         columns = tables.shape[1] * keys.shape[1]
         if step.cu_q is not None:
             columns = min(columns, -(-step.max_k // 128) * 128)
         each = step.max_q if step.cu_q is None else 1
-        most = max(1, SCORES // (columns * each)) * each
+        max_rows = max(1, MAX_SCORES // (columns * each)) * each
         shard = self._shard(step)
         parts = []
-        for begin in range(0, len(q), most):
-            part = slice(begin, begin + most)
-            cu_q, of, pages = None, None, tables
+        for begin in range(0, len(q), max_rows):
+            part = slice(begin, begin + max_rows)
+            cu_q, owner, pages = None, None, tables
             if step.cu_q is None or owners is None:
-                pages = tables[begin // each : (begin + most) // each]
+                pages = tables[begin // each : (begin + max_rows) // each]
             else:
-                cu_q, of = step.cu_q.clamp(begin, begin + most) - begin, owners[part]
+                cu_q, owner = step.cu_q.clamp(begin, begin + max_rows) - begin, owners[part]
             scores = torch.empty(len(q[part]), columns, dtype=torch.float32, device=q.device)
-            counts = None if numbers is None else numbers[:, part]
-            of_keys = keys, pages, hi[part], cu_q, min(step.max_q, most)
-            index_scores(q[part], weights[part], *of_keys, scores, scales, counts)
-            of_rows = step.positions[part], step.starts[part], hi[part], pages, of
-            longest = step.placement.most_tokens(tables)
-            parts.append(choose_tokens(scores, *of_rows, self.topk, longest, shard, counts))
-        slots, taken = parts[0] if len(parts) == 1 else (torch.cat(found) for found in zip(*parts, strict=True))
-        return slots, lo, taken  # lo is 0: there is no window
+            counts = None if digit_counts is None else digit_counts[:, part]
+            key_args = keys, pages, hi[part], cu_q, min(step.max_q, max_rows)
+            index_scores(q[part], weights[part], *key_args, scores, scales, counts)
+            row_args = step.positions[part], step.starts[part], hi[part], pages, owner
+            max_tokens = step.placement.max_tokens(tables)
+            parts.append(index_topk(scores, *row_args, self.topk, max_tokens, shard, counts))
+        slots, num_selected = parts[0] if len(parts) == 1 else (torch.cat(found) for found in zip(*parts, strict=True))
+        return slots, lo, num_selected  # lo is 0: there is no window
 
     def _shard(self, step: Step) -> Shard:
         placement = step.placement
         gather = None
         if placement.layout.kvp > 1:  # a group of several ranks consists of all ranks, as all_gather requires
-            gather = self.comm.gather_in_group if step.half is not None else self.comm.all_gather
+            gather = self.comm.gather_in_group if step.micro_batch is not None else self.comm.all_gather
         return Shard(**placement.grid, page_size=placement.page_size, gather=gather)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from comm.pending import PendingProjection
+from comm.partial import PartialProjection
 from helix.layers.weights import ModelShard, Weights
 from kernels.dense.embedding import embedding
 from kernels.dense.linear import linear
@@ -61,8 +61,8 @@ class RowParallel:
         if bias:
             weights.bind(self.bias, f"{name}.bias", (out_features,))
 
-    def __call__(self, x: Tensor) -> PendingProjection:
-        return PendingProjection(x, self.weight, self.bias)
+    def __call__(self, x: Tensor) -> PartialProjection:
+        return PartialProjection(x, self.weight, self.bias)
 
 
 class Embedding:

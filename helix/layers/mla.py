@@ -32,39 +32,39 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from comm.pending import PendingProjection
+from comm.partial import PartialProjection
 from helix.attention.base import AttentionPolicy, LayerAttention
 from helix.layers.attention import ShardedAttention
 from helix.layers.indexer import Indexer
 from helix.layers.linear import ColumnParallel, RowParallel, Rows
 from helix.layers.rotary import Angles
-from helix.layers.specs import MLASpec, most_dealt
+from helix.layers.specs import MLASpec, max_gathered_tokens
 from helix.layers.weights import ModelShard
 from helix.layout import share
-from helix.worker.dealt import (
-    all_rows,
-    are_enough,
+from helix.worker.graph_keys import DEEP
+from helix.worker.kv_cache import KVCache, LayerCache
+from helix.worker.row_shard import (
+    all_gather_rows,
+    can_shard_rows,
+    gather_latents,
     gather_sequences,
     gathered,
     to_heads,
     to_rows,
-    whole_sequences,
 )
-from helix.worker.graph_keys import DEEP
-from helix.worker.kv_cache import KVCache, LayerCache
-from helix.worker.step import DealtRows, Step
-from kernels.attention.lse_combine import lse_combine
+from helix.worker.step import RowShard, Step
+from kernels.attention.dequantized_prefill import dequantize_latent_rows
+from kernels.attention.merge_states import merge_states
 from kernels.attention.split_kv import PartialAttention
-from kernels.attention.unpacked_prefill import whole_latents
 from kernels.dense.rms_norm import rms_norm
 from kernels.mla.append import mla_append
 from kernels.mla.expanded_prefill import expanded_prefill
 from kernels.mla.per_head_linear import per_head_linear
 
-READ_RATE = 4.2e12  # bytes/s of weights in projections of a few rows
-CALL_S = 2.5e-6  # seconds of a small collective (docs/results/kernels.md#collectives)
-EXPANDED = 1 << 27  # bytes of expanded keys and values at a time
-ROWS = 8  # assumed rows of a step for the choice of queries: weights are placed before rows are known
+WEIGHT_READ_RATE = 4.2e12  # bytes/s of weights in projections of a few rows
+COLLECTIVE_LATENCY_S = 2.5e-6  # seconds of a small collective (docs/results/kernels.md#collectives)
+MAX_EXPANDED_BYTES = 1 << 27  # bytes of expanded keys and values at a time
+ASSUMED_ROWS = 8  # assumed rows of a step for the choice of queries: weights are placed before rows are known
 
 
 def exchanges_values(spec: MLASpec, rows: int, wire_rate: float) -> bool:
@@ -73,7 +73,7 @@ def exchanges_values(spec: MLASpec, rows: int, wire_rate: float) -> bool:
     Then messages are shorter by `rows * (latent - value)` values per head, and `value * latent` more weights are read.
     On K ranks, both count for K - 1 of K heads: the remaining heads are local, and their weights are read anyway.
     """
-    return rows * (spec.latent - spec.value) / wire_rate > spec.value * spec.latent / READ_RATE
+    return rows * (spec.latent - spec.value) / wire_rate > spec.value * spec.latent / WEIGHT_READ_RATE
 
 
 def gathers_queries(spec: MLASpec, ranks: int, item: int, wire_rate: float) -> bool:
@@ -86,7 +86,7 @@ def gathers_queries(spec: MLASpec, ranks: int, item: int, wire_rate: float) -> b
     """
     others = spec.q_heads * (ranks - 1) / ranks * item
     weights = spec.query * (spec.q_rank or spec.hidden) + spec.nope * spec.latent  # per head: its query's, and W_UK
-    return others * weights / READ_RATE > CALL_S + others * ROWS * spec.entry / wire_rate
+    return others * weights / WEIGHT_READ_RATE > COLLECTIVE_LATENCY_S + others * ASSUMED_ROWS * spec.entry / wire_rate
 
 
 def _tokens(step: Step) -> int:
@@ -94,15 +94,17 @@ def _tokens(step: Step) -> int:
     return (len(step.slots) - step.padded) * step.max_k * step.placement.layout.kvp
 
 
-def deals_rows(spec: MLASpec, step: Step) -> bool:
-    """Returns whether a prefill step's sequences are gathered, and its rows dealt to ranks (`helix.worker.dealt`)."""
+def row_sharded(spec: MLASpec, step: Step) -> bool:
+    """Returns whether a prefill step's sequences are gathered, and its rows dealt to ranks
+    (`helix.worker.row_shard`).
+    """
     ranks, rows = step.placement.layout.kvp, len(step.tokens)
     if ranks == 1 or spec.topk is None or spec.q_rank is None or step.cu_q is None or step.max_k * ranks <= spec.topk:
         return False
-    return are_enough(rows, ranks) and _tokens(step) < most_dealt(spec, rows)
+    return can_shard_rows(rows, ranks) and _tokens(step) < max_gathered_tokens(spec, rows)
 
 
-def expanding_rows(spec: MLASpec) -> float:
+def min_rows_to_expand(spec: MLASpec) -> float:
     """Returns the rows of a sequence from which on a prefill step takes fewer products where latents are expanded.
 
     To expand a token for a head costs as much as some rows' attention to it saves. Captured steps expand up to twice
@@ -112,12 +114,12 @@ def expanding_rows(spec: MLASpec) -> float:
     return 2 * spec.latent * (spec.nope + spec.value) / saved if saved > 0 and spec.topk is None else math.inf
 
 
-def gathers_first(spec: MLASpec, rows: int, wire_rate: float) -> bool:
+def gathers_before_absorption(spec: MLASpec, rows: int, wire_rate: float) -> bool:
     """Returns whether `rows` gathered queries are sent faster without W_UK, which each rank then applies to all heads.
 
     Messages are shorter by `entry - query` values per head, and `nope * latent` more weights are read.
     """
-    return rows * (spec.entry - spec.query) / wire_rate > spec.nope * spec.latent / READ_RATE
+    return rows * (spec.entry - spec.query) / wire_rate > spec.nope * spec.latent / WEIGHT_READ_RATE
 
 
 class MLA(ShardedAttention):
@@ -132,39 +134,45 @@ class MLA(ShardedAttention):
         super().__init__(shard, index, layout.head_shares(*heads), spec.scale)
         self.spec, self.latent, self.topk, name = spec, spec.latent, spec.topk, f"{name}.self_attn"
         self.indexer = None if spec.indexer is None else Indexer(shard, spec, f"{name}.indexer")
-        attends, owns = layout.q_heads(*heads), layout.o_heads(*heads)
+        attended_heads, output_heads = layout.q_heads(*heads), layout.o_heads(*heads)
         # With one latent head, a kvp group of several ranks consists of all ranks, as all_gather requires.
         item, rate = weights.dtype.itemsize, comm.wire_rate
         self.gathers = layout.kvp > 1 and gathers_queries(spec, layout.kvp, item, rate)
-        makes = share(spec.q_heads, layout.kvp, comm.kvp_rank) if self.gathers else attends
+        computed_heads = share(spec.q_heads, layout.kvp, comm.kvp_rank) if self.gathers else attended_heads
 
-        self.makes, self.made = len(makes), [len(share(spec.q_heads, layout.kvp, k)) for k in range(layout.kvp)]
-        self.q_width = spec.q_rank or len(makes) * spec.query
-        queries = _queries(spec, name, makes)
+        self.num_computed_heads, self.computed_head_counts = (
+            len(computed_heads),
+            [len(share(spec.q_heads, layout.kvp, k)) for k in range(layout.kvp)],
+        )
+        self.q_width = spec.q_rank or len(computed_heads) * spec.query
+        queries = _queries(spec, name, computed_heads)
         first = [Rows(f"{name}.q_a_proj", spec.q_rank, range(spec.q_rank))] if spec.q_rank else queries
         kv_a = f"{name}.kv_a_proj_with_mqa"
-        latent = [range(spec.latent), *_halves(spec, spec.latent)]
+        latent = [range(spec.latent), *_rope_rows(spec, spec.latent)]
         self.down = ColumnParallel(weights, spec.hidden, [*first, *(Rows(kv_a, spec.entry, part) for part in latent)])
         self.q_up: ColumnParallel | None = None
         if spec.q_rank:
-            self.q_gain = weights.gain(f"{name}.q_a_layernorm.weight", spec.q_rank)
+            self.q_norm_weight = weights.norm_weight(f"{name}.q_a_layernorm.weight", spec.q_rank)
             self.q_up = ColumnParallel(weights, spec.q_rank, queries)
-        self.kv_gain = weights.gain(f"{name}.kv_a_layernorm.weight", spec.latent)
+        self.kv_norm_weight = weights.norm_weight(f"{name}.kv_a_layernorm.weight", spec.latent)
 
         width = spec.nope + spec.value
-        kv_b = weights.parameter(len(attends) * width, spec.latent)
-        rows = range(attends.start * width, attends.stop * width)
+        kv_b = weights.parameter(len(attended_heads) * width, spec.latent)
+        rows = range(attended_heads.start * width, attended_heads.stop * width)
         weights.bind(kv_b, f"{name}.kv_b_proj.weight", (spec.q_heads * width, spec.latent), rows)
-        of_heads = kv_b.view(len(attends), width, spec.latent)
+        kv_b_heads = kv_b.view(len(attended_heads), width, spec.latent)
 
         def local(part: range) -> slice:
-            return slice(part.start - attends.start, part.stop - attends.start)
+            return slice(part.start - attended_heads.start, part.stop - attended_heads.start)
 
-        self.own, self.expand = local(owns), of_heads[local(owns)].flatten(0, 1)  # [own heads * (nope + value), R]
-        self.w_uk = of_heads[:, : spec.nope]  # [Hq_local, nope, R]
-        self.own_w_uk = self.w_uk[local(makes)]
-        self.w_uv = of_heads[:, spec.nope :].mT  # [Hq_local, R, value]
-        self.own_w_uv = self.w_uv[local(owns)]
+        self.local_heads, self.local_kv_b = (
+            local(output_heads),
+            kv_b_heads[local(output_heads)].flatten(0, 1),
+        )  # [own heads * (nope + value), R]
+        self.w_uk = kv_b_heads[:, : spec.nope]  # [Hq_local, nope, R]
+        self.local_w_uk = self.w_uk[local(computed_heads)]
+        self.w_uv = kv_b_heads[:, spec.nope :].mT  # [Hq_local, R, value]
+        self.local_w_uv = self.w_uv[local(output_heads)]
         columns = layout.hidden_columns(*heads, spec.value)
         self.output = RowParallel(shard, f"{name}.o_proj", columns, spec.q_heads * spec.value, spec.hidden)
 
@@ -174,125 +182,145 @@ class MLA(ShardedAttention):
         If rows are dealt, x and queries are of this rank's.
         """
         spec = self.spec
-        mine, slots, dealt = cache.layer(self.index), step.new_slots(None), step.dealt
+        layer_cache, slots, shard = cache.layer(self.index), step.slot_mapping(None), step.row_shard
         q, kv = self.down(x).split([self.q_width, spec.entry], 1)
         if self.q_up is not None:
-            of_q = rms_norm(q, self.q_gain, spec.norm_eps)[0]
-            if self.indexer is not None and (step.chooses or step.chosen is None):
-                self.indexer(x, of_q, angles, mine, step)
-            q = self.q_up(of_q if dealt is None or not self.gathers else all_rows(dealt, self.comm, of_q))
-        q = q.unflatten(1, (self.makes, spec.query))  # [N, h, nope + P]
+            q_latent = rms_norm(q, self.q_norm_weight, spec.norm_eps)[0]
+            if self.indexer is not None and (step.selects or step.selected is None):
+                self.indexer(x, q_latent, angles, layer_cache, step)
+            q = self.q_up(
+                q_latent if shard is None or not self.gathers else all_gather_rows(shard, self.comm, q_latent)
+            )
+        q = q.unflatten(1, (self.num_computed_heads, spec.query))  # [N, h, nope + P]
 
         def append(
-            q: Tensor, kv: Tensor, angles: Angles, w_uk: Tensor, slots: Tensor, kept: Mapping[str, Tensor] = mine.kept
+            q: Tensor,
+            kv: Tensor,
+            angles: Angles,
+            w_uk: Tensor,
+            slots: Tensor,
+            tensors: Mapping[str, Tensor] = layer_cache.tensors,
         ) -> Tensor:
-            norm, few = (self.kv_gain, spec.norm_eps), (kept.get("latent_scales"), kept.get("ropes"))
-            return angles.scaled(mla_append(q, kv, angles.cos, angles.sin, *norm, w_uk, kept["latents"], slots, *few))
+            norm, few = (self.kv_norm_weight, spec.norm_eps), (tensors.get("latent_scales"), tensors.get("ropes"))
+            return angles.scale_queries(
+                mla_append(q, kv, angles.cos, angles.sin, *norm, w_uk, tensors["latents"], slots, *few)
+            )
 
-        if dealt is not None:
-            of_all, none = all_rows(dealt, self.comm, kv), q.new_empty(dealt.rows, 0, spec.query)
-            append(none, of_all, angles, self.w_uk[:0], slots)
-            append(none, of_all, angles, self.w_uk[:0], dealt.slots, gathered(dealt, mine, self._names(mine)))
-            q = to_rows(dealt, self.comm, q, self.made) if self.gathers else q
-            return append(q, kv, angles.of(dealt.own), self.w_uk, torch.full_like(slots[dealt.own], -1))
+        if shard is not None:
+            all_kv, none = all_gather_rows(shard, self.comm, kv), q.new_empty(shard.rows, 0, spec.query)
+            append(none, all_kv, angles, self.w_uk[:0], slots)
+            append(
+                none,
+                all_kv,
+                angles,
+                self.w_uk[:0],
+                shard.slots,
+                gathered(shard, layer_cache, self._cache_names(layer_cache)),
+            )
+            q = to_rows(shard, self.comm, q, self.computed_head_counts) if self.gathers else q
+            return append(q, kv, angles.rows(shard.local), self.w_uk, torch.full_like(slots[shard.local], -1))
         if step.expands:
             append(q.new_empty(len(x), 0, spec.query), kv, angles, self.w_uk[:0], slots)
-            makes_own = self.gathers and self.made == self.shares
-            if self.gathers and not makes_own:  # mode medha: the first rank keeps all heads
+            computes_local = self.gathers and self.computed_head_counts == self.shares
+            if self.gathers and not computes_local:  # mode medha: the first rank keeps all heads
                 q = self._gather(q.contiguous(), step)
-            return angles.scaled(_rotated(q if makes_own else q[:, self.own], angles, spec.nope))
-        gathers, w_uk = self.gathers, self.own_w_uk
-        if gathers and step.cu_q is not None and gathers_first(spec, len(x), self.comm.wire_rate):
+            return angles.scale_queries(_rotate(q if computes_local else q[:, self.local_heads], angles, spec.nope))
+        gathers, w_uk = self.gathers, self.local_w_uk
+        if gathers and step.cu_q is not None and gathers_before_absorption(spec, len(x), self.comm.wire_rate):
             q, gathers, w_uk = self._gather(q.contiguous(), step), False, self.w_uk
         absorbed = append(q, kv, angles, w_uk, slots)
         return self._gather(absorbed, step) if gathers else absorbed
 
-    def finish(self, q: Tensor, cache: KVCache, step: Step, policy: AttentionPolicy) -> PendingProjection:
+    def finish(self, q: Tensor, cache: KVCache, step: Step, policy: AttentionPolicy) -> PartialProjection:
         """Computes this rank's part [N, H] of the output from the queries of `project`."""
-        mine = cache.layer(self.index, step.cu_q is not None)
+        layer_cache = cache.layer(self.index, step.cu_q is not None)
         if step.expands:
-            return self.output(self._attend_expanded(q, mine, step).flatten(1))
-        attend = self.attend if step.dealt is None else self._attend_dealt
-        return self.output(attend(q, mine, step, policy).flatten(1))
+            return self.output(self._attend_expanded(q, layer_cache, step).flatten(1))
+        attend = self.attend if step.row_shard is None else self._attend_row_sharded
+        return self.output(attend(q, layer_cache, step, policy).flatten(1))
 
     def _attend_expanded(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
         """Attends with own heads' queries [N, h, nope + P], not absorbed; returns their output [N, h, value]."""
         spec, placement, cu_q = self.spec, step.placement, step.cu_q
         assert cu_q is not None
         page, ranks, heads = placement.page_size, placement.layout.kvp, q.shape[1]
-        most = min(-(-step.max_k // page), step.block_tables.shape[1])
+        max_pages = min(-(-step.max_k // page), step.block_tables.shape[1])
         sequences = len(step.slots) - step.padded
         # By the most heads of a rank: all gather the same columns at a time.
-        of_column = sequences * ranks * page * max(self.shares) * (spec.nope + spec.value) * q.itemsize
+        column_bytes = sequences * ranks * page * max(self.shares) * (spec.nope + spec.value) * q.itemsize
         unit = placement.append_block // math.gcd(placement.append_block, page)  # columns of whole blocks
-        each = max(1, min(EXPANDED // max(of_column, 1), DEEP // page) // unit) * unit
+        each = max(1, min(MAX_EXPANDED_BYTES // max(column_bytes, 1), DEEP // page) // unit) * unit
         hi, found = torch.where(step.live, step.positions + 1, 0), list[tuple[Tensor, Tensor]]()
-        for first in range(0, most, each):
-            columns = range(first, min(first + each, most))
-            latents = whole_sequences(step, self.comm, cache, columns, self._whole)
-            keys = (latents[..., : spec.latent] @ self.expand.T).unflatten(2, (heads, spec.nope + spec.value))
-            of_piece = (hi - first * page * ranks).clamp(0, latents.shape[1]).int()
+        for first in range(0, max_pages, each):
+            columns = range(first, min(first + each, max_pages))
+            latents = gather_latents(step, self.comm, cache, columns, self._unpack_latents)
+            keys = (latents[..., : spec.latent] @ self.local_kv_b.T).unflatten(2, (heads, spec.nope + spec.value))
+            piece_hi = (hi - first * page * ranks).clamp(0, latents.shape[1]).int()
             ropes = latents[..., spec.latent :]
-            found.append(expanded_prefill(q, keys, ropes, cu_q, step.max_q, of_piece, spec.scale))
+            found.append(expanded_prefill(q, keys, ropes, cu_q, step.max_q, piece_hi, spec.scale))
             if len(found) > 1:
                 parts, lse = (torch.stack(both) for both in zip(*found, strict=True))
-                found = [lse_combine(parts, lse, return_lse=True)]
+                found = [merge_states(parts, lse, return_lse=True)]
         return found[0][0]
 
-    def _whole(self, kept: Mapping[str, Tensor]) -> Tensor:
+    def _unpack_latents(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Returns latents with their rotated values behind them, whatever they are kept as."""
         return (
-            whole_latents(kept["latents"], kept["latent_scales"], kept["ropes"]) if "ropes" in kept else kept["latents"]
+            dequantize_latent_rows(tensors["latents"], tensors["latent_scales"], tensors["ropes"])
+            if "ropes" in tensors
+            else tensors["latents"]
         )
 
-    def _attend_dealt(self, q: Tensor, cache: LayerCache, step: Step, policy: AttentionPolicy) -> Tensor:
+    def _attend_row_sharded(self, q: Tensor, cache: LayerCache, step: Step, policy: AttentionPolicy) -> Tensor:
         """Attends with all heads of own rows to whole sequences; returns the output of own heads [N, heads, value]."""
-        dealt = step.dealt
-        assert dealt is not None
-        kept = gathered(dealt, cache, self._names(cache))
-        kept = {"latents": self._whole(kept)}  # unpacked once, for all rows
+        shard = step.row_shard
+        assert shard is not None
+        tensors = gathered(shard, cache, self._cache_names(cache))
+        tensors = {"latents": self._unpack_latents(tensors)}  # unpacked once, for all rows
         layer = LayerAttention(self.window, self.scale, self.latent, topk=self.topk)
-        found = policy.attend(q, replace(cache, kept=kept), dealt.step, layer).merge()[0]
-        return to_heads(dealt, self.comm, per_head_linear(found, self.w_uv), self.shares)
+        found = policy.attend(q, replace(cache, tensors=tensors), shard.step, layer).merge_states()[0]
+        return to_heads(shard, self.comm, per_head_linear(found, self.w_uv), self.shares)
 
-    def gather_ahead(self, cache: KVCache, dealt: DealtRows) -> None:
+    def prefetch_sequences(self, cache: KVCache, shard: RowShard) -> None:
         """Gathers what the layer reads of sequences; the layer before may be under way."""
-        mine = cache.layer(self.index, prefill=True)
-        index = [] if self.indexer is None else self.indexer.names(mine)
-        gather_sequences(dealt, self.comm, mine, [*index, *self._names(mine)])
+        layer_cache = cache.layer(self.index, prefill=True)
+        index = [] if self.indexer is None else self.indexer.cache_names(layer_cache)
+        gather_sequences(shard, self.comm, layer_cache, [*index, *self._cache_names(layer_cache)])
 
-    def _names(self, cache: LayerCache) -> list[str]:
+    def _cache_names(self, cache: LayerCache) -> list[str]:
         """Returns the names of what latents consist of."""
-        return [name for name in ("latents", "latent_scales", "ropes") if name in cache.kept]
+        return [name for name in ("latents", "latent_scales", "ropes") if name in cache.tensors]
 
     def _gather(self, q: Tensor, step: Step) -> Tensor:
         """Gathers queries [N, own, D] of each rank's heads -> [N, Hq, D]; ranks with a head less send padding."""
-        lanes = max(self.made)
+        lanes = max(self.computed_head_counts)
         if q.shape[1] < lanes:
             q = F.pad(q, (0, 0, 0, lanes - q.shape[1]))
-        parts = self.comm.gather_in_group(q).transpose(0, 1) if step.half is not None else self.comm.gather_rows(q)
-        if min(self.made) == lanes:
+        parts = (
+            self.comm.gather_in_group(q).transpose(0, 1) if step.micro_batch is not None else self.comm.gather_rows(q)
+        )
+        if min(self.computed_head_counts) == lanes:
             return parts.flatten(1, 2)  # [N, K, lanes, D]
-        return torch.cat([part[:, :n] for part, n in zip(parts.unbind(1), self.made, strict=True)], 1)
+        return torch.cat([part[:, :n] for part, n in zip(parts.unbind(1), self.computed_head_counts, strict=True)], 1)
 
     def sends_values(self, rows: int) -> bool:
         """Returns whether messages of up to `rows` queries hold values instead of latents."""
         return len(self.shares) > 1 and exchanges_values(self.spec, rows, self.comm.wire_rate)
 
-    def sent(self, partial: PartialAttention, rows: int) -> PartialAttention:
+    def before_exchange(self, partial: PartialAttention, rows: int) -> PartialAttention:
         if not self.sends_values(rows):
             return partial
-        out, lse = partial.merge()
+        out, lse = partial.merge_states()
         return PartialAttention(per_head_linear(out, self.w_uv), lse)
 
-    def sent_width(self, rows: int) -> int:
+    def exchange_width(self, rows: int) -> int:
         return self.spec.value if self.sends_values(rows) else self.spec.latent
 
-    def received(self, x: Tensor, rows: int) -> Tensor:
-        return x if self.sends_values(rows) else per_head_linear(x, self.own_w_uv)
+    def after_exchange(self, x: Tensor, rows: int) -> Tensor:
+        return x if self.sends_values(rows) else per_head_linear(x, self.local_w_uv)
 
 
-def _rotated(q: Tensor, angles: Angles, nope: int) -> Tensor:
+def _rotate(q: Tensor, angles: Angles, nope: int) -> Tensor:
     """Rotates queries [N, H, nope + P] from number `nope` on, in fp32."""
     first, second = q[..., nope:].float().chunk(2, -1)
     cos, sin = angles.cos[:, None].float(), angles.sin[:, None].float()
@@ -300,7 +328,7 @@ def _rotated(q: Tensor, angles: Angles, nope: int) -> Tensor:
     return torch.cat((q[..., :nope], rotated.to(q.dtype)), -1)
 
 
-def _halves(spec: MLASpec, begin: int) -> list[range]:
+def _rope_rows(spec: MLASpec, begin: int) -> list[range]:
     """Returns the rows of a rotated part from row `begin` on, in the order of the kernels, which pair its halves.
 
     The same permutation of queries and keys leaves scores unchanged.
@@ -317,7 +345,7 @@ def _queries(spec: MLASpec, name: str, heads: range) -> list[Rows]:
         for h in heads
         for part in (
             range(h * spec.query, h * spec.query + spec.nope),
-            *_halves(spec, h * spec.query + spec.nope),
+            *_rope_rows(spec, h * spec.query + spec.nope),
         )
     ]
     return [Rows(matrix, total, part) for part in parts or [range(0)]]

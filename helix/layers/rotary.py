@@ -68,17 +68,17 @@ class Angles:
     sin: Tensor
     query_scale: Tensor | None = None
 
-    def of(self, rows: slice) -> Angles:
+    def rows(self, rows: slice) -> Angles:
         """Returns the effect on some of the rows."""
         scale = None if self.query_scale is None else self.query_scale[rows]
         return Angles(self.cos[rows], self.sin[rows], scale)
 
-    def scaled(self, q: Tensor) -> Tensor:
+    def scale_queries(self, q: Tensor) -> Tensor:
         """Multiplies queries [N, Hq, D] by their factor, in place."""
         return q if self.query_scale is None else q.mul_(self.query_scale[:, None, None])
 
 
-def paired(head_dim: int, rotated: int) -> list[range]:
+def rope_row_order(head_dim: int, rotated: int) -> list[range]:
     """Lists the rows of a head in the order of the kernels, which rotate row d against row d + head_dim / 2.
 
     The same permutation of queries and keys leaves scores unchanged.
@@ -94,7 +94,7 @@ class Rotary:
 
     def __init__(self, spec: RopeSpec, dtype: torch.dtype, device: torch.device) -> None:
         inv_freq, self.factor = frequencies(spec)
-        self.inv_freq = F.pad(inv_freq, (0, spec.resting // 2)).to(device)  # an angle of 0 rotates nothing
+        self.inv_freq = F.pad(inv_freq, (0, spec.unrotated // 2)).to(device)  # an angle of 0 rotates nothing
         self.dtype = dtype
         self.query_scale = spec.query_scale
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
 
 from helix.layout import HelixLayout
-from helix.worker.keeps import Keeps, keys_and_values, latents
+from helix.worker.kv_cache_spec import KVCacheSpec, keys_and_values, latents
 
 MXFP4_BLOCK = 32  # values of the last dimension that share one scale
-WORTH = 2  # bytes of sequences that are gathered as fast as one of queries and outputs is exchanged
+GATHER_SPEEDUP = 2  # bytes of sequences that are gathered as fast as one of queries and outputs is exchanged
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 YARN = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")  # besides those needed
 
@@ -28,7 +28,7 @@ class RopeSpec:
         theta: base of the frequencies.
         head_dim: number of rotated dimensions, a head's first.
         scaling: the kind's own parameters, named as in a Hugging Face config; those of other kinds are left out.
-        resting: number of a head's further dimensions, which are not rotated.
+        unrotated: number of a head's further dimensions, which are not rotated.
         query_scale: (b, n): queries at position p grow by a factor 1 + b ln(1 + floor(p / n)); None: they do not.
     """
 
@@ -36,7 +36,7 @@ class RopeSpec:
     theta: float
     head_dim: int
     scaling: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    resting: int = 0
+    unrotated: int = 0
     query_scale: tuple[float, int] | None = None
 
     @classmethod
@@ -55,7 +55,7 @@ class RopeSpec:
         if kind not in ROPE_TYPES:
             raise ValueError(f"RoPE scaling {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
         share = parameters.pop("partial_rotary_factor", None)
-        rotated = head_dim if share is None else rotated_of(head_dim, share)
+        rotated = head_dim if share is None else rotated_dims(head_dim, share)
         if rotated < head_dim and not partial:
             raise ValueError("partial rotary embedding (partial_rotary_factor below 1) is not supported")
         trained = "original_max_position_embeddings"
@@ -88,7 +88,7 @@ class RopeSpec:
         return 1.0 if stretch <= 1 else 0.1 * weight * math.log(stretch) + 1.0
 
 
-def rotated_of(head_dim: int, share: Any) -> int:
+def rotated_dims(head_dim: int, share: Any) -> int:
     """Returns the number of a head's rotated dimensions, from `partial_rotary_factor`.
 
     Raises:
@@ -105,7 +105,7 @@ class MixerSpec(Protocol):
     """Shape of one layer's mixer in the checkpoint; hashable."""
 
     @property
-    def attends(self) -> bool:
+    def is_attention(self) -> bool:
         """Whether queries read keys of the sequence."""
 
     @property
@@ -120,10 +120,10 @@ class MixerSpec(Protocol):
     def multiplications(self) -> int:
         """Number of multiplications of a token's queries with one key and value, over all heads."""
 
-    def keeps(self, layout: HelixLayout, rank: int, dtype: str, kv: str = "auto") -> tuple[Keeps, ...]:
+    def kv_cache_specs(self, layout: HelixLayout, rank: int, dtype: str, kv: str = "auto") -> tuple[KVCacheSpec, ...]:
         """Lists the data that the layer keeps on a rank, for a model of `dtype` (a name) and this kv.dtype."""
 
-    def buffers(self, layout: HelixLayout, rank: int) -> int:
+    def activations_per_token(self, layout: HelixLayout, rank: int) -> int:
         """Counts the activations per token of a prefill step on a rank."""
 
 
@@ -157,7 +157,7 @@ class AttentionSpec:
     multiplier: float | None = None
     gated: bool = False
     inputs: int | None = None
-    attends: ClassVar[bool] = True
+    is_attention: ClassVar[bool] = True
     latent: ClassVar[None] = None  # keys and values are stored separately
 
     @property
@@ -174,22 +174,22 @@ class AttentionSpec:
         """Number of multiplications of a token's queries with one key and value, over all heads."""
         return self.q_heads * 2 * self.head_dim
 
-    def keeps(self, layout: HelixLayout, rank: int, dtype: str, kv: str = "auto") -> tuple[Keeps, ...]:
+    def kv_cache_specs(self, layout: HelixLayout, rank: int, dtype: str, kv: str = "auto") -> tuple[KVCacheSpec, ...]:
         heads = len(layout.kv_heads(rank, self.kv_heads))
         return keys_and_values(heads, self.head_dim, dtype, kv, self.window)
 
-    def buffers(self, layout: HelixLayout, rank: int) -> int:
+    def activations_per_token(self, layout: HelixLayout, rank: int) -> int:
         """Counts the activations per token of a prefill step on a rank.
 
         These are QKV, the queries, and partial outputs of all heads, also as sent and received messages.
         """
-        q, lanes, copies = sent(layout, rank, self.q_heads, self.kv_heads)
+        q, lanes, copies = exchange_sizes(layout, rank, self.q_heads, self.kv_heads)
         rows = (q + 2 * len(layout.kv_heads(rank, self.kv_heads))) * self.head_dim
         gates = 2 * len(layout.o_heads(rank, self.q_heads, self.kv_heads)) * self.gated
         return copies * rows + (2 * (q + lanes) + gates) * self.head_dim
 
 
-def sent(layout: HelixLayout, rank: int, q_heads: int, kv_heads: int) -> tuple[int, int, int]:
+def exchange_sizes(layout: HelixLayout, rank: int, q_heads: int, kv_heads: int) -> tuple[int, int, int]:
     """Returns a rank's query heads, the heads in its received messages, and the copies of QKV: own, sent, received."""
     heads = rank, q_heads, kv_heads
     if layout.kvp == 1:
@@ -217,13 +217,13 @@ class IndexerSpec:
         """Counts its weights."""
         return hidden * (self.width + self.heads) + q_rank * self.heads * self.width
 
-    def keeps(self, dtype: str, kv: str = "auto") -> tuple[Keeps, ...]:
+    def kv_cache_specs(self, dtype: str, kv: str = "auto") -> tuple[KVCacheSpec, ...]:
         """Lists the data that it keeps of a token: in `dtype`, or with kv.dtype=fp8_all (`kv`) in e4m3 with a scale."""
         if kv != "fp8_all":
-            return (Keeps("index_keys", (self.width,), dtype),)
-        return Keeps("index_keys", (self.width,), "float8_e4m3fn"), Keeps("index_scales", (), "float32")
+            return (KVCacheSpec("index_keys", (self.width,), dtype),)
+        return KVCacheSpec("index_keys", (self.width,), "float8_e4m3fn"), KVCacheSpec("index_scales", (), "float32")
 
-    def buffers(self, topk: int) -> int:
+    def activations_per_token(self, topk: int) -> int:
         """Counts the activations per token of a prefill step, in numbers of 16 bits.
 
         These are queries, fp32 keys and head weights, and rows of slots, twice while parts are put together.
@@ -270,7 +270,7 @@ class MLASpec:
     topk: int | None = None
     indexer: IndexerSpec | None = None
     kv_heads: ClassVar[int] = 1  # the one latent
-    attends: ClassVar[bool] = True
+    is_attention: ClassVar[bool] = True
     window: ClassVar[None] = None
 
     @property
@@ -285,10 +285,12 @@ class MLASpec:
 
     @property
     def weights(self) -> int:
-        of_head = self.query * (self.q_rank or self.hidden) + (self.nope + self.value) * self.latent
+        head_weights = self.query * (self.q_rank or self.hidden) + (self.nope + self.value) * self.latent
         index = 0 if self.indexer is None else self.indexer.weights(self.hidden, self.q_rank or 0)
         return (
-            index + self.hidden * ((self.q_rank or 0) + self.entry + self.q_heads * self.value) + self.q_heads * of_head
+            index
+            + self.hidden * ((self.q_rank or 0) + self.entry + self.q_heads * self.value)
+            + self.q_heads * head_weights
         )
 
     @property
@@ -298,25 +300,25 @@ class MLASpec:
             return 0 if self.indexer is None else self.indexer.heads * self.indexer.width
         return self.q_heads * (self.query + self.value)
 
-    def keeps(self, layout: HelixLayout, rank: int, dtype: str, kv: str = "auto") -> tuple[Keeps, ...]:
-        index = () if self.indexer is None else self.indexer.keeps(dtype, kv)
+    def kv_cache_specs(self, layout: HelixLayout, rank: int, dtype: str, kv: str = "auto") -> tuple[KVCacheSpec, ...]:
+        index = () if self.indexer is None else self.indexer.kv_cache_specs(dtype, kv)
         return (*latents(self.latent, self.rope, dtype, kv), *index)
 
-    def buffers(self, layout: HelixLayout, rank: int) -> int:
-        """Counts the activations per token of a prefill step on a rank; see `AttentionSpec.buffers`."""
-        q, lanes, copies = sent(layout, rank, self.q_heads, 1)
+    def activations_per_token(self, layout: HelixLayout, rank: int) -> int:
+        """Counts the activations per token of a prefill step on a rank; see `AttentionSpec.activations_per_token`."""
+        q, lanes, copies = exchange_sizes(layout, rank, self.q_heads, 1)
         queries = q * (self.query + copies * self.entry + self.latent)
-        index = 0 if self.indexer is None or self.topk is None else self.indexer.buffers(self.topk)
+        index = 0 if self.indexer is None or self.topk is None else self.indexer.activations_per_token(self.topk)
         return (self.q_rank or 0) + self.entry + queries + 2 * lanes * self.latent + index
 
 
-def most_dealt(spec: MLASpec, rows: int) -> int:
+def max_gathered_tokens(spec: MLASpec, rows: int) -> int:
     """Returns the tokens of sequences below which it is faster to gather these than to exchange what `rows` rows need.
 
     That is queries and outputs of all heads. An exchange has more to do than to send them: choices are exchanged, and
     partial outputs packed and merged.
     """
-    return WORTH * rows * spec.q_heads * (spec.query + spec.value) // spec.entry
+    return GATHER_SPEEDUP * rows * spec.q_heads * (spec.query + spec.value) // spec.entry
 
 
 @dataclass(frozen=True)
@@ -338,7 +340,7 @@ class GatedDeltaSpec:
     conv: int
     norm_eps: float
     storage: Literal["fused", "apart"]
-    attends: ClassVar[bool] = False
+    is_attention: ClassVar[bool] = False
     window: ClassVar[None] = None
     multiplications: ClassVar[int] = 0
 
@@ -360,18 +362,18 @@ class GatedDeltaSpec:
         """Returns the key heads that value heads use."""
         return range(values.start // self.group, -(-values.stop // self.group)) if values else range(0)
 
-    def keeps(self, layout: HelixLayout, rank: int, dtype: str, kv: str = "auto") -> tuple[Keeps, ...]:
+    def kv_cache_specs(self, layout: HelixLayout, rank: int, dtype: str, kv: str = "auto") -> tuple[KVCacheSpec, ...]:
         """Lists the data that the layer keeps on a rank: states, recent rows, and what the last step's add."""
         values = layout.state_heads(rank, self.value_heads)
         channels = self.channels(len(self.key_heads_of(values)), len(values))
         return (
-            Keeps("state", (len(values), self.key_dim, self.value_dim), "float32", "slot"),
-            Keeps("qkv", (channels,), dtype, "recent", before=self.conv - 1),
-            Keeps("rows", (len(values), self.key_dim + self.value_dim), "float32", "row"),
-            Keeps("decays", (len(values),), "float32", "row"),
+            KVCacheSpec("state", (len(values), self.key_dim, self.value_dim), "float32", "slot"),
+            KVCacheSpec("qkv", (channels,), dtype, "recent", before=self.conv - 1),
+            KVCacheSpec("rows", (len(values), self.key_dim + self.value_dim), "float32", "row"),
+            KVCacheSpec("decays", (len(values),), "float32", "row"),
         )
 
-    def buffers(self, layout: HelixLayout, rank: int) -> int:
+    def activations_per_token(self, layout: HelixLayout, rank: int) -> int:
         """Counts the activations per token of a prefill step on a rank.
 
         These are inputs of the convolution and its outputs, z and gates, the systems' w, gates in fp32, and outputs.
@@ -401,7 +403,7 @@ class MLPSpec:
         """Counts multiplications with weights for one token, over all ranks."""
         return 3 * hidden * self.width
 
-    def buffers(self, layout: HelixLayout, rank: int, hidden: int) -> int:
+    def activations_per_token(self, layout: HelixLayout, rank: int, hidden: int) -> int:
         """Counts the activations per token of a prefill step on a rank: gate, up and their product."""
         return 3 * len(layout.ffn_columns(rank, self.width))
 
@@ -414,7 +416,7 @@ class MoESpec:
         width: inner columns of one expert.
         shared_width: inner columns of the shared experts, which every token uses, together; 0: none.
         scoring: this and the following up to `group_score` as in `kernels.moe.router.route`.
-        choice_bias: name within `block` of a learned bias on scores for the choice of experts, which weights do not
+        score_correction_bias: name within `block` of a learned bias on scores for the choice of experts; weights do not
             include; None: there is none.
         router_bias: whether the router's logits have a bias.
         exact_router: whether these logits stay unrounded.
@@ -439,7 +441,7 @@ class MoESpec:
     groups: int = 1
     top_groups: int = 1
     group_score: int = 1
-    choice_bias: str | None = None
+    score_correction_bias: str | None = None
     router_bias: bool = False
     exact_router: bool = False
     expert_bias: bool = False
@@ -455,7 +457,7 @@ class MoESpec:
         """Counts multiplications with weights for one token, over all ranks, without the router's few."""
         return 3 * hidden * (self.top_k * self.width + self.shared_width)
 
-    def buffers(self, layout: HelixLayout, rank: int, hidden: int) -> int:
+    def activations_per_token(self, layout: HelixLayout, rank: int, hidden: int) -> int:
         """Counts the activations per token of a prefill step on a rank.
 
         Every pair of token and expert has a row, even if another rank holds the expert.
@@ -468,8 +470,8 @@ FFNSpec = MLPSpec | MoESpec
 
 
 @dataclass(frozen=True)
-class Kept:
-    """Storage of a matrix in few bits, as `kernels.scaled.ScaledMatrix` has it.
+class MatrixFormat:
+    """Storage of a matrix in few bits, as `kernels.scale_queries.ScaledMatrix` has it.
 
     Attributes:
         group: columns that share a scale.
@@ -479,15 +481,17 @@ class Kept:
     group: int
     packed: bool = False
 
-    def holds(self, columns: range, total: int) -> bool:
+    def supports(self, columns: range, total: int) -> bool:
         """Returns whether kernels multiply these of a matrix's columns as they are stored."""
         if self.packed:
             return columns.start % 2 == len(columns) % 2 == 0
         return self.group % 128 == 0 or self.group >= total
 
 
-Formats = Callable[[str], Kept | None]  # from a tensor's name in the checkpoint; None: kept in the model's dtype
+Formats = Callable[
+    [str], MatrixFormat | None
+]  # from a tensor's name in the checkpoint; None: kept in the model's dtype
 
 
-def unpacked(name: str) -> None:
+def unquantized(name: str) -> None:
     """Keeps every tensor in the model's dtype."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from comm.base import Communicator
 from comm.hopb import Pipeline
-from helix.layers.specs import MXFP4_BLOCK, Formats, Kept, unpacked
+from helix.layers.specs import MXFP4_BLOCK, Formats, MatrixFormat, unquantized
 from helix.layout import HelixLayout
 from kernels.scaled import Matrix, ScaledMatrix, groups
 
@@ -27,7 +27,7 @@ class Slice:
         ranges: this rank's part, a range per dimension; steps are for interleaved rows.
         target: a view into a parameter, of that part's shape.
         mxfp4: whether the tensor is stored as `{name}_blocks`, two 4-bit values per byte, and `{name}_scales`.
-        plus: number that the parameter has more than the tensor.
+        offset: number that the parameter has more than the tensor.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Slice:
     ranges: tuple[range, ...]
     target: Matrix
     mxfp4: bool = False
-    plus: float = 0.0
+    offset: float = 0.0
 
     @property
     def stored(self) -> dict[str, tuple[int, ...]]:
@@ -50,18 +50,18 @@ class Weights:
     """Registry of a model's parameters, filled as its layers are built; the loader reads their values.
 
     Args:
-        gain_offset: number that gains of norms have more than their tensors, rounded to `dtype`.
+        weight_offset: number that gains of norms have more than their tensors, rounded to `dtype`.
     """
 
     def __init__(
-        self, dtype: torch.dtype, device: torch.device, formats: Formats = unpacked, gain_offset: float = 0.0
+        self, dtype: torch.dtype, device: torch.device, formats: Formats = unquantized, weight_offset: float = 0.0
     ) -> None:
         self.dtype = dtype
         self.device = device
         self.formats = formats
-        self.gain_offset = gain_offset
+        self.weight_offset = weight_offset
         self.slices: list[Slice] = []
-        self.largest = 0  # numbers of the largest matrix [R, K] of few bits: a prefill unpacks one at a time
+        self.max_matrix_size = 0  # numbers of the largest matrix [R, K] of few bits: a prefill unpacks one at a time
         self.parameters: list[Tensor] = []
 
     def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -70,11 +70,11 @@ class Weights:
         self.parameters.append(parameter)
         return parameter
 
-    def kept(self, names: Sequence[str], columns: range, total: int) -> Kept | None:
+    def matrix_format(self, names: Sequence[str], columns: range, total: int) -> MatrixFormat | None:
         """Returns how a matrix with these of the tensors' columns is kept in few bits; None: in the model's dtype."""
         found = {self.formats(name) for name in names}
-        kept = found.pop() if len(found) == 1 else None
-        return kept if kept is not None and kept.holds(columns, total) else None
+        matrix_format = found.pop() if len(found) == 1 else None
+        return matrix_format if matrix_format is not None and matrix_format.supports(columns, total) else None
 
     def matrix(self, *shape: int, names: Sequence[str], columns: range | None = None, total: int = 0) -> Matrix:
         """Allocates a matrix [..., R, K] of parts of tensors, in few bits if all are kept so, or in the model's dtype.
@@ -84,30 +84,30 @@ class Weights:
             columns: the tensors' columns that it holds, of `total`; None: all.
         """
         columns, total = (range(shape[-1]), shape[-1]) if columns is None else (columns, total)
-        kept = self.kept(names, columns, total)
-        if kept is None or 0 in shape:
+        matrix_format = self.matrix_format(names, columns, total)
+        if matrix_format is None or 0 in shape:
             return self.parameter(*shape)
-        begin, group = columns.start % kept.group, kept.group
-        if begin + len(columns) <= group and not kept.packed:  # one group
+        begin, group = columns.start % matrix_format.group, matrix_format.group
+        if begin + len(columns) <= group and not matrix_format.packed:  # one group
             begin, group = 0, len(columns)
         *several, rows, width = shape
         if not several:
-            self.largest = max(self.largest, rows * width)
-        number, scale = (torch.uint8, torch.uint8) if kept.packed else (torch.float8_e4m3fn, torch.float32)
+            self.max_matrix_size = max(self.max_matrix_size, rows * width)
+        number, scale = (torch.uint8, torch.uint8) if matrix_format.packed else (torch.float8_e4m3fn, torch.float32)
         return ScaledMatrix(
-            self.parameter(*several, rows, width // 2 if kept.packed else width, dtype=number),
+            self.parameter(*several, rows, width // 2 if matrix_format.packed else width, dtype=number),
             self.parameter(*several, groups(begin, width, group), rows, dtype=scale),
             group,
             begin,
         )
 
-    def gain(self, name: str, total: int, parts: Sequence[range] | None = None) -> Tensor:
+    def norm_weight(self, name: str, total: int, parts: Sequence[range] | None = None) -> Tensor:
         """Allocates and binds a norm's gain: these parts of a tensor [total], one behind the other; None: all of it."""
         parts = [range(total)] if parts is None else parts
-        gain = self.parameter(sum(map(len, parts)))
-        for some, part in zip(gain.split([len(r) for r in parts]), parts, strict=True):
-            self.bind(some, name, (total,), part, plus=self.gain_offset)
-        return gain
+        norm_weight = self.parameter(sum(map(len, parts)))
+        for target, part in zip(norm_weight.split([len(r) for r in parts]), parts, strict=True):
+            self.bind(target, name, (total,), part, offset=self.weight_offset)
+        return norm_weight
 
     def bind(
         self,
@@ -116,7 +116,7 @@ class Weights:
         shape: Sequence[int],
         *ranges: range,
         mxfp4: bool = False,
-        plus: float = 0.0,
+        offset: float = 0.0,
     ) -> None:
         """Declares that `target` holds `ranges` of checkpoint tensor `name`; omitted dimensions are whole.
 
@@ -125,7 +125,7 @@ class Weights:
         if target is None:
             target, ranges = torch.empty(0, *shape[1:], device=self.device), (range(0),)
         whole = tuple(range(size) for size in shape[len(ranges) :])
-        self.slices.append(Slice(name, tuple(shape), (*ranges, *whole), target, mxfp4, plus))
+        self.slices.append(Slice(name, tuple(shape), (*ranges, *whole), target, mxfp4, offset))
         assert tuple(target.shape) == tuple(len(r) for r in self.slices[-1].ranges), (name, target.shape, ranges)
 
     @property

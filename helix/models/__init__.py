@@ -30,7 +30,7 @@ from helix.models import (
     qwen3_next,
     seed_oss,
 )
-from helix.models.hf import read_as
+from helix.models.hf import load_hf_config
 from helix.models.spec import DecoderSpec
 
 FAMILIES: dict[str, tuple[str, Callable[[Any], DecoderSpec]]] = {
@@ -63,7 +63,7 @@ FAMILIES: dict[str, tuple[str, Callable[[Any], DecoderSpec]]] = {
 }
 
 # Models of text and images -> the architectures that their text part can have; it alone is run.
-OUTER = {
+WRAPPERS = {
     "Gemma3ForConditionalGeneration": ("Gemma3ForCausalLM",),
     "Mistral3ForConditionalGeneration": ("MistralForCausalLM", "Ministral3ForCausalLM", "Mistral4ForCausalLM"),
     "Qwen3_5ForConditionalGeneration": ("Qwen3_5ForCausalLM",),
@@ -71,15 +71,15 @@ OUTER = {
 }
 
 # Keys that count for the text part too, where they stand outside of it.
-OF_ALL = ("eos_token_id", "tie_word_embeddings", "quantization_config", "dtype", "torch_dtype")
+SHARED_KEYS = ("eos_token_id", "tie_word_embeddings", "quantization_config", "dtype", "torch_dtype")
 
 # Architectures and model types that are known and cannot be run -> why not.
-REFUSED = dict.fromkeys(
+UNSUPPORTED = dict.fromkeys(
     ("KimiLinearForCausalLM", "kimi_linear"),
     "each key channel of its states decays at a rate of its own (KDA), and the kernels have one rate for a head",
 )
 
-PAIRS = 2000  # most pairs of keys tried; more than published configs have
+MAX_KEY_PAIRS = 2000  # most pairs of keys tried; more than published configs have
 
 
 def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
@@ -89,17 +89,17 @@ def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
         ValueError: the architecture is unknown (the message lists those known), or the config is not usable; the
             message names the key.
     """
-    config = text_part(config)
+    config = get_text_config(config)
     model_type, spec = FAMILIES[_architecture(config)]
     try:
-        return spec(read_as(model_type, config))
+        return spec(load_hf_config(model_type, config))
     except ValueError as error:
         if any(re.search(rf"\b{re.escape(key)}\b", str(error)) for key in config):
             raise
         # Finds the keys without which the config is accepted: single ones, then a bounded number of pairs.
-        for keys in chain(combinations(config, 1), islice(combinations(config, 2), PAIRS)):
+        for keys in chain(combinations(config, 1), islice(combinations(config, 2), MAX_KEY_PAIRS)):
             try:
-                spec(read_as(model_type, {key: value for key, value in config.items() if key not in keys}))
+                spec(load_hf_config(model_type, {key: value for key, value in config.items() if key not in keys}))
             except ValueError:
                 continue
             named = ", ".join(f"{key}={config[key]!r:.100}" for key in keys)
@@ -107,26 +107,26 @@ def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
         raise
 
 
-def outer_of(config: Mapping[str, Any]) -> str | None:
+def multimodal_architecture(config: Mapping[str, Any]) -> str | None:
     """Returns the architecture of a model of text and images whose text part can be run; None for other models."""
     names = config.get("architectures")
-    return next((n for n in names if isinstance(n, str) and n in OUTER), None) if isinstance(names, list) else None
+    return next((n for n in names if isinstance(n, str) and n in WRAPPERS), None) if isinstance(names, list) else None
 
 
-def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def get_text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the config of the text part of a model of text and images; of another model, its own.
 
     Raises:
         ValueError: the config has no text part.
     """
-    outer, text = outer_of(config), config.get("text_config")
+    outer, text = multimodal_architecture(config), config.get("text_config")
     if outer is None:
         return config
     if not isinstance(text, Mapping):
         raise ValueError(f"config.json: text_config={text!r:.100} must be an object in {outer}")
     kind = text.get("model_type")
-    inner = next((name for name in OUTER[outer] if kind in (None, FAMILIES[name][0])), OUTER[outer][0])
-    given = {key: config[key] for key in OF_ALL if config.get(key) is not None}
+    inner = next((name for name in WRAPPERS[outer] if kind in (None, FAMILIES[name][0])), WRAPPERS[outer][0])
+    given = {key: config[key] for key in SHARED_KEYS if config.get(key) is not None}
     return {**text, **given, "architectures": [inner]}
 
 
@@ -147,11 +147,13 @@ def _architecture(config: Mapping[str, Any]) -> str:
         names = [name for name, (known, _) in FAMILIES.items() if known == model_type] or [str(model_type)]
     name = next((known for known in names or [] if known in FAMILIES), None)
     if name is None:
-        for refused in REFUSED.keys() & {*(names or [])}:
-            raise ValueError(f"config.json: {key} names {refused}, which is not supported: {REFUSED[refused]}")
+        for unsupported in UNSUPPORTED.keys() & {*(names or [])}:
+            raise ValueError(
+                f"config.json: {key} names {unsupported}, which is not supported: {UNSUPPORTED[unsupported]}"
+            )
         unknown = ", ".join(names or []) or "(none named)"
         raise ValueError(
-            f"config.json: {key} has unknown architecture {unknown}; known: {', '.join(sorted([*FAMILIES, *OUTER]))}"
+            f"config.json: {key} has unknown architecture {unknown}; known: {', '.join(sorted([*FAMILIES, *WRAPPERS]))}"
         )
     if model_type not in (None, FAMILIES[name][0]):
         raise ValueError(

@@ -11,13 +11,13 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from helix.files import check_file, read_json
-from helix.layers.specs import MXFP4_BLOCK, Kept, MoESpec
+from helix.layers.specs import MXFP4_BLOCK, MatrixFormat, MoESpec
 from helix.models.spec import DecoderSpec
 from helix.tokenizer import read_end_token
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MODELOPT = "hf_quant_config.json"  # where ModelOpt states a format that config.json may lack
-LISTED = 8  # most names shown per kind of problem
+MAX_LISTED = 8  # most names shown per kind of problem
 HEAD = "lm_head.weight"
 # Beginnings of names of a text part's tensors, next to a part that reads images -> in a model of text alone.
 TEXT_PARTS = {
@@ -39,7 +39,7 @@ UNUSED = (".input_scale", ".input_scale_ub", ".activation_scale", ".k_scale", ".
 SUPPORTED = f"FP8 of {', '.join(FP8)} in matrices (e4m3, with scales), and mxfp4 of gpt-oss"
 BLOCK = (128, 128)  # rows and columns that share a scale where weights are rounded to e4m3 here
 # Routers and choices of tokens, which rounding would change, and gates of states, whose errors add up over all tokens.
-IN_FULL = (
+UNQUANTIZED = (
     ".gate.weight", ".router.weight", ".weights_proj.weight", ".in_proj_a.weight", ".in_proj_b.weight",
     ".in_proj_ba.weight",
 )  # fmt: skip
@@ -67,15 +67,15 @@ class WeightFormat:
         if not section:
             return None
         if not isinstance(section, Mapping):
-            raise refused(f"{section!r:.100}")
+            raise unsupported_format(f"{section!r:.100}")
         method = str(section.get("quant_method", "unknown"))
         if method == "mxfp4":
             return cls(method)
         if method not in FP8:
-            raise refused(f"{method:.100}")
+            raise unsupported_format(f"{method:.100}")
         key, known = FP8[method]
         if section.get(key) not in known:
-            raise refused(f"{method} with {key}={section.get(key)!r:.100}")
+            raise unsupported_format(f"{method} with {key}={section.get(key)!r:.100}")
         block = section.get("weight_block_size")
         if method == "compressed-tensors":
             block = _block_of_groups(section.get("config_groups"))
@@ -85,11 +85,11 @@ class WeightFormat:
             raise ValueError(f"quantization_config: blocks of {block!r:.100} must be two positive integers")
         return cls(method, (block[0], block[1]))
 
-    def kept(self, name: str) -> Kept | None:
+    def matrix_format(self, name: str) -> MatrixFormat | None:
         """Returns how random weights of this format are kept; see `helix.layers.specs.Formats`."""
         if self.method != "mxfp4":
-            return rounded(name)
-        return Kept(MXFP4_BLOCK, packed=True) if ".experts." in name and not name.endswith(".weight") else None
+            return fp8_format(name)
+        return MatrixFormat(MXFP4_BLOCK, packed=True) if ".experts." in name and not name.endswith(".weight") else None
 
     def scales_of(self, dtypes: Mapping[str, str]) -> dict[str, str]:
         """Returns the names of the scales of each e4m3 tensor among these; its stored type decides, not a list."""
@@ -119,19 +119,21 @@ def _block_of_groups(groups: Any) -> Any:
         weights = weights if isinstance(weights, Mapping) else {}
         bits, kind, strategy = (weights.get(key) for key in ("num_bits", "type", "strategy"))
         if (bits, kind) != (8, "float") or strategy not in ("tensor", "channel", "block"):
-            raise refused(f"compressed-tensors {name}: num_bits={bits!r}, type={kind!r}, strategy={strategy!r}")
+            raise unsupported_format(
+                f"compressed-tensors {name}: num_bits={bits!r}, type={kind!r}, strategy={strategy!r}"
+            )
         blocks.append(weights.get("block_structure") if strategy == "block" else None)
     if any(block != blocks[0] for block in blocks):
-        raise refused(f"compressed-tensors with groups of different blocks {blocks}")
+        raise unsupported_format(f"compressed-tensors with groups of different blocks {blocks}")
     return blocks[0] if blocks else None
 
 
-def rounded(name: str) -> Kept | None:
+def fp8_format(name: str) -> MatrixFormat | None:
     """Returns how a matrix is kept whose numbers are rounded to e4m3 here; see `helix.layers.specs.Formats`."""
-    return None if name.endswith(IN_FULL) else Kept(BLOCK[1])
+    return None if name.endswith(UNQUANTIZED) else MatrixFormat(BLOCK[1])
 
 
-def refused(what: str) -> ValueError:
+def unsupported_format(what: str) -> ValueError:
     """Returns the error for a format that is not read."""
     return ValueError(
         f"the checkpoint is quantised ({what}, in quantization_config), which is not supported here; "
@@ -207,7 +209,7 @@ class CheckpointFiles:
                 for within in shard.keys():  # noqa: SIM118 - not a mapping
                     if listed is not None and listed.get(within, name) != name:
                         continue  # a stale copy: the index assigns the tensor to another file
-                    tensor = _renamed(within)
+                    tensor = _text_model_name(within)
                     if tensor in self.files:
                         raise ValueError(
                             f"{path} has {tensor} twice: as {self.stored[tensor]} in {self.files[tensor]}, and as "
@@ -218,7 +220,7 @@ class CheckpointFiles:
                     self.shapes[tensor], self.dtypes[tensor] = tuple(stored.get_shape()), stored.get_dtype()
         held = set(self.stored.values())
         if lost := sorted(f"{tensor} in {file}" for tensor, file in (listed or {}).items() if tensor not in held):
-            raise ValueError(f"{INDEX} in {path} names tensors that its files do not hold: {some(lost)}")
+            raise ValueError(f"{INDEX} in {path} names tensors that its files do not hold: {summarize(lost)}")
         config = read_config(path) if os.path.lexists(path / "config.json") else {}
         self.format = weight_format or WeightFormat.from_config(config.get("quantization_config"))
         self.scales = self.format.scales_of(self.dtypes) if self.format else {}  # e4m3 tensor -> name of its scales
@@ -252,7 +254,7 @@ class CheckpointFiles:
         )
         return replace(spec, tied=spec.tied and HEAD not in self.files, layers=layers)
 
-    def sharing(self) -> str:
+    def scale_granularity(self) -> str:
         """Returns what shares a scale, as the config has it."""
         block = self.format.block if self.format else None
         return f"blocks of {list(block)}" if block else "rows or as a whole"
@@ -261,15 +263,15 @@ class CheckpointFiles:
         """Returns the rows and columns of an e4m3 tensor that share a scale; None if its scales do not fit."""
         return self.format.block_of(self.shapes[name], self.shapes[self.scales[name]]) if self.format else None
 
-    def kept(self, name: str) -> Kept | None:
+    def matrix_format(self, name: str) -> MatrixFormat | None:
         """Returns how a tensor is stored; see `helix.layers.specs.Formats`."""
         if f"{name}_blocks" in self.shapes:
-            return Kept(MXFP4_BLOCK, packed=True)
+            return MatrixFormat(MXFP4_BLOCK, packed=True)
         block = self.block(name) if name in self.scales else None
-        return None if block is None else Kept(block[1])
+        return None if block is None else MatrixFormat(block[1])
 
 
-def _renamed(name: str) -> str:
+def _text_model_name(name: str) -> str:
     """Returns a tensor's name in a model of text alone."""
     outer = next((outer for outer in TEXT_PARTS if name.startswith(outer)), "")
     return TEXT_PARTS.get(outer, "") + name.removeprefix(outer)
@@ -280,7 +282,7 @@ def _is_within(name: Any) -> bool:
     return isinstance(name, str) and name[:1] not in ("", "/") and "\0" not in name and ".." not in name.split("/")
 
 
-def some(names: list[str]) -> str:
-    """Lists up to LISTED names, and counts the others."""
-    more = len(names) - LISTED
-    return ", ".join(names[:LISTED]) + (f" and {more} more" if more > 0 else "")
+def summarize(names: list[str]) -> str:
+    """Lists up to MAX_LISTED names, and counts the others."""
+    more = len(names) - MAX_LISTED
+    return ", ".join(names[:MAX_LISTED]) + (f" and {more} more" if more > 0 else "")

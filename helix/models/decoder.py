@@ -12,22 +12,22 @@ import torch
 from torch import Tensor
 
 from comm.base import Communicator
+from comm.dual_batch_overlap import DualBatchOverlap
 from comm.hopb import Pipeline
 from comm.solo import SoloCommunicator
-from comm.turns import DualBatchOverlap
 from helix.attention.base import AttentionPolicy
 from helix.layers.linear import Embedding, Head, RowParallel
-from helix.layers.mla import deals_rows
-from helix.layers.norm import AllReduceNorm, JoinNorm
+from helix.layers.mla import row_sharded
+from helix.layers.norm import AllReduceNorm, ResidualNorm
 from helix.layers.rotary import Rotary
-from helix.layers.specs import Formats, MLASpec, unpacked
+from helix.layers.specs import Formats, MLASpec, unquantized
 from helix.layers.weights import ModelShard, Weights
 from helix.layout import HelixLayout
-from helix.models import halves
+from helix.models import micro_batches
 from helix.models.layer import DecoderLayer, ForwardPass, Parts
 from helix.models.spec import DecoderSpec, NextTokenNames
-from helix.worker.dealt import all_rows, dealt
 from helix.worker.kv_cache import KVCache
+from helix.worker.row_shard import all_gather_rows, shard_rows
 from helix.worker.step import Step
 
 
@@ -42,11 +42,11 @@ class NextTokenLayer:
 
     def __init__(self, shard: ModelShard, spec: DecoderSpec, model: Decoder) -> None:
         hidden = spec.hidden
-        self.read = self.width = hidden
-        self.choice = spec.brought_choice
+        self.target_width = self.width = hidden
+        self.shared_topk = spec.nextn_shared_topk
         self.vocab_rows, self.logits = model.embedding.rows, model.head
         self._embedding, self._overlap = model.embedding, model.overlap
-        names = NextTokenNames(*(name.format(len(spec.layers)) for name in spec.brought_names))
+        names = NextTokenNames(*(name.format(len(spec.layers)) for name in spec.nextn_names))
         self.token_norm = AllReduceNorm(shard, names.token_norm, hidden, spec.norm_eps)
         self.state_norm = AllReduceNorm(shard, names.state_norm, hidden, spec.norm_eps)
         self.columns = shard.layout.ffn_columns(shard.comm.rank, 2 * hidden)
@@ -55,8 +55,8 @@ class NextTokenLayer:
         self._rotary = model.rotary[self.layer.rope]
         self.norm = AllReduceNorm(shard, names.norm, hidden, spec.norm_eps)
 
-    def append(self, cache: KVCache, step: Step, states: Tensor, *, own: bool) -> tuple[Any, Tensor]:
-        both = torch.cat((self.token_norm(self._embedding(step.tokens), None)[0], self.state_norm.of(states)), 1)
+    def append(self, cache: KVCache, step: Step, states: Tensor, *, from_draft: bool) -> tuple[Any, Tensor]:
+        both = torch.cat((self.token_norm(self._embedding(step.tokens), None)[0], self.state_norm.normalize(states)), 1)
         parts = self.join(both[:, self.columns.start : self.columns.stop].contiguous())
         normed, x = self.layer.input_norm(parts, None)
         return self.layer.mixer.project(normed, self._rotary.angles(step.positions), cache, step), x
@@ -74,7 +74,7 @@ class Decoder:
         formats: storage of the weights.
 
     Attributes:
-        own: the communicator of the ranks with this rank's sequences: of all ranks, or in mode dp of itself alone.
+        attn_group: communicator of the ranks with this rank's sequences: of all ranks, or in mode dp of itself alone.
         pipeline: runs the HOP-B chunks of all layers' attention.
         overlap: runs the two halves of long prefill steps.
     """
@@ -86,30 +86,32 @@ class Decoder:
         comm: Communicator,
         dtype: torch.dtype,
         device: torch.device,
-        formats: Formats = unpacked,
+        formats: Formats = unquantized,
     ) -> None:
         self.spec, self.comm = spec, comm
-        self.own = SoloCommunicator(comm.device) if layout.dp > 1 else comm
-        self.weights = weights = Weights(dtype, device, formats, spec.gain_offset)
-        self.pipeline, self.overlap = Pipeline(device if comm.capturable else None), DualBatchOverlap(self.own)
+        self.attn_group = SoloCommunicator(comm.device) if layout.dp > 1 else comm
+        self.weights = weights = Weights(dtype, device, formats, spec.weight_offset)
+        self.pipeline, self.overlap = Pipeline(device if comm.capturable else None), DualBatchOverlap(self.attn_group)
         shard = ModelShard(weights, comm, layout, self.pipeline)
-        own = replace(shard, comm=self.own)
+        attn_shard = replace(shard, comm=self.attn_group)
         rows = layout.vocab_rows(comm.rank, spec.vocab)
         self.embedding = Embedding(weights, "model.embed_tokens", rows, spec.vocab, spec.hidden)
         scale = spec.embedding_scale
-        self._embedding_scale = torch.tensor(scale, dtype=dtype).item() if spec.rounds_scale else scale
+        self._embedding_scale = torch.tensor(scale, dtype=dtype).item() if spec.round_embedding_scale else scale
         self.layers: list[DecoderLayer] = []
-        added = None  # the norm of what the layer before adds
+        post_norm = None  # the norm of what the layer before adds
         for index in range(len(spec.layers)):
-            self.layers.append(DecoderLayer(shard, own, spec, index, added))
-            added = self.layers[-1].added
-        for layer, following in pairwise(self.layers):
-            layer.following = following
-        self.norm = JoinNorm(self.own, added, AllReduceNorm(own, "model.norm", spec.hidden, spec.norm_eps))
+            self.layers.append(DecoderLayer(shard, attn_shard, spec, index, post_norm))
+            post_norm = self.layers[-1].post_norm
+        for layer, next_layer in pairwise(self.layers):
+            layer.next_layer = next_layer
+        self.norm = ResidualNorm(
+            self.attn_group, post_norm, AllReduceNorm(attn_shard, "model.norm", spec.hidden, spec.norm_eps)
+        )
         self.head = Head(weights, None if spec.tied else "lm_head", self.embedding, spec.vocab, spec.hidden)
         self.rotary = [Rotary(rope, dtype, device) for rope in spec.ropes]
         self.next_token: NextTokenLayer | None = None
-        if spec.draft is not None and spec.draft is spec.brought:
+        if spec.draft is not None and spec.draft is spec.nextn:
             self.next_token = NextTokenLayer(shard, spec, self)
 
     @property
@@ -129,18 +131,18 @@ class Decoder:
 
         Returns:
             Normalised hidden states [N, H], and the states that a draft layer reads: the same, or those of
-            `DecoderSpec.taps` side by side. All are the same on all ranks of `own`.
+            `DecoderSpec.aux_hidden_state_layers` side by side. All are the same on all ranks of `attn_group`.
         """
         mixer = self.spec.attention
-        if isinstance(mixer, MLASpec) and deals_rows(mixer, step):
-            step = dealt(step)
-        if halves.are_faster(self.own, self.layers, cache, step):
+        if isinstance(mixer, MLASpec) and row_sharded(mixer, step):
+            step = shard_rows(step)
+        if micro_batches.should_split(self.attn_group, self.layers, cache, step):
             begin = partial(self._begin, cache, policy=policy)
-            found = halves.run(self.overlap, self.layers, step, begin, self._end)
-            whole = torch.cat([of_half for of_half, _ in found])
+            found = micro_batches.run(self.overlap, self.layers, step, begin, self._end)
+            whole = torch.cat([part for part, _ in found])
         else:
-            whole, _ = self._end(*self._through(self.layers, cache, step, policy))
-        if not self.spec.taps:
+            whole, _ = self._end(*self._run_layers(self.layers, cache, step, policy))
+        if not self.spec.aux_hidden_state_layers:
             return whole, whole
         return whole[:, : self.spec.hidden].contiguous(), whole[:, self.spec.hidden :].contiguous()
 
@@ -153,23 +155,23 @@ class Decoder:
         layer, mixer = self.layers[-1], self.spec.layers[-1].mixer
         chooses = isinstance(mixer, MLASpec) and mixer.topk is not None
         # In mode dp FFNs gather rows of all ranks, and in host memory keys are read by the parts of a chunk.
-        if self.own is not layer.comm or step.staged is not None or not mixer.attends or chooses:
+        if self.attn_group is not layer.comm or step.staged is not None or not mixer.is_attention or chooses:
             return self.hidden(cache, step, policy)[step.cu_q[1:] - 1]
-        rows, lasts = step.lasts()
-        if halves.are_faster(self.own, self.layers, cache, step):
+        rows, lasts = step.last_tokens()
+        if micro_batches.should_split(self.attn_group, self.layers, cache, step):
             begin = partial(self._begin, cache, policy=policy)
-            found = halves.run(self.overlap, self.layers, step, begin, None)
+            found = micro_batches.run(self.overlap, self.layers, step, begin, None)
         else:
-            parts, x, fwd = self._through(self.layers[:-1], cache, step, policy)
+            parts, x, fwd = self._run_layers(self.layers[:-1], cache, step, policy)
             normed, x = layer.join_mixer(parts, x, fwd)
             found = [(layer.project(normed, x, fwd), x)]
             del parts, normed
-        q, x = halves.select_rows(found, rows)
+        q, x = micro_batches.select_rows(found, rows)
         policy.prepare(lasts, {mixer.window})
         parts, x = layer.finish(q, x, ForwardPass(cache, lasts, policy, self.overlap))
         return self.norm(parts, x)[0][: len(step.slots)]
 
-    def _through(
+    def _run_layers(
         self, layers: Sequence[DecoderLayer], cache: KVCache, step: Step, policy: AttentionPolicy
     ) -> tuple[Parts, Tensor | None, ForwardPass]:
         """Runs a step through the first layers."""
@@ -180,30 +182,30 @@ class Decoder:
             q = layer.project(normed, x, fwd)
             parts = layer.attend(q, fwd)  # frees the activations of the FFN before, a chunk's largest tensor
             normed, x = layer.join_ffn(parts, x, fwd)
-            parts = layer.feed(normed, fwd)
+            parts = layer.run_ffn(normed, fwd)
         return parts, x, fwd
 
     def _begin(self, cache: KVCache, step: Step, policy: AttentionPolicy) -> tuple[Parts, ForwardPass]:
         """Computes this rank's parts [N, H] of the embedded tokens, and prepares what the layers read."""
-        parts = self._embedded(step.tokens)
+        parts = self._embed(step.tokens)
         angles = [rotary.angles(step.positions) for rotary in self.rotary]
-        fwd = ForwardPass(cache, step, policy, self.overlap, angles, policy.guesses and step.cu_q is None)
+        fwd = ForwardPass(cache, step, policy, self.overlap, angles, policy.prefetches and step.cu_q is None)
         policy.prepare(step, set(self.spec.windows))
-        self.layers[0].gather_ahead(fwd)
+        self.layers[0].prefetch_sequences(fwd)
         return parts, fwd
 
-    def _embedded(self, tokens: Tensor) -> Tensor:
+    def _embed(self, tokens: Tensor) -> Tensor:
         parts = self.embedding(tokens)
         return parts if self._embedding_scale == 1 else parts.mul_(self._embedding_scale)
 
     def _end(self, parts: Parts, x: Tensor | None, fwd: ForwardPass) -> tuple[Tensor, Tensor]:
-        """Computes the normalised states [N, H], with those of `DecoderSpec.taps` beside, and the residual stream."""
-        rows = fwd.step.dealt
+        """Computes the normalised states [N, H], with the auxiliary ones beside them, and the residual stream."""
+        rows = fwd.step.row_shard
         found, x = self.norm(parts, x, rows)
-        if self.spec.taps:
-            fwd.taps[len(self.layers)] = x
-            found = torch.cat([found, *(fwd.taps[i] for i in self.spec.taps)], 1)
-        return found if rows is None else all_rows(rows, self.own, found), x
+        if self.spec.aux_hidden_state_layers:
+            fwd.aux_hidden_states[len(self.layers)] = x
+            found = torch.cat([found, *(fwd.aux_hidden_states[i] for i in self.spec.aux_hidden_state_layers)], 1)
+        return found if rows is None else all_gather_rows(rows, self.attn_group, found), x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Computes logits [n, V_local] fp32 of this rank's rows of the vocabulary, from hidden states [n, H]."""

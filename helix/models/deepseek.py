@@ -12,7 +12,15 @@ from typing import Any
 
 from helix.layers.specs import IndexerSpec, MLASpec, MoESpec, RopeSpec
 from helix.models.checkpoint import FP8
-from helix.models.hf import check_common, check_head_dim, check_only, check_sizes, decoder_spec, mixed, with_nextn
+from helix.models.hf import (
+    check_common,
+    check_head_dim,
+    check_sizes,
+    check_supported,
+    decoder_spec,
+    layer_ffns,
+    with_nextn,
+)
 from helix.models.spec import DecoderSpec, LayerSpec
 
 LATENT_NORM_EPS = 1e-6  # of the latents' norms, whatever rms_norm_eps is, as in the released models
@@ -20,8 +28,8 @@ LATENT_NORM_EPS = 1e-6  # of the latents' norms, whatever rms_norm_eps is, as in
 
 def spec_v2(config: Any) -> DecoderSpec:
     """Reads a V2 config: experts by softmax scores, from all (`greedy`) or from the groups with the best experts."""
-    check_only(config, topk_method=("greedy", "group_limited_greedy"), scoring_func=("softmax",))
-    check_only(config, norm_topk_prob=(False,))
+    check_supported(config, topk_method=("greedy", "group_limited_greedy"), scoring_func=("softmax",))
+    check_supported(config, norm_topk_prob=(False,))
     return latent_spec(
         config, experts_of(config, grouped=config.topk_method == "group_limited_greedy"), interleaved=True
     )
@@ -34,19 +42,19 @@ def spec_v3(config: Any) -> DecoderSpec:
 
 def sigmoid_experts(config: Any) -> MoESpec:
     """Reads experts by sigmoid scores plus a bias, from the groups with the highest sum of two scores."""
-    check_only(config, topk_method=("noaux_tc",), scoring_func=("sigmoid",))
-    return replace(pairs_of(config), scoring="sigmoid", choice_bias="gate.e_score_correction_bias")
+    check_supported(config, topk_method=("noaux_tc",), scoring_func=("sigmoid",))
+    return replace(pairs_of(config), scoring="sigmoid", score_correction_bias="gate.e_score_correction_bias")
 
 
 def spec_v32(config: Any) -> DecoderSpec:
     """Reads a V3.2 config: V3 with an indexer in each layer, whose rotated pairs lie in two halves."""
-    check_only(config, indexer_rope_interleave=(False,))
+    check_supported(config, indexer_rope_interleave=(False,))
     return _with_indexers(config, ["full"] * config.num_hidden_layers, interleaved=False)
 
 
 def spec_glm(config: Any) -> DecoderSpec:
     """Reads a GLM-5 config: V3 with indexers, whose rotated pairs are neighbours; layers may share a choice."""
-    check_only(config, indexer_rope_interleave=(True,))
+    check_supported(config, indexer_rope_interleave=(True,))
     return _with_indexers(config, config.indexer_types, interleaved=True)
 
 
@@ -71,15 +79,15 @@ def _with_indexers(config: Any, kinds: Any, interleaved: bool) -> DecoderSpec:
         own = indexer if kind == "full" else None
         return replace(layer, mixer=replace(layer.mixer, topk=config.index_topk, indexer=own))
 
-    brought = None
+    nextn = None
     if getattr(config, "num_nextn_predict_layers", 0):
-        brought = indexed(LayerSpec(spec.layers[0].mixer, experts), "full")
+        nextn = indexed(LayerSpec(spec.layers[0].mixer, experts), "full")
     shared = getattr(config, "index_share_for_mtp_iteration", False)
     return replace(
         spec,
         layers=tuple(map(indexed, spec.layers, kinds)),
-        brought=brought,
-        brought_choice=config.index_topk if shared else 0,
+        nextn=nextn,
+        nextn_shared_topk=config.index_topk if shared else 0,
     )
 
 
@@ -87,7 +95,7 @@ def latent_spec(config: Any, moe: MoESpec, interleaved: bool, formats: Iterable[
     """Reads a config of latent attention; `moe` are the experts behind the first dense layers."""
     sizes = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
     check_sizes(config, *sizes, *(["q_lora_rank"] if config.q_lora_rank is not None else []))
-    check_only(config, attention_bias=(False,), mlp_bias=(False,), moe_layer_freq=(1,))
+    check_supported(config, attention_bias=(False,), mlp_bias=(False,), moe_layer_freq=(1,))
     latent, rope, nope, value = (getattr(config, key) for key in sizes)
     if rope % 2:
         raise ValueError(f"config.json: qk_rope_head_dim={rope} must be even")
@@ -113,7 +121,7 @@ def latent_spec(config: Any, moe: MoESpec, interleaved: bool, formats: Iterable[
         scale=scale,
         interleaved=interleaved,
     )
-    ffns = mixed(config, moe, (kind == "sparse" for kind in kinds))
+    ffns = layer_ffns(config, moe, (kind == "sparse" for kind in kinds))
     return with_nextn(decoder_spec(config, mla, ffns, formats=formats), moe, bool(getattr(config, "num_mtp_layers", 0)))
 
 

@@ -29,26 +29,26 @@ class DraftLayer(Protocol):
     Row i takes a state of token i, the model's or the layer's own, and token i + 1; its keys lie where token i's do.
 
     Attributes:
-        read, width: widths of the model's states, and of its own.
+        target_width, width: widths of the model's states, and of its own.
         vocab_rows: token ids of the columns of `logits`.
-        choice: tokens that its indexer chooses for a first draft, and further ones read, too; 0: each reads its own.
+        shared_topk: tokens that its indexer selects for a first draft, and further ones read; 0: each reads its own.
     """
 
-    read: int
+    target_width: int
     width: int
     vocab_rows: range
-    choice: int
+    shared_topk: int
 
     @property
     def window(self) -> int | None:
         """Sliding window of its attention, in tokens; None: it reads all keys."""
 
-    def append(self, cache: KVCache, step: Step, states: Tensor, *, own: bool) -> tuple[Any, Tensor]:
+    def append(self, cache: KVCache, step: Step, states: Tensor, *, from_draft: bool) -> tuple[Any, Tensor]:
         """Adds the keys of a step's tokens, each from its token and the state before it alone, to the cache.
 
         Args:
             step: tokens, with the positions of the tokens before them.
-            states: states of the tokens before: the model's [N, read], or, if `own`, the layer's own [N, width].
+            states: states of the tokens before: the model's [N, read], or, if `from_draft`, the layer's own [N, width].
 
         Returns:
             What its mixer projects, and inputs [N, width] of `attend`, which may be called for some of the rows.
@@ -82,10 +82,14 @@ class Eagle3Layer:
     def __init__(self, shard: ModelShard, spec: Eagle3Spec, target: Decoder, ids: Tensor | None, window: int) -> None:
         weights, hidden, name, eps = shard.weights, spec.hidden, spec.name, spec.norm_eps
         self.spec, self.window = spec, window
-        self.read, self.width, self.vocab_rows = len(spec.taps) * target.spec.hidden, hidden, target.embedding.rows
-        self.choice = 0
-        self._columns = shard.layout.ffn_columns(shard.comm.rank, self.read)
-        self.join = RowParallel(shard, "fc", self._columns, self.read, hidden)
+        self.target_width, self.width, self.vocab_rows = (
+            len(spec.aux_hidden_state_layers) * target.spec.hidden,
+            hidden,
+            target.embedding.rows,
+        )
+        self.shared_topk = 0
+        self._columns = shard.layout.ffn_columns(shard.comm.rank, self.target_width)
+        self.join = RowParallel(shard, "fc", self._columns, self.target_width, hidden)
         self.embedding = target.embedding
         if spec.own_embedding:
             self.embedding = Embedding(weights, "embed_tokens", self.vocab_rows, target.spec.vocab, hidden)
@@ -109,17 +113,17 @@ class Eagle3Layer:
             self._ids = (ids[first:end] - self.vocab_rows.start).to(weights.device)
 
     @property
-    def about(self) -> str:
+    def description(self) -> str:
         """Line about what it reads, in which a mistake would cost acceptance alone."""
-        taps = ", ".join(map(str, self.spec.taps))
+        ids = ", ".join(map(str, self.spec.aux_hidden_state_layers))
         return (
-            f"drafts read what enters layers {taps} of the model ({self.spec.named}), and the latest {self.window:,} "
+            f"drafts read what enters layers {ids} of the model ({self.spec.source}), and the latest {self.window:,} "
             f"tokens (its config.json has max_position_embeddings={self.spec.max_positions}; see speculation.window)"
         )
 
-    def append(self, cache: KVCache, step: Step, states: Tensor, *, own: bool) -> tuple[Any, Tensor]:
-        if own:
-            normed, x = self.state_norm.of(states), states
+    def append(self, cache: KVCache, step: Step, states: Tensor, *, from_draft: bool) -> tuple[Any, Tensor]:
+        if from_draft:
+            normed, x = self.state_norm.normalize(states), states
         else:
             parts = self.join(states[:, self._columns.start : self._columns.stop].contiguous())
             normed, x = self.state_norm(parts, None)
@@ -132,7 +136,7 @@ class Eagle3Layer:
         return self.norm(self.ffn(normed), x)[1]
 
     def logits(self, states: Tensor) -> Tensor:
-        normed = self.norm.of(states)
+        normed = self.norm.normalize(states)
         if self._ids is None:
             return linear(normed, self._head).float()
         out = torch.full((len(states), len(self.vocab_rows)), -torch.inf, device=states.device)

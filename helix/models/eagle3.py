@@ -8,12 +8,12 @@ from typing import Any
 
 from helix.layers.specs import AttentionSpec, RopeSpec
 from helix.models import llama
-from helix.models.hf import read_as
+from helix.models.hf import load_hf_config
 from helix.models.spec import DecoderSpec, LayerSpec
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3Speculator", "Eagle3DraftModel")
 UNUSED = ("d2t", "t2d")  # tensors that are no weights
-TAPS = 3
+NUM_AUX = 3
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class Eagle3Spec:
         layer: its attention, which reads embeddings and states side by side, and its FFN.
         name: name of the layer in the checkpoint.
         vocab: token ids of its head; None: the target's head.
-        taps: layers of the target whose inputs it reads.
-        named: how config.json names these, for messages.
+        aux_hidden_state_layers: layers of the target whose inputs it reads.
+        source: how config.json names these, for messages.
         own_embedding: whether it has an embedding of its own.
         normed_residual: whether the residual stream begins with normalised states.
     """
@@ -36,8 +36,8 @@ class Eagle3Spec:
     rope: RopeSpec
     norm_eps: float
     vocab: int | None
-    taps: tuple[int, ...]
-    named: str
+    aux_hidden_state_layers: tuple[int, ...]
+    source: str
     own_embedding: bool
     normed_residual: bool
     max_positions: int
@@ -60,7 +60,7 @@ def read(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], targe
     for key in ("norm_before_fc", "fc_norm", "norm_output"):
         if config.get(key):
             raise ValueError(f"config.json: {key}={config[key]!r} is not supported")
-    of = llama.spec(read_as("llama", {k: v for k, v in config.items() if k != "architectures"}))
+    of = llama.spec(load_hf_config("llama", {k: v for k, v in config.items() if k != "architectures"}))
     if len(of.layers) != 1:
         raise ValueError(f"config.json: num_hidden_layers={len(of.layers)} must be 1")
     attention = of.layers[0].mixer
@@ -75,7 +75,7 @@ def read(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], targe
             f"config.json: hidden_size={of.hidden} is not the target's {target.hidden}, whose embedding and head it "
             "shares: it needs embed_tokens.weight and lm_head.weight of its own"
         )
-    taps, named = _taps(config, len(target.layers), speculators)
+    aux_hidden_state_layers, source = _aux_hidden_state_layers(config, len(target.layers), speculators)
     return Eagle3Spec(
         of.hidden,
         LayerSpec(replace(attention, inputs=2 * of.hidden), of.layers[0].ffn),
@@ -83,15 +83,15 @@ def read(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], targe
         of.rope,
         of.norm_eps,
         (vocab or of.vocab) if "lm_head.weight" in shapes else None,
-        taps,
-        named,
+        aux_hidden_state_layers,
+        source,
         own_embedding,
         bool(config.get("norm_before_residual")),
         of.max_positions,
     )
 
 
-def _taps(config: Mapping[str, Any], layers: int, speculators: bool) -> tuple[tuple[int, ...], str]:
+def _aux_hidden_state_layers(config: Mapping[str, Any], layers: int, speculators: bool) -> tuple[tuple[int, ...], str]:
     """Returns the layers whose inputs are read, and how config.json names them.
 
     Some files name them so, others the layers before them. Most have the usual ones, which tell; else files of
@@ -102,9 +102,13 @@ def _taps(config: Mapping[str, Any], layers: int, speculators: bool) -> tuple[tu
     given = (options if isinstance(options, Mapping) else config).get("eagle_aux_hidden_state_layer_ids")
     if given is None:
         return usual, "the usual ones"
-    if not isinstance(given, list) or len(given) != TAPS or not all(type(i) is int and 0 <= i < layers for i in given):
+    if (
+        not isinstance(given, list)
+        or len(given) != NUM_AUX
+        or not all(type(i) is int and 0 <= i < layers for i in given)
+    ):
         raise ValueError(
-            f"config.json: eagle_aux_hidden_state_layer_ids={given!r:.100} must be {TAPS} of the target's {layers} "
+            f"config.json: eagle_aux_hidden_state_layer_ids={given!r:.100} must be {NUM_AUX} of the target's {layers} "
             "layers"
         )
     after = tuple(i + 1 for i in given)
@@ -113,6 +117,6 @@ def _taps(config: Mapping[str, Any], layers: int, speculators: bool) -> tuple[tu
     return after, f"behind {given} in config.json"
 
 
-def drafted_by(target: DecoderSpec, spec: Eagle3Spec) -> DecoderSpec:
+def with_eagle3(target: DecoderSpec, spec: Eagle3Spec) -> DecoderSpec:
     """Returns the target's spec with the layer, as memory sees it: all tokens stay in pages, whatever its window."""
-    return replace(target, draft=spec.layer, taps=spec.taps)
+    return replace(target, draft=spec.layer, aux_hidden_state_layers=spec.aux_hidden_state_layers)

@@ -6,16 +6,18 @@ from dataclasses import replace
 from typing import Any
 
 from helix.layers.specs import MLPSpec
-from helix.models.hf import attention_of, check_only, check_positive, decoder_spec, layer_windows
+from helix.models.hf import attention_of, check_positive, check_supported, decoder_spec, layer_windows
 from helix.models.spec import DecoderSpec
 
 
 def spec(config: Any) -> DecoderSpec:
-    check_only(config, hidden_activation=("gelu_pytorch_tanh",), use_bidirectional_attention=(False,))
-    check_only(config, final_logit_softcapping=(), attn_logit_softcapping=())
+    check_supported(config, hidden_activation=("gelu_pytorch_tanh",), use_bidirectional_attention=(False,))
+    check_supported(config, final_logit_softcapping=(), attn_logit_softcapping=())
     check_positive(config, "query_pre_attn_scalar")
     bias, scale = config.attention_bias, config.query_pre_attn_scalar**-0.5
     attention = replace(attention_of(config), qkv_bias=bias, output_bias=bias, qk_norm=True, multiplier=scale)
     ffn = MLPSpec(config.intermediate_size, activation="gelu_tanh")
     found = decoder_spec(config, attention, ffn, windows=layer_windows(config))
-    return replace(found, norms="around", gain_offset=1.0, embedding_scale=found.hidden**0.5, rounds_scale=True)
+    return replace(
+        found, norms="around", weight_offset=1.0, embedding_scale=found.hidden**0.5, round_embedding_scale=True
+    )

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from helix.models.deepseek import sigmoid_experts
-from helix.models.hf import attention_of, decoder_spec, mixed, with_nextn
+from helix.models.hf import attention_of, decoder_spec, layer_ffns, with_nextn
 from helix.models.spec import DecoderSpec
 
 
@@ -14,5 +14,5 @@ def spec(config: Any) -> DecoderSpec:
     layers, dense = config.num_hidden_layers, config.first_k_dense_replace
     moe = sigmoid_experts(config)
     attention = replace(attention_of(config), qkv_bias=config.attention_bias, qk_norm=config.use_qk_norm)
-    ffns = mixed(config, moe, (i >= dense for i in range(layers)))
+    ffns = layer_ffns(config, moe, (i >= dense for i in range(layers)))
     return with_nextn(decoder_spec(config, attention, ffns, partial_rotary=True), moe, bool(config.num_mtp_layers))

@@ -16,17 +16,17 @@ from dataclasses import replace
 from typing import Any
 
 from helix.layers.specs import AttentionSpec, FFNSpec, MLASpec, MLPSpec, MoESpec, RopeSpec
-from helix.library import import_transformers
-from helix.models.checkpoint import FP8, WeightFormat, refused
+from helix.models.checkpoint import FP8, WeightFormat, unsupported_format
 from helix.models.spec import DecoderSpec, LayerSpec
-from helix.worker.keeps import dtype_name
+from helix.transformers_import import import_transformers
+from helix.worker.kv_cache_spec import dtype_name
 
 DTYPES = ("float32", "bfloat16", "float16")
-# Labels of classifiers, of which transformers would create any number, and what `read_as` is told itself.
-NOT_READ = ("num_labels", "id2label", "label2id", "model_type")
-MOST_SIZE = 1 << 30  # of a dimension: the bytes of a matrix fit 64 bits
-MOST_HEAD_DIM = 1 << 16
-MOST_LAYERS = 1 << 16  # configs have lists with an entry per layer
+# Labels of classifiers, of which transformers would create any number, and what `load_hf_config` is told itself.
+IGNORED_KEYS = ("num_labels", "id2label", "label2id", "model_type")
+MAX_SIZE = 1 << 30  # of a dimension: the bytes of a matrix fit 64 bits
+MAX_HEAD_DIM = 1 << 16
+MAX_LAYERS = 1 << 16  # configs have lists with an entry per layer
 TWO_ROPES = ("gemma3_text", "olmo3")  # families whose RoPE differs by layer type
 
 
@@ -48,7 +48,7 @@ def config_classes() -> Mapping[str, Any]:
     return found
 
 
-def read_as(model_type: str, config: Mapping[str, Any]) -> Any:
+def load_hf_config(model_type: str, config: Mapping[str, Any]) -> Any:
     """Creates the transformers config object of a family from the content of a `config.json`.
 
     Raises:
@@ -60,7 +60,7 @@ def read_as(model_type: str, config: Mapping[str, Any]) -> Any:
     level = log.level
     log.setLevel(logging.CRITICAL)  # its warnings are checked below, and would appear once per rank
     try:
-        read = classes[model_type](**copy.deepcopy({k: v for k, v in config.items() if k not in NOT_READ}))
+        read = classes[model_type](**copy.deepcopy({k: v for k, v in config.items() if k not in IGNORED_KEYS}))
         read.standardize_rope_params()  # as transformers does before each use: outer keys override nested ones
         return read
     except Exception as error:  # of any type: AttributeError, KeyError, TypeError and more
@@ -77,11 +77,11 @@ def check_sizes(config: Any, *needed: str) -> None:
     if wrong := [f"{key}={size!r}" for key, size in sizes.items() if not _is_size(size)]:
         raise ValueError(f"config.json has {', '.join(wrong)}: positive integers are expected")
     for key, size in sizes.items():
-        if key != "max_position_embeddings" and size is not None and size > MOST_SIZE:
-            raise ValueError(f"config.json: {key}={size} must be at most {MOST_SIZE}")
+        if key != "max_position_embeddings" and size is not None and size > MAX_SIZE:
+            raise ValueError(f"config.json: {key}={size} must be at most {MAX_SIZE}")
 
 
-def check_only(config: Any, **supported: tuple[Any, ...]) -> None:
+def check_supported(config: Any, **supported: tuple[Any, ...]) -> None:
     """Raises ValueError if an attribute is set to a value that is not supported."""
     for key, values in supported.items():
         value = getattr(config, key, None)
@@ -112,11 +112,11 @@ def attention_of(config: Any) -> AttentionSpec:
         ValueError: a feature is not supported, or a size is not positive.
     """
     check_common(config)
-    hidden, q_heads, of_head = config.hidden_size, config.num_attention_heads, ""
+    hidden, q_heads, origin = config.hidden_size, config.num_attention_heads, ""
     if (head_dim := getattr(config, "head_dim", None)) is None:
-        head_dim, of_head = hidden // q_heads, f" (hidden_size={hidden} over num_attention_heads={q_heads})"
+        head_dim, origin = hidden // q_heads, f" (hidden_size={hidden} over num_attention_heads={q_heads})"
     check_sizes(config, "num_key_value_heads")
-    check_head_dim(head_dim, of_head)
+    check_head_dim(head_dim, origin)
     return AttentionSpec(hidden, q_heads, config.num_key_value_heads, head_dim, norm_eps=float(config.rms_norm_eps))
 
 
@@ -132,7 +132,7 @@ def decoder_spec(
     """Creates the spec of a config whose layers are alike, but for their windows and FFNs.
 
     Args:
-        config: result of `read_as`.
+        config: result of `load_hf_config`.
         ffn: FFN of all layers, or of each; None: a dense one without biases.
         windows: each layer's sliding window; None: full attention in all.
         partial_rotary: whether the family may rotate a part of a head alone.
@@ -142,12 +142,12 @@ def decoder_spec(
         ValueError: a feature is not supported, or a size is not positive.
     """
     if (method := quantisation(config)) not in (None, *formats):
-        raise refused(f"{method} in {config.model_type} models")
+        raise unsupported_format(f"{method} in {config.model_type} models")
     layers = config.num_hidden_layers
     ffn = MLPSpec(config.intermediate_size) if ffn is None else ffn
     ffns = [ffn] * layers if isinstance(ffn, FFNSpec) else ffn
     if all(isinstance(each, MoESpec) or each.activation == "silu" for each in ffns):
-        check_only(config, hidden_act=("silu", "swish"))
+        check_supported(config, hidden_act=("silu", "swish"))
     _check_kinds(config, windows)
     if bad := [w for w in windows or () if w is not None and not _is_size(w)]:
         raise ValueError(f"config.json: sliding_window={bad[0]!r} must be a positive integer or null")
@@ -187,11 +187,11 @@ def decoder_spec(
 
 def with_nextn(spec: DecoderSpec, ffn: FFNSpec, present: bool) -> DecoderSpec:
     """Adds the layer for multi-token prediction that a checkpoint may have behind the last one, if it is `present`."""
-    brought = LayerSpec(spec.layers[-1].mixer, ffn) if present else None
-    return replace(spec, unused=(f"model.layers.{len(spec.layers)}.",), brought=brought)
+    nextn = LayerSpec(spec.layers[-1].mixer, ffn) if present else None
+    return replace(spec, unused=(f"model.layers.{len(spec.layers)}.",), nextn=nextn)
 
 
-def mixed(config: Any, moe: MoESpec, sparse: Iterable[bool]) -> list[FFNSpec]:
+def layer_ffns(config: Any, moe: MoESpec, sparse: Iterable[bool]) -> list[FFNSpec]:
     """Lists the FFN of each layer: experts in those that are sparse, and dense ones."""
     return [moe if has_experts else MLPSpec(config.intermediate_size) for has_experts in sparse]
 
@@ -200,16 +200,16 @@ def check_common(config: Any) -> None:
     """Raises ValueError, with their names, for features and sizes that no family supports."""
     if config.is_heterogeneous:
         raise ValueError("config.json: per_layer_config (layers that differ) is not supported")
-    check_only(config, is_causal=(True,), is_encoder_decoder=(False,))
+    check_supported(config, is_causal=(True,), is_encoder_decoder=(False,))
     sizes = "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers"
     check_sizes(config, *sizes, "max_position_embeddings")
 
 
-def check_head_dim(head_dim: Any, of_head: str = "") -> None:
-    """Raises ValueError unless heads of this width can be rotated; `of_head` says where it comes from."""
-    if not _is_size(head_dim) or head_dim % 2 or head_dim > MOST_HEAD_DIM:
-        known = f"must be a positive even integer of at most {MOST_HEAD_DIM}"
-        raise ValueError(f"config.json: head_dim={head_dim!r}{of_head} {known}")
+def check_head_dim(head_dim: Any, origin: str = "") -> None:
+    """Raises ValueError unless heads of this width can be rotated; `origin` says where it comes from."""
+    if not _is_size(head_dim) or head_dim % 2 or head_dim > MAX_HEAD_DIM:
+        known = f"must be a positive even integer of at most {MAX_HEAD_DIM}"
+        raise ValueError(f"config.json: head_dim={head_dim!r}{origin} {known}")
 
 
 def check_positive(config: Any, *keys: str) -> None:
@@ -302,8 +302,8 @@ def _check_before(config: Mapping[str, Any], model_type: str) -> None:
         if isinstance(name, str) and name not in DTYPES:
             raise ValueError(f"config.json: {key} {name!r} is not supported; supported: {', '.join(DTYPES)}")
     layers = config.get("num_hidden_layers")
-    if isinstance(layers, int) and layers > MOST_LAYERS:
-        raise ValueError(f"config.json: num_hidden_layers={layers} must be at most {MOST_LAYERS}")
+    if isinstance(layers, int) and layers > MAX_LAYERS:
+        raise ValueError(f"config.json: num_hidden_layers={layers} must be at most {MAX_LAYERS}")
     for key, kind, what in (
         ("rope_parameters", Mapping, "an object"),
         ("rope_scaling", Mapping, "an object"),

@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 from helix.layers.specs import MoESpec
-from helix.models.hf import attention_of, check_only, check_sizes, decoder_spec, experts_of, mixed, with_nextn
+from helix.models.hf import attention_of, check_sizes, check_supported, decoder_spec, experts_of, layer_ffns, with_nextn
 from helix.models.spec import DecoderSpec, NextTokenNames
 
 
 def spec(config: Any) -> DecoderSpec:
-    check_only(config, mlp_bias=(False,))
+    check_supported(config, mlp_bias=(False,))
     check_sizes(config, "moe_intermediate_size", "num_shared_experts")
     kinds, layers = config.mlp_layer_types, config.num_hidden_layers
     if len(kinds) != layers or {*kinds} - {"dense", "sparse"}:
@@ -26,13 +26,13 @@ def spec(config: Any) -> DecoderSpec:
         scoring="sigmoid",
         normalise=True,
         scale=float(config.router_scaling_factor),
-        choice_bias="expert_bias",
+        score_correction_bias="expert_bias",
         exact_router=True,
         router="router.gate",
         shared="shared_mlp",
     )
     attention = replace(attention_of(config), qkv_bias=bias, output_bias=bias, qk_norm=True)
-    ffns = mixed(config, moe, (kind == "sparse" for kind in kinds))
+    ffns = layer_ffns(config, moe, (kind == "sparse" for kind in kinds))
     present = bool(getattr(config, "num_nextn_predict_layers", 0))
     found = with_nextn(decoder_spec(config, attention, ffns), moe, present)
-    return replace(found, brought_names=NextTokenNames(norm="model.layers.{}.final_layernorm"))
+    return replace(found, nextn_names=NextTokenNames(norm="model.layers.{}.final_layernorm"))

@@ -9,20 +9,20 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from comm.pending import PendingSum
-from comm.turns import DualBatchOverlap
+from comm.dual_batch_overlap import DualBatchOverlap
+from comm.partial import PartialSum
 from helix.attention.base import AttentionPolicy
 from helix.layers.attention import Attention
-from helix.layers.ffn import make_ffn, over_all_ranks
+from helix.layers.ffn import dp_ffn, make_ffn
 from helix.layers.gated_delta import GatedDeltaNet
 from helix.layers.mla import MLA
-from helix.layers.norm import AllReduceNorm, JoinNorm
+from helix.layers.norm import AllReduceNorm, ResidualNorm
 from helix.layers.rotary import Angles
 from helix.layers.specs import AttentionSpec, GatedDeltaSpec, MLASpec
 from helix.layers.weights import ModelShard
 from helix.models.spec import DecoderSpec
-from helix.worker.dealt import all_rows
 from helix.worker.kv_cache import KVCache
+from helix.worker.row_shard import all_gather_rows
 from helix.worker.step import Step
 
 
@@ -36,14 +36,14 @@ class Mixer(Protocol):
     def project(self, x: Tensor, angles: Angles, cache: KVCache, step: Step) -> Any:
         """Computes what `finish` takes from x [N, H], the same on every rank; appends the tokens' data to the cache."""
 
-    def finish(self, q: Any, cache: KVCache, step: Step, policy: AttentionPolicy) -> PendingSum:
+    def finish(self, q: Any, cache: KVCache, step: Step, policy: AttentionPolicy) -> PartialSum:
         """Computes this rank's part [N, H] of the output from the queries of `project`.
 
         The later half of a prefill step may run concurrently, since this reads only tokens appended before.
         """
 
 
-Parts = Tensor | PendingSum  # a rank's part [N, H] of a sum over ranks
+Parts = Tensor | PartialSum  # a rank's part [N, H] of a sum over ranks
 MIXERS: dict[type[Any], Callable[[ModelShard, Any, int, str], Mixer]] = {
     AttentionSpec: Attention,
     MLASpec: MLA,
@@ -58,8 +58,8 @@ class ForwardPass:
     Attributes:
         overlap: runs messages beside kernels.
         angles: angles of the step's positions, for each of the model's RoPEs.
-        guesses: whether the policy fetches early what a layer's queries, guessed from an earlier input, would read.
-        taps: inputs [N, H] of the layers in `DecoderSpec.taps`, filled as the layers run.
+        prefetches: whether the policy fetches early what a layer's queries, guessed from an earlier input, would read.
+        aux_hidden_states: inputs [N, H] of the layers that a draft layer reads, filled as the layers run.
     """
 
     cache: KVCache
@@ -67,8 +67,8 @@ class ForwardPass:
     policy: AttentionPolicy
     overlap: DualBatchOverlap
     angles: list[Angles] = field(default_factory=list)
-    guesses: bool = False
-    taps: dict[int, Tensor] = field(default_factory=dict)
+    prefetches: bool = False
+    aux_hidden_states: dict[int, Tensor] = field(default_factory=dict)
 
 
 class DecoderLayer:
@@ -79,94 +79,100 @@ class DecoderLayer:
 
     Args:
         shard: its communicator is that of all ranks.
-        own: the same, but its communicator joins the ranks that attend the same sequences.
+        attn_shard: the same, but its communicator joins the ranks that attend the same sequences.
         before: norm of what the layer before adds to the stream; None: it has none.
         name: prefix of its tensors, if it is not one of the model's own layers.
 
     Attributes:
-        following: the next layer of the model.
+        next_layer: the next layer of the model.
         full: whether its queries read whole sequences.
         runs: times that it was computed, or launched.
     """
 
-    following: DecoderLayer | None = None
+    next_layer: DecoderLayer | None = None
     runs = 0
 
     def __init__(
         self,
         shard: ModelShard,
-        own: ModelShard,
+        attn_shard: ModelShard,
         spec: DecoderSpec,
         index: int,
         before: AllReduceNorm | None,
         name: str = "",
     ) -> None:
-        self.index, self.comm, self.own = index, shard.comm, own.comm
+        self.index, self.comm, self.attn_group = index, shard.comm, attn_shard.comm
         name, layer = name or f"model.layers.{index}", spec.stack[index]
 
         def norm(part: str) -> AllReduceNorm:
-            return AllReduceNorm(own, f"{name}.{part}_layernorm", spec.hidden, spec.norm_eps)
+            return AllReduceNorm(attn_shard, f"{name}.{part}_layernorm", spec.hidden, spec.norm_eps)
 
         first = None if spec.norms == "after" else norm("input")
-        self.input_norm = JoinNorm(own.comm, before, first)
-        self.mixer = MIXERS[type(layer.mixer)](own, layer.mixer, index, name)
+        self.input_norm = ResidualNorm(attn_shard.comm, before, first)
+        self.mixer = MIXERS[type(layer.mixer)](attn_shard, layer.mixer, index, name)
         middle = norm("post_attention")
         if spec.norms == "before":
-            self.ffn_norm = JoinNorm(own.comm, None, middle)
+            self.ffn_norm = ResidualNorm(attn_shard.comm, None, middle)
         else:
-            self.ffn_norm = JoinNorm(own.comm, middle, norm("pre_feedforward") if spec.norms == "around" else None)
+            self.ffn_norm = ResidualNorm(
+                attn_shard.comm, middle, norm("pre_feedforward") if spec.norms == "around" else None
+            )
         self.ffn = make_ffn(shard, spec.hidden, layer.ffn, name)
-        self.added = None if spec.norms == "before" else norm("post_feedforward")
+        self.post_norm = None if spec.norms == "before" else norm("post_feedforward")
         self.rope = 0 if layer.rope is None else spec.ropes.index(layer.rope)
-        self._tapped = index in spec.taps
-        self.full = layer.mixer.attends and layer.mixer.window is None
+        self._is_aux_layer = index in spec.aux_hidden_state_layers
+        self.full = layer.mixer.is_attention and layer.mixer.window is None
 
     def finish(self, q: Any, x: Tensor, fwd: ForwardPass) -> tuple[Parts, Tensor]:
         """Computes what follows the queries; returns this rank's parts [N, H] of the next sum, and the stream."""
         parts = self.attend(q, fwd)
         normed, x = self.join_ffn(parts, x, fwd)
-        return self.feed(normed, fwd), x
+        return self.run_ffn(normed, fwd), x
 
     def join_mixer(self, parts: Parts, x: Tensor | None, fwd: ForwardPass) -> tuple[Tensor, Tensor]:
         """Adds parts [N, H] of a sum over ranks to the stream [N, H], None: 0; returns the mixer's input and both."""
         self.runs += 1
-        normed, x = self.input_norm(parts, x, fwd.step.dealt)
-        if self._tapped:
-            fwd.taps[self.index] = x
+        normed, x = self.input_norm(parts, x, fwd.step.row_shard)
+        if self._is_aux_layer:
+            fwd.aux_hidden_states[self.index] = x
         return normed, x
 
     def project(self, normed: Tensor, x: Tensor, fwd: ForwardPass) -> Any:
         """Computes the mixer's queries and appends the tokens' data; fetches ahead for the next layer."""
-        following = self.following
-        if fwd.guesses and following is not None and following.full:
-            guessed = partial(following.guessed, x, fwd)
-            fwd.policy.guess(guessed, fwd.cache.layer(following.index), fwd.step)
+        next_layer = self.next_layer
+        if fwd.prefetches and next_layer is not None and next_layer.full:
+            prefetch_queries = partial(next_layer.prefetch_queries, x, fwd)
+            fwd.policy.prefetch(prefetch_queries, fwd.cache.layer(next_layer.index), fwd.step)
         q = self.mixer.project(normed, fwd.angles[self.rope], fwd.cache, fwd.step)
-        if fwd.step.dealt is not None and following is not None:
-            with fwd.overlap.beside():
-                following.gather_ahead(fwd)
+        if fwd.step.row_shard is not None and next_layer is not None:
+            with fwd.overlap.overlapped():
+                next_layer.prefetch_sequences(fwd)
         return q
 
-    def attend(self, q: Any, fwd: ForwardPass) -> PendingSum:
+    def attend(self, q: Any, fwd: ForwardPass) -> PartialSum:
         """Computes the mixer's output from its queries."""
         return self.mixer.finish(q, fwd.cache, fwd.step, fwd.policy)
 
     def join_ffn(self, parts: Parts, x: Tensor, fwd: ForwardPass) -> tuple[Tensor, Tensor]:
         """Adds the mixer's parts to the stream; returns the FFN's input and the sum."""
-        return self.ffn_norm(parts, x, fwd.step.dealt)
+        return self.ffn_norm(parts, x, fwd.step.row_shard)
 
-    def feed(self, x: Tensor, fwd: ForwardPass) -> Parts:
+    def run_ffn(self, x: Tensor, fwd: ForwardPass) -> Parts:
         """Computes the FFN of x [N, H]: a part of a sum over ranks, or in mode dp the whole sum."""
-        if fwd.step.dealt is not None:
-            x = all_rows(fwd.step.dealt, self.own, x)
-        return self.ffn(x) if self.own is self.comm else over_all_ranks(self.ffn, x, fwd.step.counts, self.comm)
+        if fwd.step.row_shard is not None:
+            x = all_gather_rows(fwd.step.row_shard, self.attn_group, x)
+        return (
+            self.ffn(x)
+            if self.attn_group is self.comm
+            else dp_ffn(self.ffn, x, fwd.step.num_tokens_across_dp, self.comm)
+        )
 
-    def guessed(self, x: Tensor, fwd: ForwardPass) -> Tensor:
+    def prefetch_queries(self, x: Tensor, fwd: ForwardPass) -> Tensor:
         """Computes queries [N, Hq, D] of this TPA slice for a guessed input x [N, H]; appends no keys."""
         assert isinstance(self.mixer, Attention), "latents have no block selection"
-        return self.mixer.queries(self.input_norm.of(x), fwd.angles[self.rope], fwd.cache, fwd.step)
+        return self.mixer.queries(self.input_norm.normalize(x), fwd.angles[self.rope], fwd.cache, fwd.step)
 
-    def gather_ahead(self, fwd: ForwardPass) -> None:
-        """Gathers what this layer reads of sequences, if rows are dealt; see `MLA.gather_ahead`."""
-        if fwd.step.dealt is not None and isinstance(self.mixer, MLA):
-            self.mixer.gather_ahead(fwd.cache, fwd.step.dealt)
+    def prefetch_sequences(self, fwd: ForwardPass) -> None:
+        """Gathers what this layer reads of sequences, if rows are dealt; see `MLA.prefetch_sequences`."""
+        if fwd.step.row_shard is not None and isinstance(self.mixer, MLA):
+            self.mixer.prefetch_sequences(fwd.cache, fwd.step.row_shard)

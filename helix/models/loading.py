@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from comm.loopback import LoopbackWorld
-from helix.layers.specs import MXFP4_BLOCK, Formats, unpacked
+from helix.layers.specs import MXFP4_BLOCK, Formats, unquantized
 from helix.layers.weights import Slice, Weights
 from helix.layout import HelixLayout
-from helix.models.checkpoint import BLOCK, UNUSED, CheckpointFiles, some
+from helix.models.checkpoint import BLOCK, UNUSED, CheckpointFiles, summarize
 from helix.models.decoder import Decoder
 from helix.models.spec import DecoderSpec
-from kernels.scaled import E2M1, E4M3_MOST, ScaledMatrix, quantised
+from kernels.scaled import E2M1, E4M3_MAX, ScaledMatrix, quantize_fp8
 
 IGNORED = ("rotary_emb.inv_freq",)  # a computed buffer, left over in some checkpoints
 TOWERS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
@@ -62,7 +62,7 @@ class Checkpoint(CheckpointFiles):
             for name, shape in sorted(wanted.items())
             if name in self.shapes and self.shapes[name] != shape
         ] + [
-            f"{scale} {list(self.shapes[scale])} for {list(wanted[name])} in {self.sharing()}"
+            f"{scale} {list(self.shapes[scale])} for {list(wanted[name])} in {self.scale_granularity()}"
             for name, scale in sorted(scales.items())
             if scale in self.shapes and self.block(name) is None
         ]
@@ -72,7 +72,7 @@ class Checkpoint(CheckpointFiles):
             if self.dtypes[name] not in types[name]
         ]
         kinds = {"missing": missing, "unexpected": unexpected, "misshaped": misshaped, "of another type": mistyped}
-        problems = [f"{len(names)} {kind}: {some(names)}" for kind, names in kinds.items() if names]
+        problems = [f"{len(names)} {kind}: {summarize(names)}" for kind, names in kinds.items() if names]
         if problems:
             raise ValueError(f"the weights in {self.path} do not match config.json; {'; '.join(problems)}")
 
@@ -109,8 +109,8 @@ class Checkpoint(CheckpointFiles):
             _fill_rounded(s, s.target, stored(s.name))
         else:
             s.target.copy_(read_part(stored(s.name), s.ranges))
-            if s.plus:
-                s.target.add_(s.plus)
+            if s.offset:
+                s.target.add_(s.offset)
 
 
 def read_part(stored: Any, ranges: Sequence[range]) -> Tensor:
@@ -137,7 +137,7 @@ def _fill_rounded(s: Slice, target: ScaledMatrix, stored: Any) -> None:
         range(r.start // size * size, min(-(-(r[-1] + 1) // size) * size, total))
         for r, size, total in zip(s.ranges, BLOCK, s.shape, strict=True)
     ]
-    made, begins = quantised(read_part(stored, whole).to(target.device), BLOCK), [r.start for r in whole]
+    made, begins = quantize_fp8(read_part(stored, whole).to(target.device), BLOCK), [r.start for r in whole]
     rows, columns = (slice(r.start - n, r[-1] + 1 - n, r.step) for r, n in zip(s.ranges, begins, strict=True))
     target.data.copy_(made.data[rows, columns])
     target.scales.copy_(made.scales[:, rows])
@@ -148,15 +148,15 @@ def _fill_mxfp4(s: Slice, blocks: Any, scales: Any) -> None:
     *rows, columns = s.ranges
     covering = range(columns.start // MXFP4_BLOCK, columns[-1] // MXFP4_BLOCK + 1)
     begin = columns.start - covering.start * MXFP4_BLOCK
-    packed, of_blocks = (
+    packed, block_scales = (
         read_part(blocks, (*rows, covering, range(MXFP4_BLOCK // 2))),
         read_part(scales, (*rows, covering)),
     )
     if isinstance(s.target, ScaledMatrix):  # as it is stored: columns begin and end between bytes
         s.target.data.copy_(packed.flatten(-2)[..., begin // 2 : (begin + len(columns)) // 2])
-        s.target.scales.copy_(of_blocks.mT)
+        s.target.scales.copy_(block_scales.mT)
     else:
-        values = from_mxfp4(packed.to(s.target.device), of_blocks.to(s.target.device))
+        values = from_mxfp4(packed.to(s.target.device), block_scales.to(s.target.device))
         s.target.copy_(values[..., begin : begin + len(columns)])
 
 
@@ -187,7 +187,7 @@ def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def weights_of(
-    spec: DecoderSpec, layout: HelixLayout, rank: int, dtype: torch.dtype, formats: Formats = unpacked
+    spec: DecoderSpec, layout: HelixLayout, rank: int, dtype: torch.dtype, formats: Formats = unquantized
 ) -> Weights:
     """Returns a rank's weight declarations, on the meta device."""
     comm = LoopbackWorld(layout.world_size).communicator(rank, layout.kvp_group(rank))  # a place, nothing is sent
@@ -222,5 +222,5 @@ def _randomize_scaled(target: ScaledMatrix, generator: torch.Generator) -> None:
         target.scales.fill_(127 - 7)
     else:
         numbers = torch.empty(target.data.shape, dtype=torch.bfloat16, device=target.device)
-        target.data.copy_(numbers.normal_(0.0, 64.0, generator=generator).clamp_(-E4M3_MOST, E4M3_MOST))
+        target.data.copy_(numbers.normal_(0.0, 64.0, generator=generator).clamp_(-E4M3_MAX, E4M3_MAX))
         target.scales.fill_(0.02 / 64)

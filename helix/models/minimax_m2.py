@@ -16,7 +16,7 @@ def spec(config: Any) -> DecoderSpec:
         config.intermediate_size,
         scoring="sigmoid",
         normalise=True,
-        choice_bias="e_score_correction_bias",
+        score_correction_bias="e_score_correction_bias",
         block="block_sparse_moe",
         matrices=("w1", "w3", "w2"),
     )

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from helix.models import OF_ALL, family_of, outer_of, spec_from_config, text_part
+from helix.models import SHARED_KEYS, family_of, get_text_config, multimodal_architecture, spec_from_config
 from helix.models.checkpoint import WeightFormat, read_config
 from helix.models.hf import TWO_ROPES, config_classes
 
@@ -88,10 +88,10 @@ def check_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any], nam
         return
     whole = {**config, **overrides}
     base, over = _flat(config, overrides)
-    family, outer = family_of({**base, **over}), outer_of(whole)
+    family, outer = family_of({**base, **over}), multimodal_architecture(whole)
     inside = "text_config." if outer else ""
     known = {*_known(family, base)}
-    top = {inside + key for key in known} | ({*OF_ALL, "architectures", "model_type"} if outer else set())
+    top = {inside + key for key in known} | ({*SHARED_KEYS, "architectures", "model_type"} if outer else set())
     if outer:
         top |= {*_defaults(whole.get("model_type"))} - {"text_config"}
     if over.get("rope_parameters", 0) is None:
@@ -133,13 +133,15 @@ def ignored_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any], n
 def _flat(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
     """Returns a config, that of its text part, and its overrides, in which those of the text part come first."""
     if not config:
-        return {}, {**text_part(overrides)}
-    if outer_of(config) is None:
+        return {}, {**get_text_config(overrides)}
+    if multimodal_architecture(config) is None:
         return config, {**overrides}
     inner = overrides.get("text_config", {})
     if not isinstance(inner, Mapping):
-        raise ValueError(f"config.json: text_config={inner!r:.100} must be an object in {outer_of(config)}")
-    return text_part(config), {**inner, **{key: value for key, value in overrides.items() if key in OF_ALL}}
+        raise ValueError(
+            f"config.json: text_config={inner!r:.100} must be an object in {multimodal_architecture(config)}"
+        )
+    return get_text_config(config), {**inner, **{key: value for key, value in overrides.items() if key in SHARED_KEYS}}
 
 
 def _merged(old: Any, new: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from helix.layers.specs import MoESpec
-from helix.models.hf import attention_of, check_sizes, decoder_spec, experts_of, mixed
+from helix.models.hf import attention_of, check_sizes, decoder_spec, experts_of, layer_ffns
 from helix.models.spec import DecoderSpec
 
 
@@ -16,7 +16,7 @@ def spec(config: Any) -> DecoderSpec:
     bias, layers = config.attention_bias, config.num_hidden_layers
     attention = replace(attention_of(config), qkv_bias=bias, output_bias=bias, qk_norm=True)
     windows = (config.sliding_window,) * layers  # unlike in the dense models, in all layers
-    return decoder_spec(config, attention, mixed(config, moe, sparse_layers(config)), windows=windows)
+    return decoder_spec(config, attention, layer_ffns(config, moe, sparse_layers(config)), windows=windows)
 
 
 def sparse_layers(config: Any) -> tuple[bool, ...]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from helix.layers.specs import FFNSpec, GatedDeltaSpec, MoESpec
-from helix.models.hf import attention_of, check_sizes, decoder_spec, mixed
+from helix.models.hf import attention_of, check_sizes, decoder_spec, layer_ffns
 from helix.models.qwen3_moe import shared_gated, sparse_layers
 from helix.models.spec import DecoderSpec, NextTokenNames
 
@@ -19,7 +19,7 @@ KINDS = ("linear_attention", "full_attention")
 
 def spec(config: Any) -> DecoderSpec:
     moe = shared_gated(config)
-    return hybrid(config, "fused", mixed(config, moe, sparse_layers(config)), moe)
+    return hybrid(config, "fused", layer_ffns(config, moe, sparse_layers(config)), moe)
 
 
 def hybrid(
@@ -57,9 +57,9 @@ def hybrid(
     attending = spec.layers[config.layer_types.index("full_attention")]
     return replace(
         spec,
-        gain_offset=1.0,
-        brought=replace(attending, ffn=moe or attending.ffn) if _has_mtp(config) else None,
-        brought_names=MTP,
+        weight_offset=1.0,
+        nextn=replace(attending, ffn=moe or attending.ffn) if _has_mtp(config) else None,
+        nextn_names=MTP,
         unused=("mtp.", "model.visual."),  # layers for multi-token prediction, and what reads images
         layers=tuple(
             replace(layer, mixer=delta) if kind == "linear_attention" else layer

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from helix.layers.specs import AttentionSpec, IndexerSpec, MixerSpec, MLASpec, MLPSpec, MoESpec, RopeSpec
 from helix.layout import HelixLayout
-from helix.worker.keeps import Keeps
+from helix.worker.kv_cache_spec import KVCacheSpec
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class NextTokenNames(NamedTuple):
     norm: str = "model.layers.{}.shared_head.norm"
 
 
-BEHIND = NextTokenNames()  # the last layer, as DeepSeek-V3 has it
+NEXTN_NAMES = NextTokenNames()  # the last layer, as DeepSeek-V3 has it
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,15 @@ class DecoderSpec:
         eos: token ids that end a sequence.
         unused: prefixes of checkpoint tensors that this model does not use.
         norms: placement of norms: before, after or around each half of a layer.
-        gain_offset: number that gains of norms have more than their tensors.
+        weight_offset: number that gains of norms have more than their tensors.
         embedding_scale, logit_scale: factors on what is embedded, and on logits.
-        rounds_scale: whether the first is rounded to the dtype of activations.
-        brought: layer for multi-token prediction that checkpoints have behind the last one; None: they have none.
-        brought_names: names of its tensors.
-        brought_choice: tokens that its indexer chooses for the first draft of a step, and the others read, too; 0: each
+        round_embedding_scale: whether the first is rounded to the dtype of activations.
+        nextn: layer for multi-token prediction that checkpoints have behind the last one; None: they have none.
+        nextn_names: names of its tensors.
+        nextn_shared_topk: tokens that its indexer chooses for the first draft of a step, and the others read; 0: each
             reads its own.
         draft: layer behind the last one that drafts, and keeps data in the model's pages; None: nothing is drafted so.
-        taps: layers whose inputs the layer that drafts reads, in order; the number of layers is the last one's output.
+        aux_hidden_state_layers: layers whose inputs the draft layer reads, in order; their number: the last output.
             Empty: it reads the normalised output.
     """
 
@@ -71,15 +71,15 @@ class DecoderSpec:
     eos: tuple[int, ...]
     unused: tuple[str, ...] = ()
     norms: Literal["before", "after", "around"] = "before"
-    gain_offset: float = 0.0
+    weight_offset: float = 0.0
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
-    rounds_scale: bool = False
-    brought: LayerSpec | None = None
-    brought_names: NextTokenNames = BEHIND
-    brought_choice: int = 0
+    round_embedding_scale: bool = False
+    nextn: LayerSpec | None = None
+    nextn_names: NextTokenNames = NEXTN_NAMES
+    nextn_shared_topk: int = 0
     draft: LayerSpec | None = None
-    taps: tuple[int, ...] = ()
+    aux_hidden_state_layers: tuple[int, ...] = ()
 
     @property
     def ropes(self) -> list[RopeSpec]:
@@ -93,7 +93,7 @@ class DecoderSpec:
     @property
     def attention(self) -> AttentionSpec | MLASpec:
         """Attention of the first layer that reads whole sequences, else of the first layer."""
-        attending = [layer.mixer for layer in self.layers if layer.mixer.attends]
+        attending = [layer.mixer for layer in self.layers if layer.mixer.is_attention]
         found = next((mixer for mixer in attending if mixer.window is None), attending[0])
         assert isinstance(found, AttentionSpec | MLASpec)
         return found
@@ -121,26 +121,28 @@ class DecoderSpec:
     @property
     def windows(self) -> tuple[int | None, ...]:
         """Sliding windows in tokens of the layers that attend, None for full attention."""
-        return tuple(layer.mixer.window for layer in self.layers if layer.mixer.attends)
+        return tuple(layer.mixer.window for layer in self.layers if layer.mixer.is_attention)
 
     @property
     def full(self) -> list[int]:
         """Indices of the layers that read whole sequences."""
-        return [i for i, layer in enumerate(self.layers) if layer.mixer.attends and layer.mixer.window is None]
+        return [i for i, layer in enumerate(self.layers) if layer.mixer.is_attention and layer.mixer.window is None]
 
     @property
     def has_states(self) -> bool:
         """True if some layers keep a state of each sequence in place of its tokens."""
-        return not all(layer.mixer.attends for layer in self.layers)
+        return not all(layer.mixer.is_attention for layer in self.layers)
 
     @property
     def context(self) -> str:
         """Phrase about `max_positions` for error messages."""
         return f"context of {self.max_positions} tokens ({self.limited_by} in config.json)"
 
-    def keeps(self, layout: HelixLayout, rank: int, dtype: str, kv: str = "auto") -> list[tuple[Keeps, ...]]:
+    def kv_cache_specs(
+        self, layout: HelixLayout, rank: int, dtype: str, kv: str = "auto"
+    ) -> list[tuple[KVCacheSpec, ...]]:
         """Lists the data that each layer keeps on a rank, for a model of `dtype` and this kv.dtype."""
-        return [layer.mixer.keeps(layout, rank, dtype, kv) for layer in self.stack]
+        return [layer.mixer.kv_cache_specs(layout, rank, dtype, kv) for layer in self.stack]
 
     @property
     def stack(self) -> tuple[LayerSpec, ...]:
@@ -153,13 +155,13 @@ class DecoderSpec:
         Raises:
             ValueError: the model has none.
         """
-        if self.brought is None:
+        if self.nextn is None:
             raise ValueError(
                 "speculation.drafter=mtp: config.json names no layer for multi-token prediction "
                 "(num_nextn_predict_layers of DeepSeek-V3 and its kin, mtp_num_hidden_layers of Qwen3.5): "
                 "set speculation=ngram or another drafter"
             )
-        name = self.brought_names.layer.format(len(self.layers))
+        name = self.nextn_names.layer.format(len(self.layers))
         shared = (f"{name}.{part}" for part in ("embed_tokens.", "shared_head.head.", "shared_head.weight"))
         others = (prefix for prefix in self.unused if not f"{name}.".startswith(prefix))
-        return replace(self, draft=self.brought, unused=(*others, *shared, f"model.layers.{len(self.layers) + 1}."))
+        return replace(self, draft=self.nextn, unused=(*others, *shared, f"model.layers.{len(self.layers) + 1}."))

@@ -14,9 +14,9 @@ PROVENANCE = ("measured", "interpolated", "extrapolated", "roofline")
 MEASURED, INTERPOLATED, EXTRAPOLATED, ROOFLINE = range(4)
 # Of a number: those of the paper without scales, then of the runtime's weights, e4m3 with a scale for 128 numbers and
 # e2m1 with one for 32.
-BYTES = {"fp4": 0.5, "fp8": 1.0, "bf16": 2.0, "e4m3": 1 + 4 / 128, "mxfp4": 17 / 32}
+DTYPE_BYTES = {"fp4": 0.5, "fp8": 1.0, "bf16": 2.0, "e4m3": 1 + 4 / 128, "mxfp4": 17 / 32}
 # Of keys and values, those in e4m3, with a scale for each token and head; e4m3_all: index keys, too.
-FEW_BITS = {"e4m3": 2, "e4m3_all": 2, "k16v8": 1}
+QUANTIZED_KV = {"e4m3": 2, "e4m3_all": 2, "k16v8": 1}
 COLLECTIVES = ("all_to_all", "all_reduce", "all_gather", "send")
 
 Array = NDArray[Any]
@@ -34,7 +34,7 @@ class Constant:
         return replace(self, value=self.value * factor)
 
 
-def between(known: Mapping[int, Constant], sizes: Array) -> tuple[Array, Array]:
+def interpolate(known: Mapping[int, Constant], sizes: Array) -> tuple[Array, Array]:
     """Interpolates value and provenance at `sizes` between known ones (log2); beyond them the last one counts."""
     at = np.array(sorted(known))
     values = np.interp(np.log2(sizes), np.log2(at), [known[size].value for size in at])
@@ -72,7 +72,7 @@ class Collective:
 
     def latency(self, width: Array) -> tuple[Array, Array]:
         """Returns the seconds and provenance for each width."""
-        seconds, level = between(self.latency_s, width)
+        seconds, level = interpolate(self.latency_s, width)
         last = sorted(self.latency_s)[-2:]
         if len(last) > 1:
             rise = self.latency_s[last[1]].value - self.latency_s[last[0]].value
@@ -150,29 +150,29 @@ class Hardware:
             if key not in data:
                 raise ValueError(f"hardware {name} lacks {key}")
 
-        def constant(place: Mapping[Any, Any], key: Any) -> Constant:
-            given = place.get(key)
-            if not isinstance(given, Mapping) or set(given) != {"value", "provenance", "source"}:
-                raise ValueError(f"hardware {name}: {key} needs value, provenance and source, not {given!r}")
-            if given["provenance"] not in PROVENANCE:
+        def constant(mapping: Mapping[Any, Any], key: Any) -> Constant:
+            entry = mapping.get(key)
+            if not isinstance(entry, Mapping) or set(entry) != {"value", "provenance", "source"}:
+                raise ValueError(f"hardware {name}: {key} needs value, provenance and source, not {entry!r}")
+            if entry["provenance"] not in PROVENANCE:
                 known = ", ".join(PROVENANCE)
-                raise ValueError(f"hardware {name}: {key} has provenance {given['provenance']!r}; known: {known}")
-            return Constant(float(given["value"]), PROVENANCE.index(given["provenance"]), str(given["source"]))
+                raise ValueError(f"hardware {name}: {key} has provenance {entry['provenance']!r}; known: {known}")
+            return Constant(float(entry["value"]), PROVENANCE.index(entry["provenance"]), str(entry["source"]))
 
-        def by_size(place: Mapping[Any, Any]) -> dict[int, Constant]:
-            return {int(size): constant(place, size) for size in place}
+        def by_size(mapping: Mapping[Any, Any]) -> dict[int, Constant]:
+            return {int(size): constant(mapping, size) for size in mapping}
 
-        def by_name(place: Mapping[Any, Any]) -> dict[str, Constant]:
-            return {key: constant(place, key) for key in place}
+        def by_name(mapping: Mapping[Any, Any]) -> dict[str, Constant]:
+            return {key: constant(mapping, key) for key in mapping}
 
         def collectives(key: str) -> dict[str, Collective]:
             if missing := [op for op in COLLECTIVES if op not in data[key]]:
                 raise ValueError(f"hardware {name} lacks the {key} {', '.join(missing)}")
             return {
                 op: Collective(
-                    by_size(given["latency_s"]), constant(given, "bytes_per_s"), float(given["measured_bytes"])
+                    by_size(entry["latency_s"]), constant(entry, "bytes_per_s"), float(entry["measured_bytes"])
                 )
-                for op, given in data[key].items()
+                for op, entry in data[key].items()
             }
 
         single = [f.name for f in fields(cls) if f.type == "Constant"]

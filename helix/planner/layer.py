@@ -14,14 +14,26 @@ import numpy as np
 from helix.config import LEAST_KEYS
 from helix.layers.specs import AttentionSpec, GatedDeltaSpec, IndexerSpec, MLASpec, MLPSpec, MoESpec
 from helix.models import DecoderSpec
-from helix.planner.hardware import BYTES, FEW_BITS, INTERPOLATED, Array, Constant, Hardware, between, sent_bytes
+from helix.planner.hardware import (
+    DTYPE_BYTES,
+    INTERPOLATED,
+    QUANTIZED_KV,
+    Array,
+    Constant,
+    Hardware,
+    interpolate,
+    sent_bytes,
+)
 from helix.planner.points import DP, HELIX, MEDHA, Options, Points, Sparse
-from helix.worker.keeps import LATENT_GROUP, score_planes
+from helix.worker.kv_cache_spec import LATENT_GROUP, score_planes
 
-SEVERAL = 32  # most rows of our projection kernels, beyond which the library's run; experts always use ours
+MAX_KERNEL_ROWS = 32  # most rows of our projection kernels, beyond which the library's run; experts always use ours
 SELECT_LAUNCHES = 5  # kernels/sparse/select_tokens.py
 SCORE_BYTES, SLOT_BYTES = 2, 4
-COUNTED, DIGITS = 2, 256  # kernels/indexer/choose.py: digits whose counts ranks gather, and numbers of a digit
+COUNTED_DIGITS, DIGIT_VALUES = (
+    2,
+    256,
+)  # kernels/indexer/select_topk.py: digits whose counts ranks gather, and numbers of a digit
 SCORE_READS, NUMBER_BYTES = 5, 4  # of an indexer's scores, which are written once, and read by each launch of a choice
 
 Number = Any  # int, float or array: one formula serves all
@@ -75,7 +87,7 @@ class Phase:
         return Phase(self.name, *(np.where(condition, a, b) for a, b in pairs))
 
 
-def _up(a: Number, b: Number) -> Array:
+def _ceil_div(a: Number, b: Number) -> Array:
     """Divides a by b, rounding up."""
     return -(-a // b)
 
@@ -105,14 +117,14 @@ class Layer:
         self.self_drafts = s if s is not None and s.sparsity is not None else None
         self.drafting = drafting
         self.single = each == 1
-        self.sequences = _up(p.batch, p.dp)
+        self.sequences = _ceil_div(p.batch, p.dp)
         self.rows = self.sequences * each  # rows per data-parallel group
         self.all_rows = p.batch * each  # rows per pipeline stage
-        self.q = _up(self.mixer.q_heads, p.tpa)
-        self.kv = _up(self.mixer.kv_heads, p.tpa)
-        self.o = np.where(p.mode == MEDHA, self.q, _up(self.q, p.kvp))
+        self.q = _ceil_div(self.mixer.q_heads, p.tpa)
+        self.kv = _ceil_div(self.mixer.kv_heads, p.tpa)
+        self.o = np.where(p.mode == MEDHA, self.q, _ceil_div(self.q, p.kvp))
         kinds = ("weights", "messages", "experts", "other")
-        self.item = {kind: BYTES[getattr(options, kind) or options.weights] for kind in kinds}
+        self.item = {kind: DTYPE_BYTES[getattr(options, kind) or options.weights] for kind in kinds}
         self.item |= _kv_items(self.mixer, options.kv)
         self.rate = hardware.rate(options.arithmetic or options.weights)
         self.zeros = np.zeros(len(points))
@@ -149,14 +161,14 @@ class Layer:
         hw = self.hardware
         share = hw.e4m3_share.get(kind) if (getattr(self.options, kind) or self.options.weights) == "e4m3" else None
         flops = 2.0 * rows * weights if flops is None else flops
-        phase = self._timed(name, weights * self.item[kind], flops, kernels, share)
+        phase = self._roofline_phase(name, weights * self.item[kind], flops, kernels, share)
         if not hw.product_s:
             return phase
-        fixed, level = between(hw.product_s, rows)
+        fixed, level = interpolate(hw.product_s, rows)
         seconds = phase.seconds + kernels * (fixed - hw.kernel_s.value)
         return replace(phase, seconds=seconds, level=np.maximum(phase.level, level))
 
-    def _timed(
+    def _roofline_phase(
         self,
         name: str,
         read: Number,
@@ -169,21 +181,21 @@ class Layer:
         hw, rate = self.hardware, rate or self.rate
         reached = hw.read_bytes_per_s.value * (share.value if share is not None else 1.0)
         work = np.maximum(read / reached, flops / rate.value)
-        known = (hw.read_bytes_per_s, rate, hw.kernel_s, *([share] if share is not None else []))
+        constants = (hw.read_bytes_per_s, rate, hw.kernel_s, *([share] if share is not None else []))
         seconds = work + kernels * hw.kernel_s.value
-        return self._priced(name, seconds, *known, read=read, flops=flops, launches=kernels)
+        return self._phase(name, seconds, *constants, read=read, flops=flops, launches=kernels)
 
-    def _priced(
+    def _phase(
         self,
         name: str,
         seconds: Number,
-        *known: Constant,
+        *constants: Constant,
         read: Number = 0.0,
         flops: Number = 0.0,
         launches: Number = 1,
     ) -> Phase:
         """Makes a phase out of its seconds and the constants that they were computed with."""
-        level, zeros = max(INTERPOLATED, *(constant.level for constant in known)), self.zeros
+        level, zeros = max(INTERPOLATED, *(constant.level for constant in constants)), self.zeros
         sums = zeros + seconds, zeros + read, zeros + flops, zeros, zeros + launches
         return Phase(name, *sums, zeros.astype(int) + level)
 
@@ -201,7 +213,14 @@ class Layer:
         numbers = self.inputs * d * (self.q + 2 * self.kv + self.gates)
         qkv = self.kernel("qkv", numbers, self.rows, kernels=1 + self.gated)
         attention, exchange = self._attend(window, self.kv * 2 * d, 2 * d, d)
-        return [qkv, *self._finding(window), *self._fetching(window), attention, exchange, *self._output(d)]
+        return [
+            qkv,
+            *self._block_scoring(window),
+            *self._offload_fetches(window),
+            attention,
+            exchange,
+            *self._output(d),
+        ]
 
     def recurrent(self, spec: GatedDeltaSpec) -> list[Phase]:
         """Lists the phases of a layer with states, each of which a step reads and writes once."""
@@ -209,19 +228,19 @@ class Layer:
         width = np.where(p.mode == MEDHA, p.tpa, p.ranks)
         return [
             self.kernel("qkv", s.hidden * self._state_rows(spec), self.rows),
-            self._timed("states", 2 * self.sequences * self.state_bytes(spec)),
+            self._roofline_phase("states", 2 * self.sequences * self.state_bytes(spec)),
             self.kernel("output", s.hidden * heads * spec.value_dim, self.rows),
             self.collective("output all-reduce", "all_reduce", width, self.row_bytes(self.rows)),
         ]
 
     def _state_heads(self, spec: GatedDeltaSpec) -> Array:
         """Computes the value heads of the fullest rank, over all of which a layer is cut."""
-        return _up(spec.value_heads, self.points.ffn_ranks)
+        return _ceil_div(spec.value_heads, self.points.ffn_ranks)
 
     def _state_rows(self, spec: GatedDeltaSpec) -> Array:
         """Computes the rows of such a layer's first projection: q, k, v, z and two gates of each head."""
         heads = self._state_heads(spec)
-        keys = np.minimum(_up(heads, spec.group) + (heads % spec.group > 0), spec.key_heads)
+        keys = np.minimum(_ceil_div(heads, spec.group) + (heads % spec.group > 0), spec.key_heads)
         return 2 * keys * spec.key_dim + heads * (2 * spec.value_dim + 2)
 
     def state_bytes(self, spec: GatedDeltaSpec) -> Array:
@@ -262,9 +281,9 @@ class Layer:
             return [attention, exchange, self.kernel("values", heads * m.latent * m.value, self.rows, kind="other")]
 
         gathers = (p.mode == HELIX) & (self.options.queries == "faster")
-        makes = _cheaper(queries(self.q, np.ones_like(p.kvp)), queries(_up(self.q, p.kvp), p.kvp), gathers)
-        attends = _cheaper(attend(m.latent, self.o), attend(m.value, self.q), p.kvp > 1)
-        return [*makes, *attends, *self._output(m.value)]
+        query_phases = _cheaper(queries(self.q, np.ones_like(p.kvp)), queries(_ceil_div(self.q, p.kvp), p.kvp), gathers)
+        attention_phases = _cheaper(attend(m.latent, self.o), attend(m.value, self.q), p.kvp > 1)
+        return [*query_phases, *attention_phases, *self._output(m.value)]
 
     def indexing(self) -> list[Phase]:
         """Lists the phases of one indexer: projections, scores of all tokens, and a choice over the ranks."""
@@ -272,41 +291,41 @@ class Layer:
         if not self.spec.indexers:
             return []
         assert isinstance(m, MLASpec)
-        (of,) = {*self.spec.indexers}
-        heads, tokens = of.heads * of.width, self.length / p.kvp
-        scanned = self.sequences * tokens * self.index_bytes(of)
-        gathers = self.collective("choose tokens", "all_gather", p.kvp, self.rows * DIGITS * NUMBER_BYTES * p.kvp)
+        (indexer,) = {*self.spec.indexers}
+        heads, tokens = indexer.heads * indexer.width, self.length / p.kvp
+        scanned = self.sequences * tokens * self.index_bytes(indexer)
+        gathers = self.collective("choose tokens", "all_gather", p.kvp, self.rows * DIGIT_VALUES * NUMBER_BYTES * p.kvp)
         lists = self.collective("choose tokens", "all_gather", p.kvp, self.rows * (m.topk or 0) * 8.0 * p.kvp)
         # Of single queries, the launch that computes scores counts their first digit, and the one before zeroes counts.
-        reads, launches = (SCORE_READS - 1, COUNTED + 1) if self.single else (SCORE_READS, COUNTED + 3)
-        kernels = self._timed("choose tokens", self.rows * tokens * reads * NUMBER_BYTES, kernels=launches)
+        reads, launches = (SCORE_READS - 1, COUNTED_DIGITS + 1) if self.single else (SCORE_READS, COUNTED_DIGITS + 3)
+        kernels = self._roofline_phase("choose tokens", self.rows * tokens * reads * NUMBER_BYTES, kernels=launches)
         return [
-            self.kernel("index", of.weights(self.spec.hidden, m.q_rank or 0), self.rows, kernels=3),
-            self._timed("index scores", scanned, 2.0 * self.rows * tokens * heads, rate=hw.latent_flops),
-            kernels.plus(gathers.times(COUNTED)).plus(lists),
+            self.kernel("index", indexer.weights(self.spec.hidden, m.q_rank or 0), self.rows, kernels=3),
+            self._roofline_phase("index scores", scanned, 2.0 * self.rows * tokens * heads, rate=hw.latent_flops),
+            kernels.plus(gathers.times(COUNTED_DIGITS)).plus(lists),
         ]
 
-    def index_bytes(self, of: IndexerSpec) -> float:
+    def index_bytes(self, indexer: IndexerSpec) -> float:
         """Counts the bytes of an index key."""
-        return of.width + 4.0 if self.options.kv == "e4m3_all" else of.width * self.item["plain_kv"]
+        return indexer.width + 4.0 if self.options.kv == "e4m3_all" else indexer.width * self.item["plain_kv"]
 
-    def _chooses(self, window: int | None) -> Sparse | None:
+    def _block_selection(self, window: int | None) -> Sparse | None:
         """Returns the block selection of a layer with this window; None if queries read all tokens."""
         return self.sparse if window is None else None
 
-    def _seen(self, window: int | None) -> Array:
+    def _visible_tokens(self, window: int | None) -> Array:
         """Computes the tokens that a query may read on a rank."""
         return min(window or self.length, self.length) / self.points.kvp
 
     def _read_tokens(self, window: int | None) -> Array:
         """Computes the tokens that a query reads on a rank."""
-        seen = self._seen(window)
+        visible = self._visible_tokens(window)
         if self.drafting and window is None:
             return self.draft_keys()
         if isinstance(self.mixer, MLASpec) and self.mixer.topk is not None:
-            return np.minimum(self.mixer.topk / self.points.kvp, seen)
-        sparse = self._chooses(window)
-        return seen if sparse is None else np.minimum(sparse.blocks(self.points.kvp) * sparse.block, seen)
+            return np.minimum(self.mixer.topk / self.points.kvp, visible)
+        sparse = self._block_selection(window)
+        return visible if sparse is None else np.minimum(sparse.blocks(self.points.kvp) * sparse.block, visible)
 
     def draft_keys(self) -> Array:
         """Computes the keys of a sequence that a draft reads on a rank, in layers without a window."""
@@ -315,20 +334,20 @@ class Layer:
         kvp = self.points.kvp
         return np.minimum((np.maximum(s.sparsity * self.length, LEAST_KEYS) + s.tail) / kvp, self.length / kvp)
 
-    def planes(self) -> Array:
+    def num_score_planes(self) -> Array:
         """Computes the score planes that verification writes in such a layer."""
         groups, each = np.unique(self.q // self.kv, return_inverse=True)
-        of = [score_planes(self.options.step_tokens, int(g), self.head_dim, "bfloat16") for g in groups]
-        return np.array(of)[each]
+        planes = [score_planes(self.options.step_tokens, int(g), self.head_dim, "bfloat16") for g in groups]
+        return np.array(planes)[each]
 
-    def choosing(self) -> Phase:
+    def key_selection(self) -> Phase:
         """Computes the cost of choosing the keys of the next drafts, in all layers at once."""
-        scores = self.planes() * self.sequences * self.kv * (self.length / self.points.kvp) * SCORE_BYTES
+        scores = self.num_score_planes() * self.sequences * self.kv * (self.length / self.points.kvp) * SCORE_BYTES
         read = scores * len(self.spec.full)
-        price, rate = self.price("select_s"), self.price("select_bytes_per_s")
-        return self._priced("select", price.value + read / rate.value, price, rate, read=read, launches=SELECT_LAUNCHES)
+        price, rate = self.required_constant("select_s"), self.required_constant("select_bytes_per_s")
+        return self._phase("select", price.value + read / rate.value, price, rate, read=read, launches=SELECT_LAUNCHES)
 
-    def price(self, name: str) -> Constant:
+    def required_constant(self, name: str) -> Constant:
         """Returns a constant of the hardware for self-speculation.
 
         Raises:
@@ -342,9 +361,9 @@ class Layer:
             )
         return found
 
-    def _finding(self, window: int | None) -> list[Phase]:
+    def _block_scoring(self, window: int | None) -> list[Phase]:
         """Lists the phases of block selection, which reads vectors of blocks and of candidates' parts."""
-        sparse = self._chooses(window)
+        sparse = self._block_selection(window)
         if sparse is None:
             return []
         hw = self.hardware
@@ -357,50 +376,58 @@ class Layer:
         kvp = self.points.kvp
         scored = sparse.scored(self.length, kvp) if sparse.topk else 0.0  # without a choice no scores
         bounds = self.sequences * 2 * self.kv * self.head_dim * scored
-        paid = self._priced("", price.value + (self.sequences * each.value if each is not None else 0.0), price)
-        found = [self._timed("find blocks", bounds * self.item["plain_kv"], 0.0, 0, hw.bounds_share).plus(paid)]
+        fixed = self._phase("", price.value + (self.sequences * each.value if each is not None else 0.0), price)
+        found = [
+            self._roofline_phase("find blocks", bounds * self.item["plain_kv"], 0.0, 0, hw.bounds_share).plus(fixed)
+        ]
         if sparse.choice == "global":  # a score and a number of each candidate block, sent to every other rank
             offered = self.rows * self.kv * sparse.topk * kvp * 8.0
             found.append(self.collective("offer blocks", "all_to_all", kvp, offered))
         return found
 
-    def _fetching(self, window: int | None) -> list[Phase]:
+    def _offload_fetches(self, window: int | None) -> list[Phase]:
         """Lists the fetch of a layer's chosen blocks that are neither hot nor guessed from host memory."""
-        tier, layers = self.options.tier, len(self.spec.full)
-        if self._chooses(window) is None or tier is None:
+        offload, layers = self.options.offload, len(self.spec.full)
+        if self._block_selection(window) is None or offload is None:
             return []
-        return [self._fetch(1 - (tier.ahead or 0.0) * self.guessed / layers)]
+        return [self._fetch(1 - (offload.prefetch or 0.0) * self.num_prefetched_layers / layers)]
 
     @property
-    def guessed(self) -> int:
+    def num_prefetched_layers(self) -> int:
         """Number of layers whose blocks are fetched ahead: all that choose, except for the model's first layer."""
-        guesses = self.sparse is not None and self.options.tier is not None and self.options.tier.ahead is not None
+        guesses = (
+            self.sparse is not None and self.options.offload is not None and self.options.offload.prefetch is not None
+        )
         return self.spec.windows[1:].count(None) if guesses else 0
 
-    def ahead(self) -> tuple[list[Phase], Array]:
+    def prefetch(self) -> tuple[list[Phase], Array]:
         """Computes the cost of guesses in all layers, and the seconds per step in which the link is busy."""
         s = self.spec
-        if not self.guessed:
+        if not self.num_prefetched_layers:
             return [], self.zeros
         query = self.kernel("guess", s.hidden * self.head_dim * self.q, self.rows)
-        guess = replace(query.plus(self._finding(None)[0]), name="guess")
-        busy = len(s.full) * self._fetching(None)[0].seconds + self.guessed * self._fetch(1.0).seconds
-        return [guess.times(self.guessed)], busy
+        guess = replace(query.plus(self._block_scoring(None)[0]), name="guess")
+        busy = (
+            len(s.full) * self._offload_fetches(None)[0].seconds + self.num_prefetched_layers * self._fetch(1.0).seconds
+        )
+        return [guess.times(self.num_prefetched_layers)], busy
 
     def _fetch(self, share: float) -> Phase:
         """Computes the cost of fetching this share of a layer's chosen blocks that are not hot."""
-        sparse, tier = self.sparse, self.options.tier
-        assert sparse is not None and tier is not None
+        sparse, offload = self.sparse, self.options.offload
+        assert sparse is not None and offload is not None
         rate, fixed = self.hardware.link_bytes_per_s, self.hardware.fetch_s
         if rate is None or fixed is None:
             raise ValueError(
                 f"the link to host memory is not known on {self.hardware.name}: add link_bytes_per_s and fetch_s to "
-                "its description (helix calibrate), or leave out kv.tier=host"
+                "its description (helix calibrate), or leave out kv.offload=host"
             )
-        chosen = np.minimum(_up(sparse.touched, self.points.kvp) * sparse.block, self._seen(None))
-        tokens = share * (1 - tier.hits) * chosen
-        come = self.rows * self.kv * tokens * 2 * self.head_dim * self.item["kv"]
-        return self._priced("fetch", fixed.value + come / rate.value, rate, fixed, launches=2)
+        selected = np.minimum(
+            _ceil_div(sparse.touched_blocks, self.points.kvp) * sparse.block, self._visible_tokens(None)
+        )
+        tokens = share * (1 - offload.hit_rate) * selected
+        fetched_bytes = self.rows * self.kv * tokens * 2 * self.head_dim * self.item["kv"]
+        return self._phase("fetch", fixed.value + fetched_bytes / rate.value, rate, fixed, launches=2)
 
     def _attend(self, window: int | None, stored: Number, per_pair: int, value: int) -> tuple[Phase, Phase]:
         """Computes the cost of attention over this rank's shard, and the exposed cost of the exchange.
@@ -412,21 +439,23 @@ class Layer:
         """
         p, hw = self.points, self.hardware
         tokens = self._read_tokens(window)
-        readers = self.sequences if self._chooses(window) is None else self.rows  # each query chooses its own blocks
+        readers = (
+            self.sequences if self._block_selection(window) is None else self.rows
+        )  # each query chooses its own blocks
         readers = self.rows if self.spec.indexers else readers  # or tokens
         read = readers * tokens * stored * self.item["kv" if window is None else "plain_kv"]
         flops = 2.0 * self.rows * tokens * self.q * per_pair
-        few = self.options.kv in FEW_BITS and window is None
-        converts = hw.e4m3_share if few else {}
+        quantized = self.options.kv in QUANTIZED_KV and window is None
+        converts = hw.e4m3_share if quantized else {}
         share, rate = converts.get("k16v8" if self.options.kv == "k16v8" else "kv"), None
         if isinstance(self.mixer, MLASpec):
             share, rate, part = converts.get("latents", hw.latent_share), hw.latent_flops, converts.get("latent_flops")
             rate = rate.times(part.value) if rate and part else rate
         if self.drafting and window is None:
-            share = self.price("gather_share")
-        attention = self._timed("attention", read, flops, 1, share, rate)
+            share = self.required_constant("gather_share")
+        attention = self._roofline_phase("attention", read, flops, 1, share, rate)
         if self.self_drafts is not None and not self.drafting and window is None:
-            more = self.price("collect_share")
+            more = self.required_constant("collect_share")
             level = np.maximum(attention.level, more.level)
             attention = replace(attention, seconds=(1 + more.value) * attention.seconds, level=level)
         message = self.rows * self.q * (value * self.item["messages"] + 4)
@@ -434,11 +463,11 @@ class Layer:
         # Medha: all heads of a group go to its one rank with the output projection, and nothing overlaps.
         wire = np.where(p.mode == MEDHA, wire * p.kvp, wire)
         data = attention.seconds - hw.kernel_s.value
-        exposed = self.attended_and_exchanged_s(data, latency, wire) - data
+        exposed = self.attention_and_exchange_s(data, latency, wire) - data
         sent = np.where(p.mode == MEDHA, message, sent_bytes("all_to_all", p.kvp, message)) * (p.kvp > 1)
         return attention, Phase("exchange", exposed, self.zeros, self.zeros, sent, self.zeros + (p.kvp > 1), level)
 
-    def attended_and_exchanged_s(self, data: Array, latency: Array, wire: Array) -> Array:
+    def attention_and_exchange_s(self, data: Array, latency: Array, wire: Array) -> Array:
         """Computes the seconds of attention and exchange together, without the attention's kernel launch.
 
         Batched: one message for all sequences of a chunk; its latency counts once, after the last chunk, and HOP-B uses
@@ -479,13 +508,13 @@ class Layer:
         """Width of what queries, keys and values are projected from, in layers that keep keys and values."""
         return (self.mixer.inputs if isinstance(self.mixer, AttentionSpec) else None) or self.spec.hidden
 
-    def join(self, width: int) -> list[Phase]:
+    def input_projection(self, width: int) -> list[Phase]:
         """Lists the phases of a layer that drafts before its attention: a projection of what it reads, by columns."""
         if not width:
             return []
         ranks = self.points.ranks
         summed = self.collective("join all-reduce", "all_reduce", ranks, self.row_bytes(self.rows))
-        return [self.kernel("join", _up(width, ranks) * self.spec.hidden, self.rows, kind="other"), summed]
+        return [self.kernel("join", _ceil_div(width, ranks) * self.spec.hidden, self.rows, kind="other"), summed]
 
     @property
     def head_dim(self) -> int:
@@ -494,7 +523,7 @@ class Layer:
         return self.mixer.head_dim
 
     def _dense(self, spec: MLPSpec) -> list[Phase]:
-        columns = _up(spec.width, self.points.ffn_ranks)
+        columns = _ceil_div(spec.width, self.points.ffn_ranks)
         product = self.kernel("ffn", 3 * self.spec.hidden * columns, self.all_rows, kernels=2)
         return [self._gather_rows(), product, self._sum_rows()]
 
@@ -507,28 +536,31 @@ class Layer:
 
     def _experts(self, m: MoESpec) -> list[Phase]:
         p, s = self.points, self.spec
-        matrices = 3 * s.hidden * _up(m.width, p.tpf)
+        matrices = 3 * s.hidden * _ceil_div(m.width, p.tpf)
         touched = experts_touched(m.experts, m.top_k, self.all_rows) / m.experts
         flops = 2.0 * self.all_rows * m.top_k * 3 * s.hidden * m.width / (p.tpf * p.ep)
-        alone = self.dispatched
-        away = self.row_bytes(self.rows * np.minimum(m.top_k, p.ep))
-        dispatch = self.collective("gather rows", "all_to_all", p.ranks, away)
+        dispatched = self.dispatched
+        dispatch_bytes = self.row_bytes(self.rows * np.minimum(m.top_k, p.ep))
+        dispatch = self.collective("gather rows", "all_to_all", p.ranks, dispatch_bytes)
         routed = np.where(self.gathered, self.all_rows, self.rows)
         phases = [
             self.kernel("router", s.hidden * m.experts, routed, kind="other"),
-            dispatch.where(alone, self._gather_rows()),
+            dispatch.where(dispatched, self._gather_rows()),
         ]
-        weights, few = _up(m.experts, p.ep) * touched * matrices, np.minimum(self.all_rows, SEVERAL)
-        phases.append(self.kernel("experts", weights, few, kernels=2, flops=flops, kind="experts"))
+        weights, kernel_rows = (
+            _ceil_div(m.experts, p.ep) * touched * matrices,
+            np.minimum(self.all_rows, MAX_KERNEL_ROWS),
+        )
+        phases.append(self.kernel("experts", weights, kernel_rows, kernels=2, flops=flops, kind="experts"))
         if m.shared_width:
-            rows = np.where(alone, self.rows, self.all_rows)
-            alike = (self.options.shared == "routed") & (m.shared_width % m.width == 0)
-            kernels = np.where(~alone & (p.ep == 1) & alike, 0, 2)
+            rows = np.where(dispatched, self.rows, self.all_rows)
+            fusable = (self.options.shared == "routed") & (m.shared_width % m.width == 0)
+            kernels = np.where(~dispatched & (p.ep == 1) & fusable, 0, 2)
             phases.append(self.kernel("shared experts", 3 * s.hidden * self._shared_columns(m), rows, kernels=kernels))
-        chosen = self.row_bytes(np.minimum(self.all_rows, self.all_rows * m.top_k / p.ep))
-        inside = self.collective("expert all-reduce", "all_reduce", np.where(alone, p.tpf, 1), chosen)
-        back = self.collective("ffn all-reduce", "all_to_all", p.ranks, away)
-        return [*phases, inside, back.where(alone, self._sum_rows())]
+        selected = self.row_bytes(np.minimum(self.all_rows, self.all_rows * m.top_k / p.ep))
+        expert_reduce = self.collective("expert all-reduce", "all_reduce", np.where(dispatched, p.tpf, 1), selected)
+        combine = self.collective("ffn all-reduce", "all_to_all", p.ranks, dispatch_bytes)
+        return [*phases, expert_reduce, combine.where(dispatched, self._sum_rows())]
 
     # ---- memory
 
@@ -546,15 +578,15 @@ class Layer:
         """Counts the bytes of a layer's FFN weights on the fullest rank."""
         s, p, item = self.spec, self.points, self.item
         if isinstance(spec, MLPSpec):
-            return 3 * s.hidden * _up(spec.width, p.ffn_ranks) * item["weights"]
-        routed = 3 * _up(spec.experts, p.ep) * _up(spec.width, p.tpf) * item["experts"]
+            return 3 * s.hidden * _ceil_div(spec.width, p.ffn_ranks) * item["weights"]
+        routed = 3 * _ceil_div(spec.experts, p.ep) * _ceil_div(spec.width, p.tpf) * item["experts"]
         shared = 3 * self._shared_columns(spec) * item["weights"]
         return s.hidden * (spec.experts * item["other"] + shared + routed)
 
     def _shared_columns(self, spec: MoESpec) -> Array:
         """Computes the columns of shared experts per rank: like a dense FFN's, or in mode dp (`chosen`) a group's."""
         p, width = self.points, spec.shared_width
-        return np.where(self.dispatched, _up(width, p.tpa), _up(width, p.ffn_ranks))
+        return np.where(self.dispatched, _ceil_div(width, p.tpa), _ceil_div(width, p.ffn_ranks))
 
     def token_numbers(self) -> Array:
         """Counts the cached values per token and layer on the rank that stores it."""
@@ -570,11 +602,11 @@ def _cheaper(usual: list[Phase], other: list[Phase], allowed: Array) -> list[Pha
 
 def _kv_items(mixer: AttentionSpec | MLASpec, kv: str) -> dict[str, float]:
     """Counts the bytes of a stored number, with its scales; `plain_kv`: of those in windows, and of key bounds."""
-    if kv not in FEW_BITS:
-        return {"kv": BYTES[kv], "plain_kv": BYTES[kv]}
-    few, plain = FEW_BITS[kv], BYTES["bf16"]
+    if kv not in QUANTIZED_KV:
+        return {"kv": DTYPE_BYTES[kv], "plain_kv": DTYPE_BYTES[kv]}
+    quantized, plain = QUANTIZED_KV[kv], DTYPE_BYTES["bf16"]
     if isinstance(mixer, MLASpec):
         assert kv != "k16v8", "latents are keys and values at once"
         groups = -(-mixer.latent // LATENT_GROUP)
         return {"kv": (mixer.latent + 4 * groups + plain * mixer.rope) / mixer.entry, "plain_kv": plain}
-    return {"kv": (few * (1 + 4 / mixer.head_dim) + (2 - few) * plain) / 2, "plain_kv": plain}
+    return {"kv": (quantized * (1 + 4 / mixer.head_dim) + (2 - quantized) * plain) / 2, "plain_kv": plain}

@@ -14,24 +14,24 @@ from helix.models import DecoderSpec
 from helix.planner.hardware import Hardware
 from helix.planner.points import DP, Grid, LayerDrafts, Options, Points, Speculation, layouts
 from helix.planner.step import StepCost, memory_of, predict
-from helix.setup.buffers import longest_chunk, prompt_bytes, token_buffers
+from helix.setup.buffers import max_chunk, prompt_bytes, token_buffers
 
 MODES = ("tp", "medha", "helix")  # modes compared unless a question names others
 CHUNKS = (1, 2, 4, 8)  # numbers of HOP-B chunks that the runtime uses
 GAMMAS = (1, 2, 4, 8, 16)
 SELF_GAMMAS = tuple(range(1, 17))  # the same where drafts have a cost
-LARGEST_BLOCK = 16  # the runtime's append block
-LARGEST_OF_DRAFTS = 64  # the same for self-speculation (conf/speculation/sparse.yaml)
-UNEVEN = 1.01  # most tokens of the fullest rank over the mean, before a smaller append block is used
+MAX_APPEND_BLOCK = 16  # the runtime's append block
+MAX_DRAFT_APPEND_BLOCK = 64  # the same for self-speculation (conf/speculation/sparse.yaml)
+MAX_IMBALANCE = 1.01  # most tokens of the fullest rank over the mean, before a smaller append block is used
 BATCHES = np.unique(np.round(2 ** np.arange(0, 12.01, 0.25))).astype(np.int64)  # tried if the question has no batch
 DTYPE = "bfloat16"  # of activations
-LEAST_FRACTION = 0.01  # of the memory, for KV, where chunks of prompts need all
-ERROR = 0.02  # the median error of predicted steps on an H200 (docs/simulator.md)
-MENTIONED = 0.02  # least share of the step by which phases must differ to be named, except for the largest
+MIN_KV_FRACTION = 0.01  # of the memory, for KV, where chunks of prompts need all
+MEDIAN_ERROR = 0.02  # the median error of predicted steps on an H200 (docs/simulator.md)
+MIN_MENTIONED_SHARE = 0.02  # least share of the step by which phases must differ to be named, except for the largest
 
 
 @dataclass(frozen=True)
-class Question:
+class PlanQuery:
     """Question to the planner.
 
     Attributes:
@@ -82,12 +82,12 @@ class Question:
             raise ValueError(f"gamma={self.gamma} must be at most {MAX_QUERIES - 1}, the most that the runtime drafts")
         if self.acceptance is not None and not 0 <= self.acceptance <= 1:
             raise ValueError(f"acceptance={self.acceptance:g} must be from 0 to 1: it is a probability")
-        if self.priced and self.acceptance is None:
+        if self.draft_has_cost and self.acceptance is None:
             drafter = "speculation=sparse" if self.layer is None else "a layer that drafts"
             raise ValueError(f"{drafter} needs acceptance: the probability that a drafted token is accepted")
 
     @property
-    def priced(self) -> bool:
+    def draft_has_cost(self) -> bool:
         """True if drafts have a cost."""
         return self.sparsity is not None or self.layer is not None
 
@@ -96,7 +96,7 @@ class Question:
         """Numbers of drafts per step to try; 0: none."""
         if self.acceptance is None:
             return (0,)
-        return (0, self.gamma) if self.gamma is not None else (0, *(SELF_GAMMAS if self.priced else GAMMAS))
+        return (0, self.gamma) if self.gamma is not None else (0, *(SELF_GAMMAS if self.draft_has_cost else GAMMAS))
 
     def settings(self, options: Options, chunks: int, gamma: int, append_block: int) -> Options:
         """Returns options with these numbers of HOP-B chunks (1: off) and of drafts, and this append block."""
@@ -130,14 +130,14 @@ class PlannedLayout:
     append_block: int
     gamma: int
     ttl_s: float
-    user: float
-    gpu: float
+    tokens_per_s_user: float
+    tokens_per_s_gpu: float
     weight_bytes: float
     kv_bytes: float
     host_bytes: float
     free_bytes: float
     largest_batch: int
-    longest: int
+    longest_context: int
     phases: dict[str, float]
     provenance: str
 
@@ -153,7 +153,7 @@ class PlannedLayout:
 
 
 @dataclass(frozen=True)
-class Refused:
+class RejectedLayout:
     """A layout in which the batch does not fit.
 
     Attributes:
@@ -167,7 +167,7 @@ class Refused:
     largest_batch: int
 
 
-class NothingFits(ValueError):
+class NoLayoutFits(ValueError):
     """No layout has memory for what a question asks.
 
     Attributes:
@@ -188,46 +188,46 @@ class Ranking:
         verdict: verdict on splitting KV over GPUs (kvp of at least 2), with the reason.
     """
 
-    question: Question
+    query: PlanQuery
     choices: list[PlannedLayout]
-    refused: list[Refused]
+    rejected: list[RejectedLayout]
     reason: str
     verdict: str
 
-    def in_time(self, choice: PlannedLayout) -> bool:
-        return self.question.ttl_s is None or choice.ttl_s <= self.question.ttl_s
+    def meets_ttl(self, choice: PlannedLayout) -> bool:
+        return self.query.ttl_s is None or choice.ttl_s <= self.query.ttl_s
 
 
-def plan(question: Question) -> Ranking:
+def plan(query: PlanQuery) -> Ranking:
     """Compares every layout of exactly `gpus` GPUs, each with its best HOP-B chunks, gamma and, if not given, batch.
 
     Raises:
-        NothingFits: no layout has memory for it.
+        NoLayoutFits: no layout has memory for it.
         ValueError: the model or hardware cannot be predicted, or there is no such layout.
     """
-    q = question
-    choices, refused = [], []
+    q = query
+    choices, rejected = [], []
     for grid, options in _grids(q):
         best = _best(q, grid, options)
-        if isinstance(best, Refused):
-            refused.append(best)
+        if isinstance(best, RejectedLayout):
+            rejected.append(best)
         else:
             choices.append(best)
     if not choices:
-        raise _nothing_fits(q, refused)
-    ranking = Ranking(q, choices, sorted(refused, key=lambda r: r.missing_bytes), "", "")
+        raise _no_layout_fits(q, rejected)
+    ranking = Ranking(q, choices, sorted(rejected, key=lambda r: r.missing_bytes), "", "")
 
     def key(choice: PlannedLayout) -> tuple[float, ...]:
-        speed = choice.ttl_s if q.batch is not None else -choice.gpu
+        speed = choice.ttl_s if q.batch is not None else -choice.tokens_per_s_gpu
         row = choice.layout
         # Speeds equal to nine digits are ties, which the layout with the smallest widths wins.
-        return (not ranking.in_time(choice), float(f"{speed:.9e}"), row.kvp, row.ep, row.mode != "tp", row.tpa)
+        return (not ranking.meets_ttl(choice), float(f"{speed:.9e}"), row.kvp, row.ep, row.mode != "tp", row.tpa)
 
     choices.sort(key=key)
     return replace(ranking, reason=_reason(ranking), verdict=_verdict(ranking))
 
 
-def _grids(q: Question) -> list[tuple[Grid, Options]]:
+def _grids(q: PlanQuery) -> list[tuple[Grid, Options]]:
     """Lists all layouts of the question's GPUs that the runtime has, and the options of each."""
     plain = q.acceptance is None and q.options.sparse is None and (q.batch is None or q.gpus <= q.batch)
     grids = [
@@ -241,37 +241,37 @@ def _grids(q: Question) -> list[tuple[Grid, Options]]:
     return [(grid, replace(q.options, dispatch="all", append_block=blocks[grid.kvp])) for grid in grids]
 
 
-def _append_block(length: int, kvp: int, largest: int = LARGEST_BLOCK) -> int:
+def _append_block(length: int, kvp: int, largest: int = MAX_APPEND_BLOCK) -> int:
     """Returns the runtime's append block, halved until the fullest rank has little more than its share of tokens."""
     block = largest
-    while block > 1 and -(-length // (block * kvp)) * block > UNEVEN * length / kvp:
+    while block > 1 and -(-length // (block * kvp)) * block > MAX_IMBALANCE * length / kvp:
         block //= 2
     return block
 
 
-def _room(q: Question, grid: Grid, options: Options) -> tuple[Points, Options] | Refused:
+def _fitting_batches(q: PlanQuery, grid: Grid, options: Options) -> tuple[Points, Options] | RejectedLayout:
     """Finds the batches for which a layout has memory, and its share for KV; or the memory that it lacks."""
     batches = np.array([q.batch]) if q.batch is not None else BATCHES[grid.dp <= BATCHES]  # or groups would idle
     points = Points.crossed([grid], batches)
     memory = memory_of(q.spec, q.hardware, points, q.context, options)
     weights = float(memory.weight_bytes[0])
-    options = _beside_prompts(q, points.layout(0), weights, options)
+    options = _reserve_prompt_memory(q, points.layout(0), weights, options)
     memory = memory_of(q.spec, q.hardware, points, q.context, options)
     fits = points.batch <= memory.largest_batch
     if not fits.any():
         room = (q.hardware.memory_bytes.value - weights) * options.memory_fraction
         missing = float(memory.kv_bytes[0] - room)
-        if (tier := options.tier) is not None:
-            room = room if tier.gpu_bytes is None else min(room, tier.gpu_bytes)
-            missing = max(float(memory.kv_bytes[0] - room), float(memory.host_bytes[0] - tier.host_bytes))
-        return Refused(points.layout(0), weights, missing, int(memory.largest_batch[0]))
+        if (offload := options.offload) is not None:
+            room = room if offload.gpu_bytes is None else min(room, offload.gpu_bytes)
+            missing = max(float(memory.kv_bytes[0] - room), float(memory.host_bytes[0] - offload.host_bytes))
+        return RejectedLayout(points.layout(0), weights, missing, int(memory.largest_batch[0]))
     return points[fits], options
 
 
-def _best(q: Question, grid: Grid, options: Options) -> PlannedLayout | Refused:
+def _best(q: PlanQuery, grid: Grid, options: Options) -> PlannedLayout | RejectedLayout:
     """Finds the best settings of one layout, or the memory that it lacks."""
-    room = _room(q, grid, options)
-    if isinstance(room, Refused):
+    room = _fitting_batches(q, grid, options)
+    if isinstance(room, RejectedLayout):
         return room
     points, options = room
     # One choice of blocks over all ranks is an exchange inside attention, which chunks would split.
@@ -280,33 +280,33 @@ def _best(q: Question, grid: Grid, options: Options) -> PlannedLayout | Refused:
     for gamma in q.gammas:
         block = options.append_block
         if gamma and q.sparsity is not None:
-            block = _append_block(q.context, grid.kvp, LARGEST_OF_DRAFTS)
+            block = _append_block(q.context, grid.kvp, MAX_DRAFT_APPEND_BLOCK)
         for chunks in q.chunks if grid.kvp > 1 and not one_choice else CHUNKS[:1]:
             tried = q.settings(options, chunks, gamma, block)
             step = predict(q.spec, q.hardware, points, q.context, tried)
             i = _fastest(q, step)
             if i is None or (chunks > step.points.batch[i]):
                 continue
-            value = float(step.ttl_s[i]) if q.batch is not None else -float(step.gpu[i])
+            value = float(step.ttl_s[i]) if q.batch is not None else -float(step.tokens_per_s_gpu[i])
             late = q.ttl_s is not None and step.ttl_s[i] > q.ttl_s
             value = value + 1e9 * late  # those beyond the limit come last
             if not found or value < found[-1][0]:
-                found.append((value, _choice(q, step, i, tried)))
+                found.append((value, _planned_layout(q, step, i, tried)))
     return found[-1][1]  # without speculation and chunks all batches that fit were tried
 
 
-def _beside_prompts(q: Question, layout: HelixLayout, weight_bytes: float, options: Options) -> Options:
+def _reserve_prompt_memory(q: PlanQuery, layout: HelixLayout, weight_bytes: float, options: Options) -> Options:
     """Returns options with no more memory for KV than the engine leaves to it beside chunks of prompts."""
     free = int(q.hardware.memory_bytes.value - weight_bytes)
     if free <= 0:
         return options
     buffers = token_buffers(q.spec, layout, 0, DTYPE)
-    chunk = options.prompt_chunk or longest_chunk(buffers, free, q.spec.experts is not None)
+    chunk = options.prompt_chunk or max_chunk(buffers, free, q.spec.experts is not None)
     left = free - prompt_bytes(q.spec, layout, 0, chunk, q.context, DTYPE, captured=True)
-    return replace(options, memory_fraction=min(options.memory_fraction, max(left / free, LEAST_FRACTION)))
+    return replace(options, memory_fraction=min(options.memory_fraction, max(left / free, MIN_KV_FRACTION)))
 
 
-def _fastest(q: Question, step: StepCost) -> int | None:
+def _fastest(q: PlanQuery, step: StepCost) -> int | None:
     """Returns the index of a layout's best batch: the question's, or the fastest in the limit, else the smallest."""
     fits = np.flatnonzero(step.fits)  # drafts need memory for a few more tokens
     if not len(fits):
@@ -314,11 +314,11 @@ def _fastest(q: Question, step: StepCost) -> int | None:
     if q.batch is not None:
         return int(fits[0])
     assert q.ttl_s is not None
-    in_time = fits[step.ttl_s[fits] <= q.ttl_s]
-    return int(in_time[np.argmax(step.gpu[in_time])]) if len(in_time) else int(fits[0])
+    meeting = fits[step.ttl_s[fits] <= q.ttl_s]
+    return int(meeting[np.argmax(step.tokens_per_s_gpu[meeting])]) if len(meeting) else int(fits[0])
 
 
-def _choice(q: Question, step: StepCost, i: int, options: Options) -> PlannedLayout:
+def _planned_layout(q: PlanQuery, step: StepCost, i: int, options: Options) -> PlannedLayout:
     """Describes point `i` of a prediction with these options."""
     weights, kv = float(step.memory.weight_bytes[i]), float(step.memory.kv_bytes[i])
     free, drafts = q.hardware.memory_bytes.value - weights, options.speculation
@@ -330,22 +330,24 @@ def _choice(q: Question, step: StepCost, i: int, options: Options) -> PlannedLay
         append_block=options.append_block,
         gamma=drafts.gamma if drafts is not None else 0,
         ttl_s=float(step.ttl_s[i]),
-        user=float(step.user[i]),
-        gpu=float(step.gpu[i]),
+        tokens_per_s_user=float(step.tokens_per_s_user[i]),
+        tokens_per_s_gpu=float(step.tokens_per_s_gpu[i]),
         weight_bytes=weights,
         kv_bytes=kv,
         host_bytes=float(step.memory.host_bytes[i]),
         free_bytes=free - kv,
         largest_batch=int(step.memory.largest_batch[i]),
-        longest=min(_longest(q, step, i, free * options.memory_fraction, options), q.spec.max_positions),
+        longest_context=min(
+            _longest_context(q, step, i, free * options.memory_fraction, options), q.spec.max_positions
+        ),
         phases={phase.name: float(phase.seconds[i]) / tokens for phase in step.phases if phase.launches[i]},
         provenance=step.provenance(i),
     )
 
 
-def _longest(q: Question, step: StepCost, i: int, room_bytes: float, options: Options) -> int:
+def _longest_context(q: PlanQuery, step: StepCost, i: int, room_bytes: float, options: Options) -> int:
     """Computes the longest sequences that fit the fullest rank: the inverse of `memory_of`."""
-    if options.tier is not None:  # of two memories
+    if options.offload is not None:  # of two memories
         point = step.points[np.array([i])]
 
         def lacks(length: int) -> bool:
@@ -355,12 +357,12 @@ def _longest(q: Question, step: StepCost, i: int, room_bytes: float, options: Op
         return bisect_left(range(1, q.spec.max_positions + 1), True, key=lacks)
     block, page = options.append_block, options.page_size
     cycle = block * int(step.points.kvp[i])
-    held = -(-(-(-(q.context + options.step_tokens) // cycle) * block) // page) * page
-    page_bytes = step.memory.kv_bytes[i] / held * page
+    paged_tokens = -(-(-(-(q.context + options.step_tokens) // cycle) * block) // page) * page
+    page_bytes = step.memory.kv_bytes[i] / paged_tokens * page
     return int(room_bytes / page_bytes) * page // block * cycle - options.step_tokens
 
 
-def curve(q: Question, choice: PlannedLayout) -> StepCost:
+def curve(q: PlanQuery, choice: PlannedLayout) -> StepCost:
     """Predicts a choice's layout and settings at every batch that fits, a point for each."""
     batches = BATCHES[(choice.layout.dp <= BATCHES) & (choice.largest_batch >= BATCHES)]
     point = choice.points
@@ -373,9 +375,9 @@ def curve(q: Question, choice: PlannedLayout) -> StepCost:
 
 
 def _reason(ranking: Ranking) -> str:
-    first, limit = ranking.choices[0], ranking.question.ttl_s
+    first, limit = ranking.choices[0], ranking.query.ttl_s
     late = ""
-    if limit is not None and not ranking.in_time(first):
+    if limit is not None and not ranking.meets_ttl(first):
         late = f"No layout keeps to ttl_ms={1e3 * limit:g}: the nearest, {first.name}, takes {_ms(first.ttl_s)}. "
     return late + _why_first(ranking)
 
@@ -384,28 +386,30 @@ def _why_first(ranking: Ranking) -> str:
     first, *others = ranking.choices
     if not others:
         return f"{first.name} is the only layout with room for it."
-    level = [c for c in others if abs(c.ttl_s / first.ttl_s - 1) < 1e-6 and c.batch == first.batch]
-    behind = next((c for c in others if c not in level), None)
-    same = f"{first.name} is level with {', '.join(c.name for c in level)}"
-    if behind is None:
+    ties = [c for c in others if abs(c.ttl_s / first.ttl_s - 1) < 1e-6 and c.batch == first.batch]
+    runner_up = next((c for c in others if c not in ties), None)
+    same = f"{first.name} is level with {', '.join(c.name for c in ties)}"
+    if runner_up is None:
         return f"{same}."
-    ahead = f"{_ahead(ranking, first, behind)}."
-    near = [c.name for c in others if c not in level and _speed(ranking, first) < (1 + ERROR) * _speed(ranking, c)]
-    closer = f" Within the {ERROR:.0%} that predictions are off: {', '.join(near)}; time them." if near else ""
-    return ahead + (f" {same}." if level else "") + closer
+    comparison = f"{_compare(ranking, first, runner_up)}."
+    close = [
+        c.name for c in others if c not in ties and _speed(ranking, first) < (1 + MEDIAN_ERROR) * _speed(ranking, c)
+    ]
+    closer = f" Within the {MEDIAN_ERROR:.0%} that predictions are off: {', '.join(close)}; time them." if close else ""
+    return comparison + (f" {same}." if ties else "") + closer
 
 
 def _speed(ranking: Ranking, choice: PlannedLayout) -> float:
     """Returns the speed by which layouts are ranked; 0 beyond the limit."""
-    if not ranking.in_time(choice):
+    if not ranking.meets_ttl(choice):
         return 0.0
-    return choice.user if ranking.question.batch is not None else choice.gpu
+    return choice.tokens_per_s_user if ranking.query.batch is not None else choice.tokens_per_s_gpu
 
 
 def _verdict(ranking: Ranking) -> str:
     split = next((c for c in ranking.choices if c.layout.mode == "helix" and c.layout.kvp > 1), None)
     whole = next((c for c in ranking.choices if c.layout.kvp == 1), None)
-    q = ranking.question
+    q = ranking.query
     if q.widths:
         return f"Helix is not compared here: {' '.join(f'layout.{n}={w}' for n, w in q.widths)} is given."
     left_out = f"Helix is not compared here: modes={','.join(q.modes)} leave out"
@@ -414,35 +418,38 @@ def _verdict(ranking: Ranking) -> str:
             return f"{left_out} helix."
         why = "a single GPU has nobody to split KV with" if q.gpus == 1 else "none of its layouts has memory for it"
         return f"Helix does not help here: {why}."
-    if whole is None and not any(r.layout.kvp == 1 for r in ranking.refused):
+    if whole is None and not any(r.layout.kvp == 1 for r in ranking.rejected):
         if "tp" not in q.modes:
             return f"{left_out} tp."
-        of = q.spec.attention
-        heads = f"{of.kv_heads} KV heads and {of.q_heads} query heads cannot be split into {q.gpus}"
+        attention = q.spec.attention
+        heads = f"{attention.kv_heads} KV heads and {attention.q_heads} query heads cannot be split into {q.gpus}"
         return f"Helix is not compared here: there is no plain TP over {q.gpus} GPUs, {heads}."
     if whole is None:
         return f"Helix helps here: without splitting KV (kvp=1) nothing fits; {split.name} does."
     if ranking.choices.index(split) < ranking.choices.index(whole):
-        return f"Helix helps here: {_ahead(ranking, split, whole)}."
-    return f"Helix does not help here: {_ahead(ranking, whole, split)}."
+        return f"Helix helps here: {_compare(ranking, split, whole)}."
+    return f"Helix does not help here: {_compare(ranking, whole, split)}."
 
 
-def _ahead(ranking: Ranking, a: PlannedLayout, b: PlannedLayout) -> str:
+def _compare(ranking: Ranking, a: PlannedLayout, b: PlannedLayout) -> str:
     """Describes how much faster one choice is than another, and in which phases; times are per token."""
-    gain = b.ttl_s / a.ttl_s - 1
+    speedup = b.ttl_s / a.ttl_s - 1
     times = f"{_ms(a.ttl_s)} a token instead of {_ms(b.ttl_s)}"
     if a.batch != b.batch:
-        more = f"{a.gpu:.1f} tokens/s/GPU at batch {a.batch} instead of {b.gpu:.1f} at batch {b.batch}"
+        more = (
+            f"{a.tokens_per_s_gpu:.1f} tokens/s/GPU at batch {a.batch} instead of "
+            f"{b.tokens_per_s_gpu:.1f} at batch {b.batch}"
+        )
         return f"{a.name} gives more than {b.name}: {more} ({times})"
-    if (limit := ranking.question.ttl_s) is not None and b.ttl_s > limit >= a.ttl_s:
+    if (limit := ranking.query.ttl_s) is not None and b.ttl_s > limit >= a.ttl_s:
         times += f", where {_ms(limit)} are allowed"
     names = dict.fromkeys([*a.phases, *b.phases])
     gains = {name: b.phases.get(name, 0.0) - a.phases.get(name, 0.0) for name in names}
-    named = [n for n in sorted(gains, key=lambda n: -abs(gains[n])) if abs(gains[n]) >= MENTIONED * a.ttl_s]
+    named = [n for n in sorted(gains, key=lambda n: -abs(gains[n])) if abs(gains[n]) >= MIN_MENTIONED_SHARE * a.ttl_s]
     largest = max(gains, key=lambda n: abs(gains[n]))
     shorter, longer = _phases(gains, named or [largest])
     why = ", but ".join(part for part in (shorter, longer) if part)
-    than = f"{gain:.1%} faster than" if gain >= 0 else f"{-gain:.1%} slower than"
+    than = f"{speedup:.1%} faster than" if speedup >= 0 else f"{-speedup:.1%} slower than"
     return f"{a.name} is {than} {b.name}: {times}; {why}"
 
 
@@ -452,51 +459,51 @@ def _phases(gains: dict[str, float], names: Sequence[str]) -> tuple[str, str]:
     return shorter, longer
 
 
-def _nothing_fits(q: Question, refused: list[Refused]) -> ValueError:
-    if not refused:
+def _no_layout_fits(q: PlanQuery, rejected: list[RejectedLayout]) -> ValueError:
+    if not rejected:
         fixed = "".join(f" layout.{name}={width}" for name, width in q.widths)
         dp = ": dp is for as many sequences as GPUs, for dense steps without drafts" if "dp" in q.modes else ""
         return ValueError(f"modes={','.join(q.modes)}{fixed} have no layout of {q.gpus} GPUs for this question{dp}")
-    least = min(refused, key=lambda r: r.missing_bytes)
+    closest = min(rejected, key=lambda r: r.missing_bytes)
     batch, memory = q.batch or 1, q.hardware.memory_bytes.value
     wanted = f"{batch} sequence{'s' if batch > 1 else ''} of {q.context} tokens"
     gpus = f"{q.gpus} x {q.hardware.name} ({memory / 1e9:.0f} GB each)"
     remedies = []
-    if (weights := min(r.weight_bytes for r in refused)) > memory:
+    if (weights := min(r.weight_bytes for r in rejected)) > memory:
         why = f"the weights alone take {weights / 1e9:.1f} GB a GPU"
     else:
-        why = f"{least.layout} lacks least, {least.missing_bytes / 1e9:.1f} GB a GPU"
+        why = f"{closest.layout} lacks least, {closest.missing_bytes / 1e9:.1f} GB a GPU"
         fewer = largest_batch(q)
         remedies.append(f"batch={fewer} would fit" if fewer else "not one sequence fits")
     if q.gpus < q.hardware.gpus:
-        enough = enough_gpus(q)
+        enough = min_gpus(q)
         none = f"nor would gpus={q.hardware.gpus} do, one NVLink domain"
         remedies.append(none if enough is None else f"gpus={enough} would do")
-    return NothingFits(f"no layout of {gpus} has memory for {wanted}: {why}", remedies)
+    return NoLayoutFits(f"no layout of {gpus} has memory for {wanted}: {why}", remedies)
 
 
 # ---- what would fit
 
 
-def enough_gpus(q: Question) -> int | None:
+def min_gpus(q: PlanQuery) -> int | None:
     """Returns the fewest further GPUs of one NVLink domain that have memory for the question; None if none have."""
-    return next((n for n in range(q.gpus + 1, q.hardware.gpus + 1) if _holds(replace(q, gpus=n))), None)
+    return next((n for n in range(q.gpus + 1, q.hardware.gpus + 1) if _fits(replace(q, gpus=n))), None)
 
 
-def largest_batch(q: Question) -> int:
+def largest_batch(q: PlanQuery) -> int:
     """Returns the most sequences of this length that fit, up to the question's; 0: not even one."""
-    return bisect_left(range(1, (q.batch or 1) + 1), True, key=lambda n: not _holds(replace(q, batch=n)))
+    return bisect_left(range(1, (q.batch or 1) + 1), True, key=lambda n: not _fits(replace(q, batch=n)))
 
 
-def longest_context(q: Question) -> int:
+def longest_context(q: PlanQuery) -> int:
     """Returns the longest sequences that fit at this batch, in tokens, a multiple of 1024; 0: none."""
     lengths = range(1024, q.context, 1024)
-    return 1024 * bisect_left(lengths, True, key=lambda n: not _holds(replace(q, context=n)))
+    return 1024 * bisect_left(lengths, True, key=lambda n: not _fits(replace(q, context=n)))
 
 
-def _holds(q: Question) -> bool:
+def _fits(q: PlanQuery) -> bool:
     """Returns whether any layout has memory for the question's sequences."""
-    return any(not isinstance(_room(q, grid, options), Refused) for grid, options in _grids(q))
+    return any(not isinstance(_fitting_batches(q, grid, options), RejectedLayout) for grid, options in _grids(q))
 
 
 def _ms(seconds: float) -> str:

@@ -52,12 +52,12 @@ class Points:
         """
         if mode not in MODES:
             raise ValueError(f"mode={mode!r} is unknown; choose one of {', '.join(MODES)}")
-        given = dict.fromkeys(("pp", "dp", "kvp", "tpa", "ep"), 1) | widths
-        ranks = given["tpa"] if mode == "medha" else given["dp"] * given["kvp"] * given["tpa"]
-        groups = max(given["ep"], 1)
+        sizes = dict.fromkeys(("pp", "dp", "kvp", "tpa", "ep"), 1) | widths
+        ranks = sizes["tpa"] if mode == "medha" else sizes["dp"] * sizes["kvp"] * sizes["tpa"]
+        groups = max(sizes["ep"], 1)
         if tpf is None and ranks % groups:
-            raise ValueError(f"ep={given['ep']} does not divide the {ranks} FFN ranks")
-        grid = Grid(MODES.index(mode), tpf=ranks // groups if tpf is None else tpf, **given)
+            raise ValueError(f"ep={sizes['ep']} does not divide the {ranks} FFN ranks")
+        grid = Grid(MODES.index(mode), tpf=ranks // groups if tpf is None else tpf, **sizes)
         return cls.crossed([grid], np.array([batch]))
 
     @classmethod
@@ -69,8 +69,8 @@ class Points:
     def __len__(self) -> int:
         return len(self.mode)
 
-    def __getitem__(self, chosen: Array) -> Points:
-        return Points(*(getattr(self, field.name)[chosen] for field in fields(self)))
+    def __getitem__(self, indices: Array) -> Points:
+        return Points(*(getattr(self, field.name)[indices] for field in fields(self)))
 
     @property
     def ranks(self) -> Array:
@@ -144,23 +144,23 @@ class Sparse:
         return blocks + np.minimum(blocks, -(-self.candidates // kvp)) * self.parts
 
     @property
-    def chosen(self) -> str:
+    def description(self) -> str:
         """The choice in words."""
         return f"{self.topk} chosen {'blocks' if self.parts == 1 else 'parts'} of {self.block // self.parts} tokens"
 
     @property
-    def touched(self) -> int:
+    def touched_blocks(self) -> int:
         """Number of blocks between the first and the last ones of which anything is read, over all ranks."""
         return self.topk if self.parts == 1 else min(self.topk, self.candidates)
 
     @property
-    def kept(self) -> int:
+    def bounds_per_block(self) -> int:
         """Number of pairs of vectors that are kept of a block."""
         return 1 if self.parts == 1 else 1 + self.parts
 
 
 @dataclass(frozen=True)
-class Tier:
+class Offload:
     """A cache in host memory, from which a block-sparse step fetches the chosen blocks that are not on the GPU.
 
     Attributes:
@@ -168,13 +168,13 @@ class Tier:
         host_bytes: host memory for one rank's keys and values; infinite: as much as needed.
         gpu_bytes: GPU memory of the cache; None: the share of the memory that weights leave.
         ahead: share of the other chosen blocks that a guess predicts, so that they are fetched while the layer before
-            computes (`kv.ahead`); None: no guesses.
+            computes (`kv.offload_prefetch`); None: no guesses.
     """
 
-    hits: float
+    hit_rate: float
     host_bytes: float = np.inf
     gpu_bytes: float | None = None
-    ahead: float | None = None
+    prefetch: float | None = None
 
 
 @dataclass(frozen=True)
@@ -184,13 +184,13 @@ class LayerDrafts:
     Attributes:
         spec: a model of this one layer, with the vocabulary of its head.
         joined: width of what its first run of a step projects to its own.
-        joined_again: the same of further runs; 0: they project nothing.
+        next_input_width: the same of further runs; 0: they project nothing.
         shared_head: whether the head is the model's.
     """
 
     spec: DecoderSpec
-    joined: int
-    joined_again: int
+    input_width: int
+    next_input_width: int
     shared_head: bool
 
 
@@ -258,7 +258,7 @@ class Options:
     shared: Literal["routed", "dense"] = "routed"
     dispatch: Literal["chosen", "all"] = "chosen"
     sparse: Sparse | None = None
-    tier: Tier | None = None
+    offload: Offload | None = None
     speculation: Speculation | None = None
     memory_fraction: float = 0.9
     prompt_chunk: int | None = None
@@ -274,9 +274,9 @@ class Options:
 def check(spec: DecoderSpec, options: Options) -> None:
     """Raises ValueError for combinations that are not modelled."""
     s = options.speculation
-    if options.tier is not None and s is not None and s.layer is not None:
+    if options.offload is not None and s is not None and s.layer is not None:
         raise ValueError(
-            "kv.tier=host moves the model's own layers, and a layer that drafts is one more: set kv.tier=gpu"
+            "kv.offload=host moves the model's own layers, and a layer that drafts is one more: set kv.offload=none"
         )
     if s is not None and s.sparsity is not None:
         what, remedy = "speculation=sparse", "take other drafts"

@@ -14,11 +14,11 @@ from helix.planner.hardware import INTERPOLATED, PROVENANCE, Array, Hardware
 from helix.planner.layer import SCORE_BYTES, SLOT_BYTES, Layer, Phase
 from helix.planner.points import LayerDrafts, Options, Points, check, check_points
 from helix.setup.buffers import PIECE_TOKENS
-from helix.worker.keeps import LISTS, RING_MOST
+from helix.worker.kv_cache_spec import LISTS, MAX_RING_TOKENS
 
-MORE_KERNELS = 8  # in a run of a layer that drafts: positions, norms, its part of the sampling
+DRAFT_STEP_KERNELS = 8  # in a run of a layer that drafts: positions, norms, its part of the sampling
 NUMBER_BYTES = 4  # of an entry that maps blocks to places
-RUN_ENDS = 2  # pages that a run of tokens touches besides those it fills
+RUN_EDGE_PAGES = 2  # pages that a run of tokens touches besides those it fills
 CHUNK_TOKENS = 8192  # tokens of a prompt chunk, besides two pieces of the tokens before it
 
 
@@ -57,12 +57,12 @@ class StepCost:
     level: Array
 
     @property
-    def user(self) -> Array:
+    def tokens_per_s_user(self) -> Array:
         """Tokens/s of one user: interactivity."""
         return 1 / self.ttl_s
 
     @property
-    def gpu(self) -> Array:
+    def tokens_per_s_gpu(self) -> Array:
         """Tokens/s of one GPU: throughput."""
         return self.points.users / self.ttl_s / self.points.gpus
 
@@ -82,13 +82,13 @@ def predict(spec: DecoderSpec, hardware: Hardware, points: Points, length: int, 
     """
     memory = memory_of(spec, hardware, points, length, options)
     layer = Layer(spec, hardware, points, length, options)
-    phases, step_s = _pass(layer)
+    phases, step_s = _forward(layer)
     s, ttl_s = options.speculation, step_s
     if s is not None:
         drafts: list[Phase] = []
         if s.gamma and s.sparsity is not None:
             one = Layer(spec, hardware, points, length, options, drafting=True)
-            drafts = [replace(_run(one).times(s.gamma), name="drafts"), one.choosing()]
+            drafts = [replace(_forward_phase(one).times(s.gamma), name="drafts"), one.key_selection()]
         elif s.gamma and s.layer is not None:
             drafts = [_layer_drafts(layer, s.layer, s.gamma)]
         phases += drafts
@@ -98,7 +98,7 @@ def predict(spec: DecoderSpec, hardware: Hardware, points: Points, length: int, 
     return StepCost(points, memory, phases, step_s, ttl_s, level)
 
 
-def _pass(layer: Layer) -> tuple[list[Phase], Array]:
+def _forward(layer: Layer) -> tuple[list[Phase], Array]:
     """Computes the phases of a forward pass, from embedding to token, and its seconds."""
     total: dict[str, Phase] = {}
 
@@ -114,25 +114,25 @@ def _pass(layer: Layer) -> tuple[list[Phase], Array]:
     for ffn, count in Counter(of.ffn for of in layer.spec.layers).items():
         add(layer.ffn(ffn), count)
     add(layer.indexing(), len(layer.spec.indexers))
-    guesses, busy = layer.ahead()
-    add(guesses)
-    if guesses:
-        late = np.maximum(0.0, busy - sum(phase.seconds for phase in total.values()))
-        add([replace(total["fetch"].times(0), name="wait for the link", seconds=late)])
+    prefetch, link_s = layer.prefetch()
+    add(prefetch)
+    if prefetch:
+        exposed_s = np.maximum(0.0, link_s - sum(phase.seconds for phase in total.values()))
+        add([replace(total["fetch"].times(0), name="wait for the link", seconds=exposed_s)])
     # The stage with the most layers determines the pace of all stages.
-    seconds = sum(phase.seconds for phase in total.values()) * _stretch(layer)
-    ends = _ends(layer)
-    add(ends)
-    return list(total.values()), seconds + sum(phase.seconds for phase in ends)
+    seconds = sum(phase.seconds for phase in total.values()) * _stage_imbalance(layer)
+    outer = _outer_phases(layer)
+    add(outer)
+    return list(total.values()), seconds + sum(phase.seconds for phase in outer)
 
 
-def _run(layer: Layer) -> Phase:
+def _forward_phase(layer: Layer) -> Phase:
     """Computes the cost of a forward pass, all phases together."""
-    phases, seconds = _pass(layer)
+    phases, seconds = _forward(layer)
     return replace(reduce(Phase.plus, phases), seconds=seconds)
 
 
-def _ends(layer: Layer) -> list[Phase]:
+def _outer_phases(layer: Layer) -> list[Phase]:
     """Lists the phases outside layers: the head with sampling, and messages between pipeline stages."""
     spec, p = layer.spec, layer.points
     rows = layer.all_rows
@@ -144,7 +144,7 @@ def _ends(layer: Layer) -> list[Phase]:
     ]
 
 
-def _drafting(model: Layer, spec: DecoderSpec) -> Layer:
+def _draft_layer(model: Layer, spec: DecoderSpec) -> Layer:
     """Returns the layer of a spec, which drafts for a model in runs of one token a sequence."""
     alone = replace(model.options, speculation=None, sparse=None, hopb=False)
     return Layer(spec, model.hardware, model.points, model.length, alone)
@@ -156,18 +156,18 @@ def _layer_drafts(model: Layer, drafts: LayerDrafts, gamma: int) -> Phase:
     The run that writes the keys of verified tokens is that of the next step's first draft. Its projections have more
     rows, which few rows of weights' time do not show.
     """
-    first = again = _drafting(model, drafts.spec)
-    if drafts.spec.brought_choice:
-        again = _drafting(model, drafts.spec.without_indexers())
+    first = next_draft = _draft_layer(model, drafts.spec)
+    if drafts.spec.nextn_shared_topk:
+        next_draft = _draft_layer(model, drafts.spec.without_indexers())
 
     def runs(layer: Layer, times: int) -> Phase:
-        run, more_s = _run(layer), MORE_KERNELS * layer.hardware.kernel_s.value
-        run = replace(run, seconds=run.seconds + more_s, launches=run.launches + MORE_KERNELS)
+        run, more_s = _forward_phase(layer), DRAFT_STEP_KERNELS * layer.hardware.kernel_s.value
+        run = replace(run, seconds=run.seconds + more_s, launches=run.launches + DRAFT_STEP_KERNELS)
         return run.times(times)
 
-    total = runs(first, 1).plus(runs(again, gamma - 1))
-    for joined, times in ((drafts.joined, 1), (drafts.joined_again, gamma - 1)):
-        for phase in first.join(joined):
+    total = runs(first, 1).plus(runs(next_draft, gamma - 1))
+    for width, times in ((drafts.input_width, 1), (drafts.next_input_width, gamma - 1)):
+        for phase in first.input_projection(width):
             total = total.plus(phase.times(times))
     return replace(total, name="drafts")
 
@@ -195,37 +195,42 @@ def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int
     local = -(-(length + options.step_tokens) // cycle) * options.append_block  # tokens on the fullest rank
     paged = -(-local // options.page_size) * options.page_size
     # A stage holds its layers' KV of all batches in flight: together ceil(layers / pp) * pp layers of one batch.
-    stretch, kv, plain = _stretch(layer), layer.item["kv"], layer.item["plain_kv"]
-    numbers = layer.token_numbers() * stretch
+    imbalance, kv, plain = _stage_imbalance(layer), layer.item["kv"], layer.item["plain_kv"]
+    numbers = layer.token_numbers() * imbalance
     windows = [window for window in spec.windows if window is not None]
-    rings = [window for window in windows if window <= RING_MOST or options.tier]  # the others lie in pages
+    rings = [window for window in windows if window <= MAX_RING_TOKENS or options.offload]  # the others lie in pages
     fixed_size = sum(_ring_tokens(layer, window) for window in rings) * numbers * plain  # of a sequence, at any length
-    fixed_size = fixed_size + sum(n * layer.state_bytes(mixer) * stretch for mixer, n in _states(spec).items())
-    sparse, tier = options.sparse, options.tier
-    if sparse is not None and tier is not None:
-        on_host = paged * layer.token_numbers() * len(spec.full) * kv
-        fixed, each = _on_gpu(layer, paged / options.page_size)
-        room = free if tier.gpu_bytes is None else np.minimum(free, tier.gpu_bytes)
+    fixed_size = fixed_size + sum(n * layer.state_bytes(mixer) * imbalance for mixer, n in _states(spec).items())
+    sparse, offload = options.sparse, options.offload
+    if sparse is not None and offload is not None:
+        host_bytes = paged * layer.token_numbers() * len(spec.full) * kv
+        fixed_bytes, sequence_bytes = _offload_gpu_bytes(layer, paged / options.page_size)
+        room = free if offload.gpu_bytes is None else np.minimum(free, offload.gpu_bytes)
     else:
-        on_host, fixed, room = np.zeros(len(p)), np.zeros(len(p)), free
-        each = paged * numbers * (len(spec.full) * kv + (len(windows) - len(rings)) * plain)
+        host_bytes, fixed_bytes, room = np.zeros(len(p)), np.zeros(len(p)), free
+        sequence_bytes = paged * numbers * (len(spec.full) * kv + (len(windows) - len(rings)) * plain)
         if sparse is not None:  # two vectors per block or part, a key and a value per token
-            each = each + paged * numbers * (len(spec.windows) - len(rings)) * plain * sparse.kept / sparse.block
-        each = each + paged * sum(map(layer.index_bytes, spec.indexers))
+            sequence_bytes = (
+                sequence_bytes
+                + paged * numbers * (len(spec.windows) - len(rings)) * plain * sparse.bounds_per_block / sparse.block
+            )
+        sequence_bytes = sequence_bytes + paged * sum(map(layer.index_bytes, spec.indexers))
         if drafts is not None:  # whatever its window
-            own = _drafting(layer, drafts.spec)
-            each = each + paged * own.token_numbers() * own.item["kv"]
-            each = each + paged * sum(map(own.index_bytes, drafts.spec.indexers))
+            draft_layer = _draft_layer(layer, drafts.spec)
+            sequence_bytes = sequence_bytes + paged * draft_layer.token_numbers() * draft_layer.item["kv"]
+            sequence_bytes = sequence_bytes + paged * sum(map(draft_layer.index_bytes, drafts.spec.indexers))
         if layer.self_drafts is not None:
             columns = layer.draft_keys() + layer.self_drafts.tail  # of a table; a rank may hold the whole tail
-            scores = paged * layer.planes() * SCORE_BYTES + columns * SLOT_BYTES
-            each = each + scores * layer.kv * len(spec.full)
-    each = each + fixed_size
-    largest = np.maximum(np.floor((room - fixed) / each), 0)
-    if sparse is not None and tier is not None:
-        largest = np.minimum(largest, np.floor(tier.host_bytes / on_host))
+            scores = paged * layer.num_score_planes() * SCORE_BYTES + columns * SLOT_BYTES
+            sequence_bytes = sequence_bytes + scores * layer.kv * len(spec.full)
+    sequence_bytes = sequence_bytes + fixed_size
+    largest = np.maximum(np.floor((room - fixed_bytes) / sequence_bytes), 0)
+    if sparse is not None and offload is not None:
+        largest = np.minimum(largest, np.floor(offload.host_bytes / host_bytes))
     sequences = layer.sequences
-    return Memory(weight_bytes, sequences * each + fixed, largest.astype(np.int64) * p.dp, sequences * on_host)
+    return Memory(
+        weight_bytes, sequences * sequence_bytes + fixed_bytes, largest.astype(np.int64) * p.dp, sequences * host_bytes
+    )
 
 
 def _weight_bytes(model: Layer, drafts: LayerDrafts | None) -> Array:
@@ -233,16 +238,16 @@ def _weight_bytes(model: Layer, drafts: LayerDrafts | None) -> Array:
     spec, p = model.spec, model.points
     # Embedding and head are in different stages of a pipeline.
     vocabulary = -(-spec.vocab // p.ranks) * spec.hidden * np.where((p.pp > 1) | spec.tied, 1, 2)
-    total = _layers_bytes(model) * _stretch(model) / p.pp + vocabulary * model.item["other"]
+    total = _layer_weight_bytes(model) * _stage_imbalance(model) / p.pp + vocabulary * model.item["other"]
     if drafts is None:
         return total
-    own = _drafting(model, drafts.spec)
+    draft_layer = _draft_layer(model, drafts.spec)
     head = 0 if drafts.shared_head else drafts.spec.vocab
-    beside = (max(drafts.joined, drafts.joined_again) + head) * drafts.spec.hidden
-    return total + _layers_bytes(own) + -(-beside // p.ranks) * own.item["other"]
+    extra_numbers = (max(drafts.input_width, drafts.next_input_width) + head) * drafts.spec.hidden
+    return total + _layer_weight_bytes(draft_layer) + -(-extra_numbers // p.ranks) * draft_layer.item["other"]
 
 
-def _layers_bytes(layer: Layer) -> Array:
+def _layer_weight_bytes(layer: Layer) -> Array:
     """Counts the bytes of the weights of all layers on the fullest rank."""
     spec, mixer = layer.spec, layer.mixer
     total = len(spec.windows) * layer.attention_bytes()
@@ -267,24 +272,26 @@ def _ring_tokens(layer: Layer, window: int) -> Array:
     return touched * options.page_size
 
 
-def _on_gpu(layer: Layer, pages: Array) -> tuple[Array, Array]:
+def _offload_gpu_bytes(layer: Layer, pages: Array) -> tuple[Array, Array]:
     """Computes the least GPU bytes of a cache in host memory: for prompts, and for each sequence of `pages` pages.
 
-    The formula is that of `helix.setup.tiering.tiered_bytes`.
+    The formula is that of `helix.setup.offload.offload_bytes`.
     """
     layers, sparse, item = len(layer.spec.full), layer.options.sparse, layer.item
     assert sparse is not None
     block = 2 * sparse.block * layer.head_dim * item["kv"]  # a page of one head
-    page = layers * layer.kv * (2 * layer.head_dim * item["plain_kv"] * sparse.kept + NUMBER_BYTES)
-    place = layer.kv * (layers * (block + 4 * NUMBER_BYTES) + LISTS * 2 * NUMBER_BYTES)
+    page = layers * layer.kv * (2 * layer.head_dim * item["plain_kv"] * sparse.bounds_per_block + NUMBER_BYTES)
+    resident_block_bytes = layer.kv * (layers * (block + 4 * NUMBER_BYTES) + LISTS * 2 * NUMBER_BYTES)
     drafts = layer.options.step_tokens - 1
-    whole = replace(sparse, topk=sparse.touched, parts=1)
-    places = whole.blocks(layer.points.kvp) + RUN_ENDS + drafts * -(-sparse.touched // layer.points.kvp)
+    whole = replace(sparse, topk=sparse.touched_blocks, parts=1)
+    resident_blocks = (
+        whole.blocks(layer.points.kvp) + RUN_EDGE_PAGES + drafts * -(-sparse.touched_blocks // layer.points.kvp)
+    )
     prompts = (2 * PIECE_TOKENS + CHUNK_TOKENS) / sparse.block * layer.kv * block
-    return prompts, pages * page + layers * layer.kv * block + places * place
+    return prompts, pages * page + layers * layer.kv * block + resident_blocks * resident_block_bytes
 
 
-def _stretch(layer: Layer) -> Array:
+def _stage_imbalance(layer: Layer) -> Array:
     """Computes the layers of the fullest stage, times the stages, over the model's layers."""
     layers, pp = len(layer.spec.layers), layer.points.pp
     return -(-layers // pp) * pp / layers

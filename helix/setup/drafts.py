@@ -12,6 +12,7 @@ from comm.loopback import LoopbackWorld
 from helix.checks import check_latents, check_layout, check_weights
 from helix.config import Config, ModelConfig, SpeculationConfig
 from helix.files import read_json, read_text
+from helix.kv_placement import Stripes
 from helix.layers.specs import AttentionSpec
 from helix.layers.weights import ModelShard, Weights
 from helix.layout import HelixLayout
@@ -20,7 +21,6 @@ from helix.models.decoder import Decoder
 from helix.models.draft_layer import Eagle3Layer
 from helix.models.eagle3 import UNUSED
 from helix.models.loading import Checkpoint, weights_of
-from helix.placement import Stripes
 from helix.setup.parts import make_draft_layout, make_eagle3, make_spec, stored_format
 from helix.speculation import check_draft
 from helix.tokenizer import has_tokenizer
@@ -95,7 +95,7 @@ def check_tensors(checkpoint: Checkpoint | None, spec: DecoderSpec) -> None:
         checkpoint.check(weights_of(spec, HelixLayout.create(), 0, torch.float32).slices, spec.unused)
 
 
-def make_draft(config: Config, of_target: HelixLayout, target: DecoderSpec) -> CheckedDraft:
+def make_draft(config: Config, target_layout: HelixLayout, target: DecoderSpec) -> CheckedDraft:
     """Makes the draft model's part of a run; raises ValueError unless it can propose to the target."""
     speculation = config.speculation
     try:
@@ -106,8 +106,8 @@ def make_draft(config: Config, of_target: HelixLayout, target: DecoderSpec) -> C
         check_latents(config, spec)
         if spec.has_states:
             raise ValueError("a model whose layers keep states (Gated DeltaNet) cannot draft: set speculation=ngram")
-        layout = make_draft_layout(speculation.layout, spec, of_target.world_size)
-        check_draft(target.vocab, spec.vocab, layout, Stripes(of_target, *config.blocks))
+        layout = make_draft_layout(speculation.layout, spec, target_layout.world_size)
+        check_draft(target.vocab, spec.vocab, layout, Stripes(target_layout, *config.blocks))
         check_layout(layout, spec)
         checkpoint, spec = open_checkpoint(speculation.model, spec)
         return CheckedDraft(layout, spec, checkpoint)

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from helix.config import Config, DraftLayoutConfig, LayoutConfig, ModelConfig, SpeculationConfig
-from helix.layers.specs import Formats, unpacked
+from helix.layers.specs import Formats, unquantized
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec, spec_from_config
-from helix.models.checkpoint import CheckpointFiles, WeightFormat, read_config, rounded
-from helix.models.eagle3 import Eagle3Spec, drafted_by
+from helix.models.checkpoint import CheckpointFiles, WeightFormat, fp8_format, read_config
+from helix.models.eagle3 import Eagle3Spec, with_eagle3
 from helix.models.eagle3 import read as read_eagle3
 from helix.models.overrides import check_overrides, ignored_overrides, load_spec_config
 
@@ -39,7 +39,7 @@ def make_spec(config: Config, key: str = "model") -> DecoderSpec:
     check_overrides(stored_config(model), model.config, f"{key}.config")
     spec = spec_from_config(resolved_config(model))
     if config.speculation.drafter == "eagle3":
-        return drafted_by(spec, make_eagle3(config.speculation, spec))
+        return with_eagle3(spec, make_eagle3(config.speculation, spec))
     return spec.with_mtp() if config.speculation.drafter == "mtp" else spec
 
 
@@ -58,11 +58,11 @@ def make_eagle3(config: SpeculationConfig, target: DecoderSpec) -> Eagle3Spec:
 def make_formats(config: ModelConfig, checkpoint: CheckpointFiles | None, on_gpu: bool) -> Formats:
     """Returns the storage of a model's matrices, as model.weights names it."""
     if config.weights == "bf16" or (config.weights == "auto" and not on_gpu):
-        return unpacked
+        return unquantized
     stored = stored_format(config)
     if stored is None:
-        return rounded if config.weights == "fp8" else unpacked
-    return stored.kept if checkpoint is None else checkpoint.kept
+        return fp8_format if config.weights == "fp8" else unquantized
+    return stored.matrix_format if checkpoint is None else checkpoint.matrix_format
 
 
 def stored_format(config: ModelConfig) -> WeightFormat | None:

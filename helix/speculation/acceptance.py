@@ -46,12 +46,12 @@ def accepted_candidates(
     p, best = distribution(logits.unflatten(0, (B, n + 1)), vocab_offset, state, comm, filtered=filtered)
     mass = torch.zeros(B * (n + 1 + n), 2, dtype=torch.int64, device=logits.device)
 
-    def of_both(sums: Tensor) -> tuple[Tensor, Tensor]:
+    def split_target_draft(sums: Tensor) -> tuple[Tensor, Tensor]:
         return sums[: B * (n + 1)].view(B, n + 1, 2), sums[B * (n + 1) :].view(B, n, 2)
 
-    for of_one, sums in zip((p, q), of_both(mass), strict=True):
-        kept_mass(of_one, drafts, vocab_offset, sums)
-    p_mass, q_mass = of_both(comm.all_reduce(mass))
+    for probs, sums in zip((p, q), split_target_draft(mass), strict=True):
+        kept_mass(probs, drafts, vocab_offset, sums)
+    p_mass, q_mass = split_target_draft(comm.all_reduce(mass))
     first = positions.view(B, n + 1)[:, 0]
     accepted, candidates = accept(p, q, p_mass, q_mass, drafts, best, state.seed, first, vocab_offset)
     return Candidates(comm.all_gather(candidates).flatten(0, 1), accepted)

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from helix.attention.base import AttentionPolicy
-from helix.worker.follower import Follower
-from helix.worker.graph_keys import StepKind
+from helix.worker.graph_keys import DecodeGraphKey
 from helix.worker.kv_cache import KVCache
+from helix.worker.sequence_observer import SequenceObserver
 from helix.worker.step import DecodeState
 from kernels.tokens.accept import Distribution
 
@@ -30,35 +30,35 @@ class Draft:
         tokens: ids [rows, n] int64; -1: no token here or after.
         sampled_from: distributions from which they were drawn, over this rank's columns; None: accepted if equal to the
             drawn tokens.
-        outcome: [rows, n] tokens to take as drawn at their positions, instead of the model's; for benchmarks.
+        forced_tokens: [rows, n] tokens to take as drawn at their positions, instead of the model's; for benchmarks.
     """
 
     tokens: Tensor
     sampled_from: Distribution | None = None
-    outcome: Tensor | None = None
+    forced_tokens: Tensor | None = None
 
 
-class Drafter(Follower):
+class Drafter(SequenceObserver):
     """Base of drafters, which propose tokens; it follows the sequences' events.
 
     Args:
         limit: most tokens proposed per sequence and step.
 
     Attributes:
-        verification: attention policy of steps with drafts, instead of the target's dense one; None: the target's.
-        lags: whether its cache may lack drawn tokens, so that their pages cannot be shared.
-        follows_prompts: whether it takes the event `prefilled`.
-        reads_states: whether it reads the states of all tokens of prompts.
-        own_pages: whether it has as many pages as the cache, which are not shared between sequences.
-        lacking: like `KVCache.lacking`, for its own cache.
+        verify_policy: attention policy of steps with drafts, instead of the target's dense one; None: the target's.
+        may_lag: whether its cache may lack drawn tokens, so that their pages cannot be shared.
+        wants_prefill_events: whether it takes the event `on_prefill`.
+        needs_hidden_states: whether it reads the states of all tokens of prompts.
+        has_own_pages: whether it has as many pages as the cache, which are not shared between sequences.
+        lacking: like `KVCache.recomputed_tokens`, for its own cache.
     """
 
-    verification: AttentionPolicy | None = None
-    lags = False
-    follows_prompts = False
-    reads_states = False
-    own_pages = False
-    lacking = 0.0
+    verify_policy: AttentionPolicy | None = None
+    may_lag = False
+    wants_prefill_events = False
+    needs_hidden_states = False
+    has_own_pages = False
+    recomputed_tokens = 0.0
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -69,7 +69,7 @@ class Drafter(Follower):
     def check(self, wait: bool = True) -> None:
         """Checks its own collectives, by `Communicator.check`."""
 
-    def propose(self, state: DecodeState, kind: StepKind) -> Draft:
+    def propose(self, state: DecodeState, kind: DecodeGraphKey) -> Draft:
         """Proposes `kind.drafts` tokens, from 1 to `limit`, for each of the first `kind.rows` slots.
 
         The result is the same on all ranks and of fixed shape. It is part of a captured step: no waits for the host.

@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from helix.attention.dense import DenseAttention
-from helix.engine.decision import Admission, TableWrite
+from helix.engine.scheduler_output import BlockTableUpdate, NewRequest
+from helix.kv_placement import PromptChunk
 from helix.models.decoder import Decoder
 from helix.models.draft_layer import DraftLayer
-from helix.placement import PromptChunk
 from helix.speculation.base import Draft, Drafter
-from helix.speculation.drawing import DraftDrawing
-from helix.worker.follower import Begun, Prefilled, Taken
-from helix.worker.graph_keys import StepKind
-from helix.worker.keeps import EngineSizes
+from helix.speculation.draft_sampler import DraftSampler
+from helix.worker.graph_keys import DecodeGraphKey
 from helix.worker.kv_cache import KVCache
+from helix.worker.kv_cache_spec import EngineSizes
+from helix.worker.sequence_observer import FirstTokenSampled, PrefillCommitted, StepCommitted
 from helix.worker.step import DecodeState, Step
 from helix.worker.transfers import to_device
 
@@ -35,120 +35,129 @@ class LayerDrafter(Drafter):
         layer: its part on this rank.
         model, cache: the target's.
         sizes: the engine's sizes.
-        noise: shared: a draft is drawn with the target's noise of its position; own: see `DraftDrawing`.
+        noise: shared: a draft is drawn with the target's noise of its position; own: see `DraftSampler`.
     """
 
-    reads_states = True
-    follows_prompts = True
+    needs_hidden_states = True
+    wants_prefill_events = True
 
     def __init__(self, layer: DraftLayer, model: Decoder, cache: KVCache, sizes: EngineSizes, noise: str) -> None:
         super().__init__(sizes.drafts)
         # The last row of a hit belongs to the token after it: it is written again, of an exact state.
-        self.lacking = cache.lacking + 1
+        self.recomputed_tokens = cache.recomputed_tokens + 1
         self.layer = layer
         self.comm = model.comm
         self.cache = cache
         self.noise = noise
         self.policy = DenseAttention()
         slots, placement, dtype = sizes.slots, cache.placement, model.weights.dtype
-        most = placement.stripes.pages_for(sizes.length + sizes.drafts)
-        self.sequences = DecodeState(slots, most, placement, cache.device, rings=cache.rings)
+        max_pages = placement.stripes.pages_for(sizes.length + sizes.drafts)
+        self.sequences = DecodeState(slots, max_pages, placement, cache.device, rings=cache.rings)
         # Its own, from which first drafts come; and the target's, of the last token of a prompt's chunk.
-        self._states, self._ends = (
-            torch.zeros(slots, width, dtype=dtype, device=cache.device) for width in (layer.width, layer.read)
+        self._states, self._prompt_states = (
+            torch.zeros(slots, width, dtype=dtype, device=cache.device) for width in (layer.width, layer.target_width)
         )
-        self._read: dict[int, int] = {}  # tokens of a slot's prompt up to that one
-        # What the rows of first drafts read, if further drafts read the same: see `Step.chosen`.
-        width = min(layer.choice, most * placement.page_size)
-        self._choice = tuple(
+        self._num_read: dict[int, int] = {}  # tokens of a slot's prompt up to that one
+        # What the rows of first drafts read, if further drafts read the same: see `Step.selected`.
+        width = min(layer.shared_topk, max_pages * placement.page_size)
+        self._selected = tuple(
             torch.zeros(slots, *size, dtype=torch.int32, device=cache.device) for size in ((width,), (), ())
         )
 
-    def admit(self, *admissions: Admission) -> None:
+    def admit(self, *admissions: NewRequest) -> None:
         self.sequences.admit(*admissions)
         for admission in admissions:
-            self._read.pop(admission.slot, None)
+            self._num_read.pop(admission.slot, None)
 
-    def write(self, *tables: TableWrite) -> None:
-        self.sequences.write(*tables)
+    def write_tables(self, *tables: BlockTableUpdate) -> None:
+        self.sequences.write_tables(*tables)
 
-    def prefilled(self, chunk: Prefilled) -> None:
+    def on_prefill(self, chunk: PrefillCommitted) -> None:
         assert chunk.states is not None
         counts = [len(p.tokens) for p in chunk.prompts]
         prompts, states = [], []
-        for p, of_tokens in zip(chunk.prompts, chunk.states.split(counts), strict=True):
-            known = max(p.known - 1, 0)  # rows of a hit, which states that lack their windows would spoil for all
-            if self._read.get(p.slot) == p.begin:  # it goes on where a chunk ended
-                states.append(self._ends[p.slot : p.slot + 1])
-                prompts.append(PromptChunk(p.slot, p.begin - 1, p.tokens, known))
+        for p, token_states in zip(chunk.prompts, chunk.states.split(counts), strict=True):
+            num_cached = max(p.num_cached_tokens - 1, 0)  # rows of a hit: states without windows would spoil them
+            if self._num_read.get(p.slot) == p.begin:  # it goes on where a chunk ended
+                states.append(self._prompt_states[p.slot : p.slot + 1])
+                prompts.append(PromptChunk(p.slot, p.begin - 1, p.tokens, num_cached))
             elif len(p.tokens) > 1:
-                prompts.append(PromptChunk(p.slot, p.begin, p.tokens[1:], known))
-            states.append(of_tokens[:-1])
-            self._read[p.slot] = p.end
+                prompts.append(PromptChunk(p.slot, p.begin, p.tokens[1:], num_cached))
+            states.append(token_states[:-1])
+            self._num_read[p.slot] = p.end
         if prompts:
-            step = replace(self.sequences.prefill_step(prompts), chooses=False)
-            self.layer.append(self.cache, step, torch.cat(states), own=False)
+            step = replace(self.sequences.prefill_step(prompts), selects=False)
+            self.layer.append(self.cache, step, torch.cat(states), from_draft=False)
         rows = to_device(torch.tensor(counts).cumsum(0) - 1, chunk.states.device)
         slots = to_device(torch.tensor([p.slot for p in chunk.prompts]), chunk.states.device)
-        self._ends[slots] = chunk.states[rows]
+        self._prompt_states[slots] = chunk.states[rows]
 
-    def begun(self, begun: Begun) -> None:
-        own, slots = self.sequences, begun.slots
-        own.active.fill_(False)
-        own.active.index_fill_(0, slots, True)
-        own.lengths[slots] = begun.lengths - 1
-        own.tokens[slots] = begun.tokens
-        states = torch.zeros_like(self._ends)
+    def on_first_token(self, begun: FirstTokenSampled) -> None:
+        sequences, slots = self.sequences, begun.slots
+        sequences.active.fill_(False)
+        sequences.active.index_fill_(0, slots, True)
+        sequences.lengths[slots] = begun.lengths - 1
+        sequences.tokens[slots] = begun.tokens
+        states = torch.zeros_like(self._prompt_states)
         states[slots] = begun.states
-        step = own.decode_step(len(states))
-        self._states[slots] = self._ahead(step, states)[slots]
-        if self.layer.choice:
-            assert step.chosen is not None
-            for kept, of_rows in zip(self._choice, step.chosen, strict=True):
-                kept[slots] = of_rows[slots]
+        step = sequences.decode_step(len(states))
+        self._states[slots] = self._run_layer(step, states)[slots]
+        if self.layer.shared_topk:
+            assert step.selected is not None
+            for buffer, row_values in zip(self._selected, step.selected, strict=True):
+                buffer[slots] = row_values[slots]
 
     def catch_up(self, state: DecodeState) -> None:
         # Rows are all there; but sequences that only steps are timed with come without events.
         self.sequences.block_tables.copy_(state.block_tables)
         self.sequences.starts.copy_(state.starts)
 
-    def propose(self, state: DecodeState, kind: StepKind) -> Draft:
+    def propose(self, state: DecodeState, kind: DecodeGraphKey) -> Draft:
         rows, lengths = kind.rows, state.lengths[: kind.rows]
-        drawing = DraftDrawing(self.layer.logits, self.layer.vocab_rows, self.comm, self.noise == "shared", kind)
+        sampler = DraftSampler(self.layer.logits, self.layer.vocab_rows, self.comm, self.noise == "shared", kind)
         states = self._states[:rows]
-        tokens = drawing.draw(states, state, lengths + 1)
+        tokens = sampler.sample(states, state, lengths + 1)
         if kind.drafts > 1:
-            ahead = state.steps_ahead(rows, kind.drafts - 1)
-            choice = tuple(kept[:rows] for kept in self._choice)
+            draft_steps = state.draft_steps(rows, kind.drafts - 1)
+            selected = tuple(buffer[:rows] for buffer in self._selected)
             for n in range(kind.drafts - 1):
-                step = ahead.step(n, tokens)
-                states = self._ahead(step.reading(choice) if self.layer.choice else step, states, own=True)
-                tokens = drawing.draw(states, state, lengths + n + 2)
-        return drawing.draft()
+                step = draft_steps.step(n, tokens)
+                states = self._run_layer(
+                    step.with_selection(selected) if self.layer.shared_topk else step, states, from_draft=True
+                )
+                tokens = sampler.sample(states, state, lengths + n + 2)
+        return sampler.draft()
 
-    def takes(self, kind: StepKind) -> bool:
+    def observes_step(self, kind: DecodeGraphKey) -> bool:
         return True
 
-    def taken(self, step: Taken) -> None:
-        rows, own = step.kind.rows, self.sequences
-        own.active[:rows] = step.tokens[:, 0] >= 0
-        own.lengths[:rows] = step.span.before
-        own.tokens[:rows] = step.tokens[:, 0]
-        verified = own.decode_step(rows, step.tokens[:, 1:] if step.kind.drafts else None)
-        parts = self.layer.append(self.cache, verified, step.states, own=False)
+    def on_step(self, step: StepCommitted) -> None:
+        rows, sequences = step.kind.rows, self.sequences
+        sequences.active[:rows] = step.tokens[:, 0] >= 0
+        sequences.lengths[:rows] = step.span.before
+        sequences.tokens[:rows] = step.tokens[:, 0]
+        verified = sequences.decode_step(rows, step.tokens[:, 1:] if step.kind.drafts else None)
+        parts = self.layer.append(self.cache, verified, step.states, from_draft=False)
         last = (step.span.after - step.span.before - 1).clamp(min=0)
         at = verified.slots * verified.max_q + last
-        own.lengths[:rows] += last
-        newest = own.decode_step(rows)
+        sequences.lengths[:rows] += last
+        newest = sequences.decode_step(rows)
         self.policy.prepare(newest, {self.layer.window})
-        if verified.chosen is not None:
-            to = [kept[:rows] for kept in self._choice] if self.layer.choice else [None] * 3
-            newest = newest.reading(
-                tuple(torch.index_select(x, 0, at, out=of_rows) for x, of_rows in zip(verified.chosen, to, strict=True))
+        if verified.selected is not None:
+            to = [buffer[:rows] for buffer in self._selected] if self.layer.shared_topk else [None] * 3
+            newest = newest.with_selection(
+                tuple(
+                    torch.index_select(x, 0, at, out=row_values)
+                    for x, row_values in zip(verified.selected, to, strict=True)
+                )
             )
-        queries, x = (of_rows.index_select(0, at) for of_rows in parts)  # last: attention reads what is older early
+        queries, x = (
+            row_values.index_select(0, at) for row_values in parts
+        )  # last: attention reads what is older early
         self._states[:rows] = self.layer.attend(queries, x, self.cache, newest, self.policy)
 
-    def _ahead(self, step: Step, states: Tensor, own: bool = False) -> Tensor:
+    def _run_layer(self, step: Step, states: Tensor, from_draft: bool = False) -> Tensor:
         self.policy.prepare(step, {self.layer.window})
-        return self.layer.attend(*self.layer.append(self.cache, step, states, own=own), self.cache, step, self.policy)
+        return self.layer.attend(
+            *self.layer.append(self.cache, step, states, from_draft=from_draft), self.cache, step, self.policy
+        )

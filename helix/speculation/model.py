@@ -10,19 +10,19 @@ from torch import Tensor
 
 from comm.base import Communicator
 from helix.attention.dense import DenseAttention
-from helix.engine.decision import Admission, TableWrite
+from helix.engine.scheduler_output import BlockTableUpdate, NewRequest
+from helix.kv_placement import KVPlacement, PromptChunk, Stripes
 from helix.layout import HelixLayout
 from helix.models.decoder import Decoder
-from helix.placement import Placement, PromptChunk, Stripes
 from helix.speculation.base import Draft, Drafter, check_states
-from helix.speculation.drawing import DraftDrawing
-from helix.worker.follower import Prefilled
-from helix.worker.graph_keys import StepKind
-from helix.worker.keeps import EngineSizes, Keeps, dtype_name, page_bytes
+from helix.speculation.draft_sampler import DraftSampler
+from helix.worker.graph_keys import DecodeGraphKey
 from helix.worker.kv_cache import KVCache, slot_bytes, without_long_rings
+from helix.worker.kv_cache_spec import EngineSizes, KVCacheSpec, dtype_name, page_bytes
+from helix.worker.sequence_observer import PrefillCommitted
 from helix.worker.step import DecodeState
 
-CATCH_UP = 1024  # most tokens of one pass that catches up with steps without drafts
+MAX_CATCH_UP_TOKENS = 1024  # most tokens of one pass that catches up with steps without drafts
 
 
 @dataclass(frozen=True)
@@ -39,25 +39,27 @@ class DraftModel:
     comm: Communicator
     kv: str = "auto"
 
-    def placement(self, target: Placement) -> Placement:
+    def placement(self, target: KVPlacement) -> KVPlacement:
         """Returns its cache's placement: a page number holds the same tokens as in the target's cache, or fewer."""
         page_size = target.stripes.page_tokens // self.layout.kvp
         append_block = math.gcd(target.append_block, page_size)
-        return Placement(self.layout, self.layout.kvp_rank(self.comm.rank), append_block, page_size)
+        return KVPlacement(self.layout, self.layout.kvp_rank(self.comm.rank), append_block, page_size)
 
-    def page_bytes(self, target: Placement) -> int:
+    def page_bytes(self, target: KVPlacement) -> int:
         """Counts the bytes of a page on this rank."""
-        return sum(page_bytes(kept, self.placement(target).page_size) for kept in self.keeps)
+        return sum(page_bytes(layer_specs, self.placement(target).page_size) for layer_specs in self.kv_cache_specs)
 
     @property
-    def keeps(self) -> list[tuple[Keeps, ...]]:
+    def kv_cache_specs(self) -> list[tuple[KVCacheSpec, ...]]:
         """Data that each of its layers keeps on this rank."""
-        of = self.model.spec.keeps(self.layout, self.comm.rank, dtype_name(self.model.weights.dtype), self.kv)
-        return without_long_rings(of)
+        specs = self.model.spec.kv_cache_specs(
+            self.layout, self.comm.rank, dtype_name(self.model.weights.dtype), self.kv
+        )
+        return without_long_rings(specs)
 
-    def slot_bytes(self, target: Placement, sizes: EngineSizes) -> int:
+    def slot_bytes(self, target: KVPlacement, sizes: EngineSizes) -> int:
         """Counts the bytes of all data outside pages on this rank, for these sizes of the engine."""
-        return slot_bytes(self.keeps, self.placement(target), own_sizes(sizes))
+        return slot_bytes(self.kv_cache_specs, self.placement(target), draft_sizes(sizes))
 
 
 class ModelDrafter(Drafter):
@@ -75,10 +77,10 @@ class ModelDrafter(Drafter):
         ValueError: vocabularies or ranks differ, or pages do not divide; on every rank.
     """
 
-    lags = True
-    follows_prompts = True
+    may_lag = True
+    wants_prefill_events = True
 
-    def __init__(self, draft: DraftModel, vocab: int, target: Placement, sizes: EngineSizes) -> None:
+    def __init__(self, draft: DraftModel, vocab: int, target: KVPlacement, sizes: EngineSizes) -> None:
         super().__init__(sizes.drafts)
         model, layout, comm = draft.model, draft.layout, draft.comm
         check_draft(vocab, model.spec.vocab, layout, target.stripes)
@@ -86,69 +88,80 @@ class ModelDrafter(Drafter):
         self.policy = DenseAttention()
         self.comm = comm
         self.placement = draft.placement(target)
-        self.cache = KVCache(draft.keeps, self.placement, own_sizes(sizes), comm.device)
+        self.cache = KVCache(draft.kv_cache_specs, self.placement, draft_sizes(sizes), comm.device)
         check_states(self.cache, "model")
-        self.lacking = self.cache.lacking
+        self.recomputed_tokens = self.cache.recomputed_tokens
         # Its lengths count only final tokens: later entries may be refused drafts.
-        most = target.stripes.pages_for(sizes.length + sizes.drafts)
-        self.sequences = DecodeState(sizes.slots, most, self.placement, comm.device, rings=self.cache.rings)
+        max_pages = target.stripes.pages_for(sizes.length + sizes.drafts)
+        self.sequences = DecodeState(sizes.slots, max_pages, self.placement, comm.device, rings=self.cache.rings)
 
-    def admit(self, *admissions: Admission) -> None:
+    def admit(self, *admissions: NewRequest) -> None:
         # Sequences that share pages have the same start.
         starts = [replace(a, start=a.start % self.placement.layout.kvp) for a in admissions]
         self.sequences.admit(*starts)
         self.cache.admit(*starts)
 
-    def write(self, *tables: TableWrite) -> None:
-        self.sequences.write(*tables)
+    def write_tables(self, *tables: BlockTableUpdate) -> None:
+        self.sequences.write_tables(*tables)
 
-    def copy(self, sources: Tensor, to: Tensor) -> None:
-        self.cache.copy(sources, to)
+    def copy_pages(self, sources: Tensor, to: Tensor) -> None:
+        self.cache.copy_pages(sources, to)
 
-    def prefilled(self, chunk: Prefilled) -> None:
-        self._read(chunk.prompts)
+    def on_prefill(self, chunk: PrefillCommitted) -> None:
+        self._prefill(chunk.prompts)
 
-    def _read(self, prompts: Sequence[PromptChunk]) -> None:
+    def _prefill(self, prompts: Sequence[PromptChunk]) -> None:
         step = self.sequences.prefill_step(prompts)
         self.model.last_states(self.cache, step, self.policy)
         for prompt in prompts:
             self.sequences.lengths[prompt.slot].fill_(prompt.written[1])
-        self.cache.prefilled(Prefilled(prompts, self.sequences.prompts_span(prompts), self.sequences.parts(prompts)))
+        self.cache.on_prefill(
+            PrefillCommitted(prompts, self.sequences.prompts_span(prompts), self.sequences.parts(prompts))
+        )
 
     def catch_up(self, state: DecodeState) -> None:
-        active, lengths, known = (t.tolist() for t in (state.active, state.lengths, self.sequences.lengths))
+        active, lengths, num_computed_tokens = (
+            t.tolist() for t in (state.active, state.lengths, self.sequences.lengths)
+        )
         # The last two tokens are left to the next step, which begins with them.
-        while behind := [row for row in range(len(active)) if active[row] and known[row] < lengths[row] - 1]:
-            ends = {row: min(known[row] + max(1, CATCH_UP // len(behind)), lengths[row] - 1) for row in behind}
-            tokens = {row: state.history[row, known[row] : end].long() for row, end in ends.items()}
-            self._read([PromptChunk(row, known[row], tokens[row].cpu()) for row in behind])
-            known = [ends.get(row, at) for row, at in enumerate(known)]
+        while lagging := [
+            row for row in range(len(active)) if active[row] and num_computed_tokens[row] < lengths[row] - 1
+        ]:
+            ends = {
+                row: min(num_computed_tokens[row] + max(1, MAX_CATCH_UP_TOKENS // len(lagging)), lengths[row] - 1)
+                for row in lagging
+            }
+            tokens = {row: state.history[row, num_computed_tokens[row] : end].long() for row, end in ends.items()}
+            self._prefill([PromptChunk(row, num_computed_tokens[row], tokens[row].cpu()) for row in lagging])
+            num_computed_tokens = [ends.get(row, at) for row, at in enumerate(num_computed_tokens)]
 
     def check(self, wait: bool = True) -> None:
         self.comm.check(wait)
 
-    def propose(self, state: DecodeState, kind: StepKind) -> Draft:
+    def propose(self, state: DecodeState, kind: DecodeGraphKey) -> Draft:
         rows, drafts = kind.rows, kind.drafts
-        own, lengths, last = self.sequences, state.lengths[:rows], state.tokens[:rows, None]
+        sequences, lengths, last = self.sequences, state.lengths[:rows], state.tokens[:rows, None]
         before = (lengths - 1).clamp(min=0)  # arbitrary in rows that do not decode
-        own.active[:rows] = state.active[:rows]
-        own.lengths[:rows] = before
-        own.tokens[:rows] = state.history[:rows].gather(1, before[:, None])[:, 0]
-        hidden = self.model.hidden(self.cache, own.decode_step(rows, last), self.policy).unflatten(0, (rows, 2))[:, 1]
-        drawing = DraftDrawing(self.model.logits, self.model.embedding.rows, self.comm, False, kind)
+        sequences.active[:rows] = state.active[:rows]
+        sequences.lengths[:rows] = before
+        sequences.tokens[:rows] = state.history[:rows].gather(1, before[:, None])[:, 0]
+        hidden = self.model.hidden(self.cache, sequences.decode_step(rows, last), self.policy).unflatten(0, (rows, 2))[
+            :, 1
+        ]
+        sampler = DraftSampler(self.model.logits, self.model.embedding.rows, self.comm, False, kind)
         for n in range(1, drafts + 1):
-            tokens = drawing.draw(hidden, state, lengths + n)
+            tokens = sampler.sample(hidden, state, lengths + n)
             if n < drafts:
-                own.tokens[:rows] = tokens
-                own.lengths[:rows] = lengths + n
-                hidden = self.model.hidden(self.cache, own.decode_step(rows), self.policy)
-        own.lengths[:rows] = lengths + 1
-        return drawing.draft()
+                sequences.tokens[:rows] = tokens
+                sequences.lengths[:rows] = lengths + n
+                hidden = self.model.hidden(self.cache, sequences.decode_step(rows), self.policy)
+        sequences.lengths[:rows] = lengths + 1
+        return sampler.draft()
 
 
-def own_sizes(target: EngineSizes) -> EngineSizes:
+def draft_sizes(target: EngineSizes) -> EngineSizes:
     """Returns the sizes of its steps, which begin with the last two tokens; its prefill steps catch up too."""
-    return replace(target, drafts=target.drafts + 1, chunk=max(target.chunk, CATCH_UP), snapshots=0)
+    return replace(target, drafts=target.drafts + 1, chunk=max(target.chunk, MAX_CATCH_UP_TOKENS), snapshots=0)
 
 
 def check_draft(vocab: int, draft_vocab: int, layout: HelixLayout, target: Stripes) -> None:

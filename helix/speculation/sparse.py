@@ -15,22 +15,22 @@ from torch import Tensor
 
 from helix.attention.base import AttentionPolicy
 from helix.attention.block_sparse import BlockSparseAttention
-from helix.attention.chosen import ChosenAttention, CollectingAttention
-from helix.config import LEAST_KEYS, MOST_CHOSEN
-from helix.engine.decision import Admission, TableWrite
+from helix.attention.selected import ScoringAttention, SelectedAttention
+from helix.config import LEAST_KEYS, MAX_SELECTED
+from helix.engine.scheduler_output import BlockTableUpdate, NewRequest
+from helix.kv_placement import BlockBudget, KeyBudget, KVPlacement
 from helix.layers.specs import AttentionSpec
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
 from helix.models.decoder import Decoder
-from helix.packages import imported
-from helix.placement import BlockBudget, KeyBudget, Placement
+from helix.packages import import_object
 from helix.speculation.base import Draft, Drafter, check_states
-from helix.speculation.drawing import DraftDrawing
-from helix.worker.follower import Prefilled, Retired, Taken
-from helix.worker.graph_keys import StepKind
-from helix.worker.keeps import EngineSizes, dtype_name, score_planes
+from helix.speculation.draft_sampler import DraftSampler
+from helix.worker.graph_keys import DecodeGraphKey
 from helix.worker.kv_cache import KVCache
+from helix.worker.kv_cache_spec import EngineSizes, dtype_name, score_planes
 from helix.worker.score_pages import ScorePages, score_bytes
+from helix.worker.sequence_observer import PrefillCommitted, RequestReleased, StepCommitted
 from helix.worker.step import DecodeState
 from kernels.sparse.draft_ranges import MILLION
 from kernels.sparse.select_tokens import select_tokens
@@ -41,7 +41,7 @@ SINK_TOKENS = 4  # first tokens of a sequence, always read
 RECENT, REACH = 0.5, 8
 # Queries of verification that count in the score of a key: the maximum over any, or the mean of first and last. None:
 # no scores, the latest keys are chosen.
-ROWS = {"any": "any", "c2q": "ends", "window": None}
+SCORED_QUERIES = {"any": "any", "c2q": "ends", "window": None}
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class DraftBudget:
     """Selection of the keys that drafts read.
 
     Attributes:
-        policy: one of ROWS, whose keys are chosen before drafts; quest: each draft chooses blocks by key bounds; or the
+        policy: one of SCORED_QUERIES (keys selected before drafts); quest: each draft selects blocks by bounds; or the
             import path of what makes the attention of drafts.
         sparsity: share of a rank's keys of a sequence that is read.
         recent: share of that for the first and the latest keys, regardless of score.
@@ -76,35 +76,37 @@ class DraftBudget:
         # Pages with drafts have no key bounds yet, and are always read.
         local = max(1 + -(-drafts // page_size), round(self.recent * total))
         topk = max(0, total - local - 1)
-        if -(-topk // kvp) > MOST_CHOSEN:
+        if -(-topk // kvp) > MAX_SELECTED:
             raise ValueError(
-                f"{topk} blocks of kv.page_size={page_size} tokens over {kvp} ranks are more than the {MOST_CHOSEN} "
+                f"{topk} blocks of kv.page_size={page_size} tokens over {kvp} ranks are more than the {MAX_SELECTED} "
                 "that a query chooses on each: set a larger kv.page_size or a lower speculation.sparsity"
             )
         return BlockBudget(1, local, topk, 0)
 
     def planes(self, spec: DecoderSpec, layout: HelixLayout, rank: int, queries: int, dtype: str) -> int:
         """Returns the score planes per layer on a rank, for verification of `queries` queries per sequence."""
-        if ROWS.get(self.policy) is None:
+        if SCORED_QUERIES.get(self.policy) is None:
             return 0
-        of = attention(spec)
-        group = len(layout.q_heads(rank, of.q_heads, of.kv_heads)) // len(layout.kv_heads(rank, of.kv_heads))
-        return score_planes(queries, group, of.head_dim, dtype)
+        spec_attention = attention(spec)
+        group = len(layout.q_heads(rank, spec_attention.q_heads, spec_attention.kv_heads)) // len(
+            layout.kv_heads(rank, spec_attention.kv_heads)
+        )
+        return score_planes(queries, group, spec_attention.head_dim, dtype)
 
-    def columns(self, placement: Placement, max_length: int, drafts: int) -> int:
+    def columns(self, placement: KVPlacement, max_length: int, drafts: int) -> int:
         """Returns the columns of a table: chosen keys of a sequence of `max_length` tokens, and newer ones."""
-        most = placement.stripes.pages_for(max_length + drafts) * placement.page_size
-        return int(self.keys(placement.layout.kvp).of(torch.tensor(most))) + tail(drafts)
+        capacity = placement.stripes.pages_for(max_length + drafts) * placement.page_size
+        return int(self.keys(placement.layout.kvp).num_keys(torch.tensor(capacity))) + tail(drafts)
 
-    def table_bytes(self, spec: DecoderSpec, placement: Placement, rank: int, sizes: EngineSizes) -> int:
+    def table_bytes(self, spec: DecoderSpec, placement: KVPlacement, rank: int, sizes: EngineSizes) -> int:
         """Counts the bytes of all tables on a rank."""
-        if self.policy not in ROWS:
+        if self.policy not in SCORED_QUERIES:
             return 0
         heads = len(placement.layout.kv_heads(rank, spec.attention.kv_heads))
         columns = self.columns(placement, sizes.length, sizes.drafts)
         return len(spec.full) * sizes.slots * heads * columns * torch.int32.itemsize
 
-    def page_bytes(self, spec: DecoderSpec, placement: Placement, rank: int, drafts: int, dtype: str) -> int:
+    def page_bytes(self, spec: DecoderSpec, placement: KVPlacement, rank: int, drafts: int, dtype: str) -> int:
         """Counts the bytes of a page of scores on a rank, in all layers with scores."""
         planes = self.planes(spec, placement.layout, rank, 1 + drafts, dtype)
         heads = len(placement.layout.kv_heads(rank, spec.attention.kv_heads))
@@ -133,7 +135,7 @@ class SparseDrafter(Drafter):
             drafts; own: with independent noise, and accepted by rejection sampling.
     """
 
-    follows_prompts = True
+    wants_prefill_events = True
 
     def __init__(self, model: Decoder, cache: KVCache, sizes: EngineSizes, budget: DraftBudget, noise: str) -> None:
         super().__init__(sizes.drafts)
@@ -144,81 +146,81 @@ class SparseDrafter(Drafter):
         self.budget, self.noise = budget, noise
         self.tail = tail(self.limit)
         self.keys = budget.keys(layout.kvp)
-        self.chosen: ChosenAttention | None = None
+        self.selected: SelectedAttention | None = None
         self.scores: ScorePages | None = None
         self.policy: AttentionPolicy
         heads = len(layout.kv_heads(self.comm.rank, model.spec.attention.kv_heads))
         if budget.policy == "quest":
             blocks = budget.blocks(placement.page_size, layout.kvp, sizes.length, self.limit)
             self.policy = BlockSparseAttention(blocks, placement, sizes.length, device)
-        elif budget.policy not in ROWS:
-            self.policy = imported("speculation.policy", budget.policy)(cache, sizes)
+        elif budget.policy not in SCORED_QUERIES:
+            self.policy = import_object("speculation.policy", budget.policy)(cache, sizes)
         else:
             width = budget.columns(placement, sizes.length, self.limit)
-            self.policy = self.chosen = ChosenAttention(layers, sizes.slots, heads, width, device)
+            self.policy = self.selected = SelectedAttention(layers, sizes.slots, heads, width, device)
             # Used if there are no scores.
-            self._nothing = torch.empty(
+            self._no_scores = torch.empty(
                 len(layers), 1, 1, heads, placement.page_size, dtype=torch.float16, device=device
             )
             self._flags = torch.tensor([[False], [True]], device=device).expand(-1, sizes.slots).contiguous()
-        if rows := ROWS.get(budget.policy):
+        if rows := SCORED_QUERIES.get(budget.policy):
             shape = len(layers), self._planes(1 + self.limit), sizes.pages, heads, placement.page_size
             planes = torch.empty(shape, dtype=torch.float16, device=device)
-            most = placement.stripes.pages_for(sizes.length + self.limit)
-            tables = torch.zeros(sizes.slots, most, dtype=torch.int32, device=device)
+            capacity = placement.stripes.pages_for(sizes.length + self.limit)
+            tables = torch.zeros(sizes.slots, capacity, dtype=torch.int32, device=device)
             self.scores = ScorePages(layers, planes, tables, rows)
-            self.verification = CollectingAttention(self.scores)
-        self.own_pages = self.scores is not None
+            self.verify_policy = ScoringAttention(self.scores)
+        self.has_own_pages = self.scores is not None
 
     def _planes(self, queries: int) -> int:
         layout, dtype = self.placement.layout, dtype_name(self.model.weights.dtype)
         return self.budget.planes(self.model.spec, layout, self.comm.rank, queries, dtype)
 
-    def admit(self, *admissions: Admission) -> None:
+    def admit(self, *admissions: NewRequest) -> None:
         if self.scores is not None:
             for admission in admissions:
                 self.scores.grow(admission.slot, len(admission.pages))
 
-    def write(self, *tables: TableWrite) -> None:
+    def write_tables(self, *tables: BlockTableUpdate) -> None:
         if self.scores is not None:
             for table in tables:
                 self.scores.grow(table.slot, table.column + len(table.pages))
 
-    def retire(self, *gone: Retired) -> None:
+    def release(self, *released: RequestReleased) -> None:
         if self.scores is not None:
-            for one in gone:
-                self.scores.retire(one.slot)
+            for one in released:
+                self.scores.release(one.slot)
 
-    def prefilled(self, chunk: Prefilled) -> None:
+    def on_prefill(self, chunk: PrefillCommitted) -> None:
         span, live = chunk.span, torch.ones_like(chunk.span.after, dtype=torch.bool)
         for i, prompt in enumerate(chunk.prompts):
             at, slot = slice(i, i + 1), prompt.slot
-            self._choose(slice(slot, slot + 1), span.tables[at], span.starts[at], span.after[at] - 1, live[at], 0)
+            self._select(slice(slot, slot + 1), span.tables[at], span.starts[at], span.after[at] - 1, live[at], 0)
 
     def catch_up(self, state: DecodeState) -> None:
         every = slice(0, len(state.active))
-        self._choose(every, state.block_tables, state.starts, state.lengths - 1, state.active, 0)
+        self._select(every, state.block_tables, state.starts, state.lengths - 1, state.active, 0)
 
-    def takes(self, kind: StepKind) -> bool:
-        return kind.drafts > 0 and self.chosen is not None
+    def observes_step(self, kind: DecodeGraphKey) -> bool:
+        return kind.drafts > 0 and self.selected is not None
 
-    def propose(self, state: DecodeState, kind: StepKind) -> Draft:
+    def propose(self, state: DecodeState, kind: DecodeGraphKey) -> Draft:
         rows, drafts = kind.rows, kind.drafts
-        tokens, ahead = state.tokens[:rows], state.steps_ahead(rows, drafts)
-        self.policy.prepare(ahead.joint, set(self.model.spec.windows))
-        drawing = DraftDrawing(self.model.logits, self.model.embedding.rows, self.comm, self.noise == "shared", kind)
+        tokens, draft_steps = state.tokens[:rows], state.draft_steps(rows, drafts)
+        self.policy.prepare(draft_steps.joint, set(self.model.spec.windows))
+        sampler = DraftSampler(self.model.logits, self.model.embedding.rows, self.comm, self.noise == "shared", kind)
         for n in range(drafts):
-            step = ahead.step(n, tokens)
+            step = draft_steps.step(n, tokens)
             hidden = self.model.hidden(self.cache, step, self.policy)
-            tokens = drawing.draw(hidden, state, step.positions + 1)
-        return drawing.draft()
+            tokens = sampler.sample(hidden, state, step.positions + 1)
+        return sampler.draft()
 
-    def taken(self, step: Taken) -> None:
+    def on_step(self, step: StepCommitted) -> None:
         # The last token, at `before`, is computed too; drafts after it may have been refused.
         span, slots = step.span, slice(0, step.kind.rows)
-        self._choose(slots, span.tables, span.starts, span.before, step.live, 1 + step.kind.drafts)
+        self._select(slots, span.tables, span.starts, span.before, step.live, 1 + step.kind.drafts)
 
-    def _choose(
+    def _select(
         self,
         slots: slice,
         tables: Tensor,
@@ -234,15 +236,15 @@ class SparseDrafter(Drafter):
             live: whether each sequence exists [n] bool.
             queries: number of verified queries that wrote scores; 0: no scores, the latest keys are chosen.
         """
-        if self.chosen is None:
+        if self.selected is None:
             return
         fresh = not queries or self.scores is None
-        known, counts, sinks, recent = self.placement.draft_ranges(positions, starts, live, self.keys)
-        self.chosen.known[slots], self.chosen.counts[slots] = known, counts
-        scores, score_tables = self._nothing, tables
+        num_candidates, counts, sinks, recent = self.placement.draft_ranges(positions, starts, live, self.keys)
+        self.selected.num_candidates[slots], self.selected.counts[slots] = num_candidates, counts
+        scores, score_tables = self._no_scores, tables
         if not fresh and self.scores is not None:
             scores, score_tables = self.scores.planes[:, : self._planes(queries)], self.scores.tables[slots]
         select_tokens(
-            scores, score_tables, tables, known, counts, sinks, recent, self._flags[int(fresh)][slots],
-            self.chosen.tables[:, slots], self.tail, reach=self.budget.reach,
+            scores, score_tables, tables, num_candidates, counts, sinks, recent, self._flags[int(fresh)][slots],
+            self.selected.tables[:, slots], self.tail, reach=self.budget.reach,
         )  # fmt: skip

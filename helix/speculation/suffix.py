@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from helix.engine.decision import Admission
+from helix.engine.scheduler_output import NewRequest
 from helix.speculation.base import Draft, Drafter
-from helix.worker.follower import Begun, Retired
-from helix.worker.graph_keys import StepKind
+from helix.worker.graph_keys import DecodeGraphKey
+from helix.worker.sequence_observer import FirstTokenSampled, RequestReleased
 from helix.worker.step import DecodeState
 from helix.worker.transfers import to_device
-from kernels.tokens.suffix import TOKEN_BITS, OtherTexts, suffix
+from kernels.tokens.suffix import TOKEN_BITS, SuffixPool, suffix
 
 
 class SuffixDrafter(Drafter):
@@ -18,57 +18,62 @@ class SuffixDrafter(Drafter):
 
     Args:
         limit: most tokens proposed per sequence and step.
-        longest: most final tokens of a sequence that are searched for.
-        remembered: most tokens of others; the oldest ones are forgotten. 0: nothing is kept of any sequence.
+        prompt_lookup_max: most final tokens of a sequence that are searched for.
+        pool_tokens: most tokens of others; the oldest ones are forgotten. 0: nothing is kept of any sequence.
         max_batch: number of slots, of which salts are kept.
         device: where all this is kept.
     """
 
     def __init__(
-        self, limit: int, longest: int, remembered: int = 0, max_batch: int = 0, device: torch.device | str = "cpu"
+        self,
+        limit: int,
+        prompt_lookup_max: int,
+        pool_tokens: int = 0,
+        max_batch: int = 0,
+        device: torch.device | str = "cpu",
     ) -> None:
         super().__init__(limit)
-        self.longest = longest
-        self.size = remembered
+        self.prompt_lookup_max = prompt_lookup_max
+        self.size = pool_tokens
         # An entry more for what is not to be written.
-        self._others = torch.full((remembered + 1,), -1, dtype=torch.int64, device=device)
+        self._pool = torch.full((pool_tokens + 1,), -1, dtype=torch.int64, device=device)
         self._cursor = torch.zeros(1, dtype=torch.int64, device=device)
         self._salts = torch.zeros(max_batch, dtype=torch.int64, device=device)
-        self._admitted: dict[int, Admission] = {}
+        self._admitted: dict[int, NewRequest] = {}
         self._decoding = torch.zeros(max_batch, dtype=torch.bool, device=device)
 
-    def admit(self, *admissions: Admission) -> None:
+    def admit(self, *admissions: NewRequest) -> None:
         if not self.size:
             return
         self._admitted |= {a.slot: a for a in admissions}
-        numbers = torch.tensor([(a.slot, a.salt) for a in admissions], dtype=torch.int64)
+        numbers = torch.tensor([(a.slot, a.cache_salt) for a in admissions], dtype=torch.int64)
         slots, salts = to_device(numbers.T.contiguous(), self._salts.device)
         self._decoding.index_fill_(0, slots, False)
         self._salts.index_copy_(0, slots, salts)
 
-    def begun(self, begun: Begun) -> None:
+    def on_first_token(self, begun: FirstTokenSampled) -> None:
         if self.size:
             self._decoding.index_fill_(0, begun.slots, True)
 
-    def retire(self, *gone: Retired) -> None:
+    def release(self, *released: RequestReleased) -> None:
         if self.size:
-            for one in gone:
-                self._keep(one)
+            for one in released:
+                self._add_to_pool(one)
 
-    def _keep(self, gone: Retired) -> None:
+    def _add_to_pool(self, released: RequestReleased) -> None:
         """Stores the text of a sequence that leaves behind those of others."""
-        admission = self._admitted.pop(gone.slot)
-        begun = self._decoding[gone.slot]  # else what its length says is another sequence's
+        admission = self._admitted.pop(released.slot)
+        begun = self._decoding[released.slot]  # else what its length says is another sequence's
         # The end of the prompt leads to the answer, and -1 ends it.
-        first = max(admission.length - self.longest, 0)
-        place = torch.arange(min(admission.limit + 2 - first, self.size), device=gone.length.device)
-        count = (gone.length + 1 - first).clamp(max=len(place) - 1)
-        text = gone.history[first : first + len(place)].long() + (admission.salt << TOKEN_BITS)
-        to = torch.where((place <= count) & begun, (self._cursor + place) % self.size, self.size)
-        self._others[to] = torch.where(place < count, text, -1)
+        first = max(admission.length - self.prompt_lookup_max, 0)
+        offsets = torch.arange(min(admission.limit + 2 - first, self.size), device=released.length.device)
+        count = (released.length + 1 - first).clamp(max=len(offsets) - 1)
+        token_ids = released.history[first : first + len(offsets)].long() + (admission.cache_salt << TOKEN_BITS)
+        to = torch.where((offsets <= count) & begun, (self._cursor + offsets) % self.size, self.size)
+        self._pool[to] = torch.where(offsets < count, token_ids, -1)
         self._cursor.copy_((self._cursor + (count + 1) * begun) % self.size)
 
-    def propose(self, state: DecodeState, kind: StepKind) -> Draft:
+    def propose(self, state: DecodeState, kind: DecodeGraphKey) -> Draft:
         rows = slice(0, kind.rows)
-        others = OtherTexts(self._others[: self.size], self._cursor, self._salts[rows]) if self.size else None
-        return Draft(suffix(state.history[rows], state.lengths[rows] + 1, others, kind.drafts, self.longest))
+        pool = SuffixPool(self._pool[: self.size], self._cursor, self._salts[rows]) if self.size else None
+        return Draft(suffix(state.history[rows], state.lengths[rows] + 1, pool, kind.drafts, self.prompt_lookup_max))

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from helix.worker.keeps import ITEMSIZE, Keeps
+from helix.worker.kv_cache_spec import ITEMSIZE, KVCacheSpec
 
 WORD = 4  # bytes
 ALIGNED = 16  # bytes: each part of a block begins at a multiple, for loads of that many
 
 
 @dataclass(frozen=True)
-class BlockShape:
+class BlockLayout:
     """A page of one KV head in one layer: its keys, its values, then the scales of those in e4m3.
 
     Attributes:
@@ -24,12 +24,12 @@ class BlockShape:
     """
 
     page_size: int
-    parts: tuple[Keeps, ...]
+    parts: tuple[KVCacheSpec, ...]
 
     @classmethod
-    def of(cls, keeps: Iterable[Iterable[Keeps]], page_size: int) -> BlockShape:
+    def of(cls, layer_specs: Iterable[Iterable[KVCacheSpec]], page_size: int) -> BlockLayout:
         """Creates the shape for the data of layers of which all that read whole sequences keep the same."""
-        (parts,) = {tuple(k for k in kept if k.is_paged and k.per == "token") for kept in keeps} - {()}
+        (parts,) = {tuple(k for k in specs if k.is_paged and k.per == "token") for specs in layer_specs} - {()}
         return cls(page_size, tuple(sorted(parts, key=lambda k: k.by_head)))
 
     @property
@@ -54,7 +54,7 @@ class BlockShape:
         """
         return self._views(blocks, self.heads, 1)
 
-    def under_every_head(self, blocks: Tensor) -> dict[str, Tensor]:
+    def shared_by_heads(self, blocks: Tensor) -> dict[str, Tensor]:
         """Views blocks [..., n, words] as pages like `pages`, in which all heads share a block."""
         return self._views(blocks, 1, 0)
 
@@ -75,9 +75,9 @@ class BlockShape:
             begin = end
         return found
 
-    def _width(self, part: Keeps) -> int:
+    def _width(self, part: KVCacheSpec) -> int:
         return 1 if part.by_head else part.entry[1]
 
-    def _words(self, part: Keeps) -> int:
+    def _words(self, part: KVCacheSpec) -> int:
         size = self.page_size * self._width(part) * ITEMSIZE[part.dtype]
         return -(-size // ALIGNED) * ALIGNED // WORD

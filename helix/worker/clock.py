@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 
-class Moment:
+class TimedEvent:
     """A point of the current stream, reached once the device has run so far; on a CPU, its time of creation."""
 
     def __init__(self, device: torch.device) -> None:
@@ -26,26 +26,26 @@ class Moment:
         if self._event is not None:
             self._event.synchronize()
 
-    def since(self, other: Moment) -> float:
+    def since(self, other: TimedEvent) -> float:
         """Returns the seconds since another moment of the same stream; both must be reached."""
         if self._event is None or other._event is None:
             return self._at - other._at
         return float(other._event.elapsed_time(self._event)) / 1e3
 
 
-def seconds_of_each(
+def time_each(
     call: Callable[[], Any], times: int, device: torch.device, between: Callable[[], Any] = lambda: None
 ) -> list[float]:
     """Times each of `times` calls on the device, without host delays; `between` runs after each call, untimed."""
-    pairs: list[tuple[Moment, Moment]] = []
+    pairs: list[tuple[TimedEvent, TimedEvent]] = []
     for _ in range(times):
-        begin = Moment(device)
+        begin = TimedEvent(device)
         call()
-        pairs.append((begin, Moment(device)))
+        pairs.append((begin, TimedEvent(device)))
         between()
     for _, end in pairs:
         end.wait()
     return [end.since(begin) for begin, end in pairs]
 
 
-__all__ = ["Moment", "seconds_of_each"]
+__all__ = ["TimedEvent", "time_each"]

@@ -64,7 +64,7 @@ class HostStore:
         assert self._memory is not None
         self._memory.madvise(mmap.MADV_HUGEPAGE)
         if (node := numa_node(device)) is not None:
-            place_on(node, at, self.bytes)
+            prefer_numa_node(node, at, self.bytes)
         self._runtime: Any = torch.cuda.cudart()
         for begin in range(0, self.bytes, PIECE):
             size = min(PIECE, self.bytes - begin)
@@ -86,7 +86,7 @@ def host_store(
     shape: Sequence[int],
     dtype: torch.dtype,
     comm: Communicator,
-    key: str = "kv.host_bytes",
+    key: str = "kv.offload_host_bytes",
 ) -> HostStore:
     """Creates this rank's store, whose shape may differ between ranks; a collective call.
 
@@ -106,7 +106,7 @@ def host_store(
             f"rank {comm.rank} cannot pin {math.prod(shape) * dtype.itemsize} bytes of host memory for {key} "
             f"({error}; its limit of locked memory, ulimit -l, is {locked}): lower {key}, or raise the limit"
         )
-    reasons = [said for said in comm.all_gather_object(reason) if said]
+    reasons = [error for error in comm.all_gather_object(reason) if error]
     if reasons:
         if store is not None:
             store.close()
@@ -117,20 +117,20 @@ def host_store(
 
 def mapped(address: int, size: int, device: torch.device) -> torch.Tensor:
     """Returns `size` bytes of registered memory as a GPU tensor, uint8."""
-    said = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 2}
-    return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=said), device=device)
+    interface = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 2}
+    return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), device=device)
 
 
 def numa_node(device: torch.device) -> int | None:
     """Returns the NUMA node of a GPU's PCIe link; None if the machine does not report it."""
-    of = torch.cuda.get_device_properties(device)
-    address = f"{of.pci_domain_id:04x}:{of.pci_bus_id:02x}:{of.pci_device_id:02x}.0"  # type: ignore[attr-defined]
+    properties = torch.cuda.get_device_properties(device)
+    address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"  # type: ignore[attr-defined]
     file = DEVICES / address / "numa_node"
     node = int(file.read_text()) if file.exists() else -1
     return None if node < 0 else node
 
 
-def place_on(node: int, address: int, size: int) -> None:
+def prefer_numa_node(node: int, address: int, size: int) -> None:
     """Makes a NUMA node preferred for memory pages that are not allocated yet; has no effect if Linux refuses."""
     if number := MBIND.get(platform.machine()):
         nodes = (ctypes.c_ulong * (node // 64 + 1))()

@@ -18,17 +18,24 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from helix.engine.decision import Admission
-from helix.placement import Placement
-from helix.worker.follower import Follower, Prefilled, Span, Taken
-from helix.worker.graph_keys import StepKind
+from helix.engine.scheduler_output import NewRequest
+from helix.kv_placement import KVPlacement
+from helix.worker.graph_keys import DecodeGraphKey
 from helix.worker.host_store import HostStore
-from helix.worker.keeps import ITEMSIZE, RING_MOST, EngineSizes, Keeps, lacking, token_bytes
+from helix.worker.kv_cache_spec import (
+    ITEMSIZE,
+    MAX_RING_TOKENS,
+    EngineSizes,
+    KVCacheSpec,
+    recomputed_tokens,
+    token_bytes,
+)
+from helix.worker.sequence_observer import PrefillCommitted, SequenceObserver, Span, StepCommitted
 from helix.worker.transfers import to_device
 from kernels.paged_keys import PagedKeys
 from kernels.sparse.block_bounds import fold_blocks
 
-SNAPPED = ("slot", "recent")  # what a snapshot has
+SNAPSHOT_UNITS = ("slot", "recent")  # what a snapshot has
 
 
 @dataclass(frozen=True)
@@ -43,33 +50,33 @@ class LayerCache:
     """
 
     index: int
-    kept: Mapping[str, Tensor]
+    tensors: Mapping[str, Tensor]
     accepted: Tensor
 
     @property
     def keys(self) -> Tensor:
         """Keys [pages, page_size, Hkv, D]."""
-        return self.kept["keys"]
+        return self.tensors["keys"]
 
     @property
     def values(self) -> Tensor:
         """Values [pages, page_size, Hkv, D]."""
-        return self.kept["values"]
+        return self.tensors["values"]
 
     @property
     def bounds(self) -> Tensor:
         """Bounds [pages, Hkv, 2, D] of the keys in each page that is full of committed tokens."""
-        return self.kept["bounds"]
+        return self.tensors["bounds"]
 
     @property
     def part_bounds(self) -> Tensor:
         """Bounds [pages, Hkv, parts, 2, D] of the keys in each part of such a page."""
-        return self.kept["part_bounds"]
+        return self.tensors["part_bounds"]
 
     @property
     def scales(self) -> tuple[Tensor | None, Tensor | None]:
         """Factors [pages, Hkv, page_size] of keys and of values; None where they have none."""
-        return self.kept.get("key_scales"), self.kept.get("value_scales")
+        return self.tensors.get("key_scales"), self.tensors.get("value_scales")
 
     def paged(self, table: Tensor, lo: Tensor, hi: Tensor, scale: float, sinks: Tensor | None) -> PagedKeys:
         """Returns its keys and values for attention; arguments as in `kernels.paged_keys.PagedKeys`."""
@@ -77,13 +84,13 @@ class LayerCache:
 
     def paged_latents(self, latent: int, table: Tensor, lo: Tensor, hi: Tensor, scale: float) -> PagedKeys:
         """Returns its latents, of width `latent`, for attention; other arguments as in `paged`."""
-        kept, scales, rope = self.kept["latents"], self.kept.get("latent_scales"), self.kept.get("ropes")
-        return PagedKeys(kept, kept[..., :latent], table, lo, hi, scale, k_scale=scales, rope=rope)
+        latents, scales, rope = self.tensors["latents"], self.tensors.get("latent_scales"), self.tensors.get("ropes")
+        return PagedKeys(latents, latents[..., :latent], table, lo, hi, scale, k_scale=scales, rope=rope)
 
-    def chosen_latents(self, latent: int, slots: Tensor, lo: Tensor, hi: Tensor, scale: float) -> PagedKeys:
+    def selected_latents(self, latent: int, slots: Tensor, lo: Tensor, hi: Tensor, scale: float) -> PagedKeys:
         """Returns the latents in columns [lo, hi) of cache slots [N, width], as pages of one token."""
-        kept, scales, rope = self.kept["latents"], self.kept.get("latent_scales"), self.kept.get("ropes")
-        tokens = kept.flatten(0, 1).unsqueeze(1)  # [slots, 1, R + P]
+        latents, scales, rope = self.tensors["latents"], self.tensors.get("latent_scales"), self.tensors.get("ropes")
+        tokens = latents.flatten(0, 1).unsqueeze(1)  # [slots, 1, R + P]
         ropes = None if rope is None else rope.flatten(0, 1).unsqueeze(1)
         return PagedKeys(tokens, tokens[..., :latent], slots, lo, hi, scale, k_scale=scales, rope=ropes)
 
@@ -98,12 +105,12 @@ class Group:
     """
 
     layers: tuple[int, ...]
-    keeps: tuple[Keeps, ...]
+    kv_cache_specs: tuple[KVCacheSpec, ...]
     tensors: dict[str, Tensor]
     on_host: dict[str, Tensor] = field(default_factory=dict)
 
 
-class KVCache(Follower):
+class KVCache(SequenceObserver):
     """Data of the tokens that this rank owns, and of the sequences in its slots, for every layer.
 
     Rank 0 assigns pages to sequences (`helix.engine.block_tables`). Memory is left uninitialised: all reads are masked
@@ -131,8 +138,8 @@ class KVCache(Follower):
 
     def __init__(
         self,
-        keeps: Sequence[tuple[Keeps, ...]],
-        placement: Placement,
+        layer_specs: Sequence[tuple[KVCacheSpec, ...]],
+        placement: KVPlacement,
         sizes: EngineSizes,
         device: torch.device,
         host_states: HostStore | None = None,
@@ -140,49 +147,52 @@ class KVCache(Follower):
         self.pages = sizes.pages
         self.placement = placement
         self.device = device
-        self.bytes_per_token = sum(token_bytes(kept) for kept in keeps)
-        self.lacking = lacking(keeps)
+        self.bytes_per_token = sum(token_bytes(specs) for specs in layer_specs)
+        self.recomputed_tokens = recomputed_tokens(layer_specs)
         self.rings: dict[int | None, int] = {
-            k.reach: ring(placement, k.reach, sizes.queries) for kept in keeps for k in kept if k.reach is not None
+            k.window: ring(placement, k.window, sizes.queries)
+            for specs in layer_specs
+            for k in specs
+            if k.window is not None
         }
         self._sizes = sizes
-        of: dict[tuple[Keeps, ...], list[int]] = {}
-        for index, kept in enumerate(keeps):
-            of.setdefault(kept, []).append(index)
+        by_specs: dict[tuple[KVCacheSpec, ...], list[int]] = {}
+        for index, specs in enumerate(layer_specs):
+            by_specs.setdefault(specs, []).append(index)
         self.groups = [
-            Group(tuple(layers), kept, {k.name: self._allocate(k, len(layers)) for k in kept})
-            for kept, layers in of.items()
+            Group(tuple(layers), specs, {k.name: self._allocate(k, len(layers)) for k in specs})
+            for specs, layers in by_specs.items()
         ]
-        self._places = {index: (group, i) for group in self.groups for i, index in enumerate(group.layers)}
-        self.has_states = any(k.per == "slot" for kept in keeps for k in kept)
+        self._layer_positions = {index: (group, i) for group in self.groups for i, index in enumerate(group.layers)}
+        self.has_states = any(k.per == "slot" for specs in layer_specs for k in specs)
         self.snapshots = sizes.snapshots if self.has_states else 0
         self._host_states, self.host_snapshots = host_states, 0
         if host_states is not None:
             assert host_states.tensor is not None
             self.host_snapshots = len(host_states.tensor)
-            self._share_out(host_states.tensor)
-        self._replays = any(k.per in ("row", "recent") for kept in keeps for k in kept)
+            self._view_host_snapshots(host_states.tensor)
+        self._replays = any(k.per in ("row", "recent") for specs in layer_specs for k in specs)
         self.accepted = torch.zeros(sizes.slots if self._replays else 0, dtype=torch.int64, device=device)
 
-    def _allocate(self, kept: Keeps, layers: int) -> Tensor:
+    def _allocate(self, spec: KVCacheSpec, layers: int) -> Tensor:
         """Allocates the memory of one kind of data, for `layers` layers."""
-        count = entries(kept, self.placement, self._sizes)
-        shape = (count[0], *kept.entry, count[1]) if kept.by_head else (*count, *kept.entry)
-        return torch.empty(layers, *shape, dtype=getattr(torch, kept.dtype), device=self.device)
+        count = entries(spec, self.placement, self._sizes)
+        shape = (count[0], *spec.entry, count[1]) if spec.by_head else (*count, *spec.entry)
+        return torch.empty(layers, *shape, dtype=getattr(torch, spec.dtype), device=self.device)
 
-    def _share_out(self, numbers: Tensor) -> None:
+    def _view_host_snapshots(self, numbers: Tensor) -> None:
         """Views host memory as snapshots: the widest numbers first, so that all are aligned."""
-        parts, begin = [(group, k) for group in self.groups for k in group.keeps if k.per in SNAPPED], 0
-        for group, kept in sorted(parts, key=lambda part: -ITEMSIZE[part[1].dtype]):
-            shape = len(group.layers), *entries(kept, self.placement, self._sizes)[1:], *kept.entry
-            end = begin + math.prod(shape) * ITEMSIZE[kept.dtype]
-            group.on_host[kept.name] = numbers[:, begin:end].view(getattr(torch, kept.dtype)).view(len(numbers), *shape)
+        parts, begin = [(group, k) for group in self.groups for k in group.kv_cache_specs if k.per in SNAPSHOT_UNITS], 0
+        for group, spec in sorted(parts, key=lambda part: -ITEMSIZE[part[1].dtype]):
+            shape = len(group.layers), *entries(spec, self.placement, self._sizes)[1:], *spec.entry
+            end = begin + math.prod(shape) * ITEMSIZE[spec.dtype]
+            group.on_host[spec.name] = numbers[:, begin:end].view(getattr(torch, spec.dtype)).view(len(numbers), *shape)
             begin = end
 
     def layer(self, index: int, prefill: bool = False) -> LayerCache:
         """Returns one layer's part; `prefill`: for a prefill step."""
-        group, place = self._places[index]
-        return LayerCache(index, {name: tensor[place] for name, tensor in group.tensors.items()}, self.accepted)
+        group, position = self._layer_positions[index]
+        return LayerCache(index, {name: tensor[position] for name, tensor in group.tensors.items()}, self.accepted)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -200,33 +210,33 @@ class KVCache(Follower):
             if (bounds := group.tensors.get("bounds")) is not None:
                 fold_blocks(
                     group.tensors["keys"], group.tensors.get("key_scales"), bounds, span.tables, span.starts,
-                    span.before, span.after, span.most // self.placement.page_size + 1,
+                    span.before, span.after, span.max_tokens // self.placement.page_size + 1,
                     **self.placement.grid, part_bounds=group.tensors.get("part_bounds"),
                 )  # fmt: skip
 
-    def admit(self, *admissions: Admission) -> None:
+    def admit(self, *admissions: NewRequest) -> None:
         for admission in admissions:
             self._admit(admission)
 
-    def _admit(self, admission: Admission) -> None:
+    def _admit(self, admission: NewRequest) -> None:
         slot = admission.slot
         if self._replays:
             self.accepted[slot].fill_(0)
         for group in self.groups:
-            for kept in group.keeps:
-                tensor = group.tensors[kept.name]
-                if kept.per in SNAPPED and admission.state >= 0:
-                    tensor[:, slot].copy_(self._snapshot(group, kept, admission.state), non_blocking=True)
-                elif kept.per == "slot":
+            for spec in group.kv_cache_specs:
+                tensor = group.tensors[spec.name]
+                if spec.per in SNAPSHOT_UNITS and admission.snapshot_index >= 0:
+                    tensor[:, slot].copy_(self._snapshot(group, spec, admission.snapshot_index), non_blocking=True)
+                elif spec.per == "slot":
                     tensor[:, slot].fill_(0)
-                elif kept.reach is not None:
+                elif spec.window is not None:
                     # A prompt may resume behind tokens that its ring lacks: zeros keep what it computes first finite.
-                    pages = self.rings[kept.reach]
+                    pages = self.rings[spec.window]
                     tensor[:, slot * pages : (slot + 1) * pages].fill_(0)
 
-    def prefilled(self, chunk: Prefilled) -> None:
-        for reach in self.rings.keys() - {None}:
-            pages = self.rings[reach]
+    def on_prefill(self, chunk: PrefillCommitted) -> None:
+        for window in self.rings.keys() - {None}:
+            pages = self.rings[window]
             moved = [
                 (self._sizes.slots * pages + part.page + column - part.columns.start, part.row * pages + column % pages)
                 for part in chunk.parts
@@ -235,34 +245,36 @@ class KVCache(Follower):
             if moved:
                 sources, to = (to_device(torch.tensor(x), self.device) for x in zip(*moved, strict=True))
                 for group in self.groups:
-                    for kept in group.keeps:
-                        if kept.reach == reach:
-                            group.tensors[kept.name][:, to] = group.tensors[kept.name][:, sources]
+                    for spec in group.kv_cache_specs:
+                        if spec.window == window:
+                            group.tensors[spec.name][:, to] = group.tensors[spec.name][:, sources]
         for prompt in chunk.prompts:
-            if prompt.saves >= 0:
-                self._snap(prompt.slot, prompt.saves, prompt.moves)
+            if prompt.snapshot_index >= 0:
+                self._snap(prompt.slot, prompt.snapshot_index, prompt.evict_to)
         self.fold(chunk.span)
 
-    def _snap(self, slot: int, place: int, moves: int) -> None:
-        """Takes a snapshot of a slot's states; the one that was in its place moves to place `moves`, if not -1."""
+    def _snap(self, slot: int, position: int, evict_to: int) -> None:
+        """Takes a snapshot of a slot's states; the one that was in its place moves to place `evict_to`, if not -1."""
         for group in self.groups:
-            for kept in group.keeps:
-                if kept.per in SNAPPED:
-                    snapshot = self._snapshot(group, kept, place)
-                    if moves >= 0:
-                        self._snapshot(group, kept, moves).copy_(snapshot, non_blocking=True)  # in the stream's order
-                    snapshot.copy_(group.tensors[kept.name][:, slot])
+            for spec in group.kv_cache_specs:
+                if spec.per in SNAPSHOT_UNITS:
+                    snapshot = self._snapshot(group, spec, position)
+                    if evict_to >= 0:
+                        self._snapshot(group, spec, evict_to).copy_(
+                            snapshot, non_blocking=True
+                        )  # in the stream's order
+                    snapshot.copy_(group.tensors[spec.name][:, slot])
 
-    def _snapshot(self, group: Group, kept: Keeps, place: int) -> Tensor:
+    def _snapshot(self, group: Group, spec: KVCacheSpec, position: int) -> Tensor:
         """Returns what a snapshot has of one kind of data, [layers, ...]."""
-        if place >= self.snapshots:
-            return group.on_host[kept.name][place - self.snapshots]
-        return group.tensors[kept.name][:, self._sizes.slots + place]
+        if position >= self.snapshots:
+            return group.on_host[spec.name][position - self.snapshots]
+        return group.tensors[spec.name][:, self._sizes.slots + position]
 
-    def takes(self, kind: StepKind) -> bool:
+    def observes_step(self, kind: DecodeGraphKey) -> bool:
         return self.bounds is not None or self._replays
 
-    def taken(self, step: Taken) -> None:
+    def on_step(self, step: StepCommitted) -> None:
         if self._replays:
             self.accepted[: step.kind.rows] = step.span.after - step.span.before
         self.fold(step.span)
@@ -275,64 +287,66 @@ class KVCache(Follower):
             torch.cuda.synchronize(self.device)
         self._host_states.close()
 
-    def copy(self, sources: Tensor, to: Tensor) -> None:
+    def copy_pages(self, sources: Tensor, to: Tensor) -> None:
         for group in self.groups:
-            for kept in group.keeps:
-                if kept.is_paged:
-                    group.tensors[kept.name][:, to] = group.tensors[kept.name][:, sources]
+            for spec in group.kv_cache_specs:
+                if spec.is_paged:
+                    group.tensors[spec.name][:, to] = group.tensors[spec.name][:, sources]
 
 
-def without_long_rings(keeps: Sequence[tuple[Keeps, ...]]) -> list[tuple[Keeps, ...]]:
-    """Returns what layers keep, with windows of more than RING_MOST tokens in pages instead of rings."""
+def without_long_rings(layer_specs: Sequence[tuple[KVCacheSpec, ...]]) -> list[tuple[KVCacheSpec, ...]]:
+    """Returns what layers keep, with windows of more than MAX_RING_TOKENS tokens in pages instead of rings."""
     return [
-        tuple(replace(k, reach=None) if k.reach is not None and k.reach > RING_MOST else k for k in kept)
-        for kept in keeps
+        tuple(replace(k, window=None) if k.window is not None and k.window > MAX_RING_TOKENS else k for k in specs)
+        for specs in layer_specs
     ]
 
 
-def with_bounds(keeps: Sequence[tuple[Keeps, ...]], dtype: str, parts: int = 1) -> list[tuple[Keeps, ...]]:
+def with_bounds(
+    layer_specs: Sequence[tuple[KVCacheSpec, ...]], dtype: str, parts: int = 1
+) -> list[tuple[KVCacheSpec, ...]]:
     """Adds key bounds in `dtype` of each page, and of its `parts` if several, to layers that read whole sequences."""
 
-    def more(kept: tuple[Keeps, ...]) -> tuple[Keeps, ...]:
-        if (keys := next((k for k in kept if k.name == "keys" and k.reach is None), None)) is None:
-            return kept
+    def more(specs: tuple[KVCacheSpec, ...]) -> tuple[KVCacheSpec, ...]:
+        if (keys := next((k for k in specs if k.name == "keys" and k.window is None), None)) is None:
+            return specs
         heads, width = keys.entry
-        of_parts = [Keeps("part_bounds", (heads, parts, 2, width), dtype, "page")] if parts > 1 else []
-        return (*kept, Keeps("bounds", (heads, 2, width), dtype, "page"), *of_parts)
+        part_specs = [KVCacheSpec("part_bounds", (heads, parts, 2, width), dtype, "page")] if parts > 1 else []
+        return (*specs, KVCacheSpec("bounds", (heads, 2, width), dtype, "page"), *part_specs)
 
-    return [more(kept) for kept in keeps]
-
-
-def ring(placement: Placement, reach: int, rows: int) -> int:
-    """Counts the pages of a slot's ring for a window of `reach` tokens and steps of `rows` tokens."""
-    return placement.touched(reach + rows - 1)
+    return [more(specs) for specs in layer_specs]
 
 
-def entries(kept: Keeps, placement: Placement, sizes: EngineSizes) -> tuple[int, ...]:
+def ring(placement: KVPlacement, window: int, rows: int) -> int:
+    """Counts the pages of a slot's ring for a window of `window` tokens and steps of `rows` tokens."""
+    return placement.max_pages_touched(window + rows - 1)
+
+
+def entries(spec: KVCacheSpec, placement: KVPlacement, sizes: EngineSizes) -> tuple[int, ...]:
     """Returns the shape of the entries of one kind of data."""
     slots, rows, snapshots = sizes.slots, sizes.queries, sizes.snapshots
-    if kept.reach is not None:
+    if spec.window is not None:
         chunk_pages = placement.chunk_pages(sizes.chunk, slots)
-        return slots * ring(placement, kept.reach, rows) + chunk_pages, placement.page_size
+        return slots * ring(placement, spec.window, rows) + chunk_pages, placement.page_size
     return {
         "token": (sizes.pages, placement.page_size),
         "page": (sizes.pages,),
         "slot": (slots + snapshots,),
         "row": (slots, rows),
-        "recent": (slots + snapshots, rows + kept.before),
-    }[kept.per]
+        "recent": (slots + snapshots, rows + spec.before),
+    }[spec.per]
 
 
-def slot_bytes(keeps: Sequence[tuple[Keeps, ...]], placement: Placement, sizes: EngineSizes) -> int:
+def slot_bytes(layer_specs: Sequence[tuple[KVCacheSpec, ...]], placement: KVPlacement, sizes: EngineSizes) -> int:
     """Counts the bytes of all data outside pages; arguments as in `KVCache`."""
-    others = (k for kept in keeps for k in kept if not k.is_paged)
+    others = (k for specs in layer_specs for k in specs if not k.is_paged)
     return sum(k.bytes * math.prod(entries(k, placement, sizes)) for k in others)
 
 
-def snapshot_bytes(keeps: Sequence[tuple[Keeps, ...]], placement: Placement, sizes: EngineSizes) -> int:
+def snapshot_bytes(layer_specs: Sequence[tuple[KVCacheSpec, ...]], placement: KVPlacement, sizes: EngineSizes) -> int:
     """Counts the bytes of a snapshot in host memory, a multiple of 16; arguments as in `KVCache`."""
-    snapped = (k for kept in keeps for k in kept if k.per in SNAPPED)
-    return -(-sum(k.bytes * math.prod(entries(k, placement, sizes)[1:]) for k in snapped) // 16) * 16
+    snapshot_specs = (k for specs in layer_specs for k in specs if k.per in SNAPSHOT_UNITS)
+    return -(-sum(k.bytes * math.prod(entries(k, placement, sizes)[1:]) for k in snapshot_specs) // 16) * 16
 
 
 def free_bytes(device: torch.device) -> int:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from comm.base import Communicator
-from helix.engine.decision import Segment
+from helix.engine.scheduler_output import PrefillChunk
 from helix.models.decoder import Decoder
 from helix.worker.transfers import to_device
 from kernels.tokens.top_tokens import WIDTH, top_of_rank, top_of_ranks
@@ -29,16 +29,18 @@ class PromptScores:
         count: scored tokens of this rank's sequences.
     """
 
-    def __init__(self, model: Decoder, comm: Communicator, segments: Sequence[Segment], most: int, ranks: int) -> None:
+    def __init__(
+        self, model: Decoder, comm: Communicator, chunks: Sequence[PrefillChunk], max_tokens: int, ranks: int
+    ) -> None:
         self._model, self._comm, self._ranks = model, comm, ranks
         device = model.weights.device
         rows, begin = [], 0
-        for segment in segments:
-            rows.append(torch.arange(begin, begin + len(segment.scored)))
-            begin += segment.end - segment.begin
-        following = [torch.from_numpy(segment.scored).long() for segment in segments]
+        for chunk in chunks:
+            rows.append(torch.arange(begin, begin + len(chunk.logprob_token_ids)))
+            begin += chunk.end - chunk.begin
+        following = [torch.from_numpy(chunk.logprob_token_ids).long() for chunk in chunks]
         self.count = sum(map(len, following))
-        self._summaries = torch.zeros(most, WIDTH, dtype=torch.int64, device=device)
+        self._summaries = torch.zeros(max_tokens, WIDTH, dtype=torch.int64, device=device)
         if self.count:
             both = torch.stack([torch.cat(rows), torch.cat(following)])
             # Padded with the last one: a single shape, so one compiled kernel.
@@ -46,14 +48,14 @@ class PromptScores:
             self._rows, self._following = to_device(both, device)
 
     def add(self, hidden: Tensor) -> None:
-        """Scores the token after each row of the normalised hidden states [N, H]; a collective of `model.own`."""
-        model, own = self._model, self._model.own
+        """Scores the token after each row of the normalised hidden states [N, H], over `model.attn_group`."""
+        model, attn_group = self._model, self._model.attn_group
         for begin in range(0, self.count, SCORED):
             rows, following = (x[begin : begin + SCORED].contiguous() for x in (self._rows, self._following))
             top = top_of_rank(model.logits(hidden[rows]), following, model.embedding.rows.start)
             end = min(begin + SCORED, self.count)
-            self._summaries[begin:end] = top_of_ranks(own.all_gather(top))[: end - begin]
+            self._summaries[begin:end] = top_of_ranks(attn_group.all_gather(top))[: end - begin]
 
-    def of_all(self) -> Tensor:
+    def all_ranks(self) -> Tensor:
         """Returns the summaries of all ranks [dp, most, WIDTH]; a collective in mode dp."""
         return self._summaries[None] if self._ranks == 1 else self._comm.all_gather(self._summaries)

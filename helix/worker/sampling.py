@@ -21,7 +21,7 @@ from helix.sampling_params import SamplingParams
 from helix.worker.transfers import to_device
 from kernels.tokens.accept import ALL_KEYS, Distribution, descending_keys
 from kernels.tokens.best_token import best_of_rank, best_of_ranks
-from kernels.tokens.draw import draw
+from kernels.tokens.gumbel_sample import gumbel_sample
 from kernels.tokens.reference import DRAFT, TARGET
 
 # A 32-bit key as three digits (shift, bits), most significant first: 16 KB of bins per row in each all-reduce.
@@ -132,9 +132,9 @@ def sampled_candidates(
     """
     if not stochastic:
         return _gathered(best_of_rank(_with_a_column(logits), vocab_offset), comm)
-    of_sequences = len(state.seed), len(logits) // len(state.seed)
-    p, best = distribution(logits.unflatten(0, of_sequences), vocab_offset, state, comm, filtered=filtered)
-    return _gathered(draw(p, best, state.seed, positions.view(of_sequences), TARGET, vocab_offset), comm)
+    by_sequence = len(state.seed), len(logits) // len(state.seed)
+    p, best = distribution(logits.unflatten(0, by_sequence), vocab_offset, state, comm, filtered=filtered)
+    return _gathered(gumbel_sample(p, best, state.seed, positions.view(by_sequence), TARGET, vocab_offset), comm)
 
 
 def distribution(
@@ -166,7 +166,7 @@ def distribution(
     return p, tokens.view(B, T)
 
 
-def draw_drafts(
+def sample_drafts(
     p: Distribution, best: Tensor, vocab_offset: int, positions: Tensor, seed: Tensor, comm: Communicator
 ) -> Tensor:
     """Draws a draft [B, T] int64 from each distribution; a collective, one all-gather.
@@ -179,7 +179,7 @@ def draw_drafts(
     Returns:
         Token ids; -1 for a broken row.
     """
-    return best_of_ranks(_gathered(draw(p, best, seed, positions, DRAFT, vocab_offset), comm))[1].view_as(best)
+    return best_of_ranks(_gathered(gumbel_sample(p, best, seed, positions, DRAFT, vocab_offset), comm))[1].view_as(best)
 
 
 def _gathered(candidates: Tensor, comm: Communicator) -> Tensor:

@@ -25,26 +25,26 @@ class ScorePages:
 
     def __init__(self, layers: Sequence[int], planes: Tensor, tables: Tensor, rows: str) -> None:
         self.planes, self.tables, self.rows = planes, tables, rows
-        self._places = {index: place for place, index in enumerate(layers)}
+        self._layer_positions = {index: position for position, index in enumerate(layers)}
         self._free = list(range(planes.shape[2] - 1, -1, -1))
-        self._held: dict[int, list[int]] = {}
+        self._pages: dict[int, list[int]] = {}
 
     def grow(self, slot: int, count: int) -> None:
         """Allocates pages to a slot until it has `count`, as many as its sequence has in the cache."""
-        held = self._held.setdefault(slot, [])
-        begin, count = len(held), max(count - len(held), 0)
+        pages = self._pages.setdefault(slot, [])
+        begin, count = len(pages), max(count - len(pages), 0)
         assert count <= len(self._free), f"{count} pages of scores wanted, {len(self._free)} free"
-        held += [self._free.pop() for _ in range(count)]
-        self.tables[slot, begin : len(held)] = to_device(
-            torch.tensor(held[begin:], dtype=torch.int32), self.tables.device
+        pages += [self._free.pop() for _ in range(count)]
+        self.tables[slot, begin : len(pages)] = to_device(
+            torch.tensor(pages[begin:], dtype=torch.int32), self.tables.device
         )
 
-    def retire(self, slot: int) -> None:
-        self._free.extend(reversed(self._held.pop(slot)))
+    def release(self, slot: int) -> None:
+        self._free.extend(reversed(self._pages.pop(slot)))
 
     def layer(self, index: int, slots: slice) -> KeyScores:
         """Returns the score buffers of a layer's keys, for the sequences of `slots`."""
-        return KeyScores(self.planes[self._places[index]], self.tables[slots], self.rows)
+        return KeyScores(self.planes[self._layer_positions[index]], self.tables[slots], self.rows)
 
 
 def score_bytes(layers: int, planes: int, heads: int, page_size: int) -> int:

@@ -14,21 +14,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from comm.turns import Half
+from comm.dual_batch_overlap import MicroBatch
 from helix.config import MAX_QUERIES
-from helix.engine.decision import Admission, TableWrite
-from helix.placement import ChunkPart, Placement, PromptChunk
-from helix.worker.follower import Follower, Retired, Span
-from helix.worker.graph_keys import ChunkSize
+from helix.engine.scheduler_output import BlockTableUpdate, NewRequest
+from helix.kv_placement import ChunkPart, KVPlacement, PromptChunk
+from helix.worker.graph_keys import PrefillGraphKey
 from helix.worker.sampling import SamplingState
+from helix.worker.sequence_observer import RequestReleased, SequenceObserver, Span
 from helix.worker.transfers import to_device
-from kernels.tokens.commit import PAST, Candidates, commit
+from kernels.tokens.commit import PLACEHOLDER_TOKEN_ID, Candidates, commit
 
-__all__ = ["CHOSEN", "PAST", "DecodeState", "Step"]
+__all__ = ["PLACEHOLDER_TOKEN_ID", "SELECTED", "DecodeState", "Step"]
 
-CHOSEN = "chosen"  # key of the tokens that an indexer chose for a step's queries, see `Step.chosen`
+SELECTED = "selected"  # key of the tokens that an indexer chose for a step's queries, see `Step.selected`
 
-KNOWN, NEW = 1, 2  # whether a token of a prefill step is in pages already; 0 is padding
+CACHED, NEW = 1, 2  # whether a token of a prefill step is in pages already; 0 is padding
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,9 @@ class StagedChunk:
 
 
 @dataclass(frozen=True)
-class DealtRows:
-    """Rows of a prefill step that this rank attends, and pages that it gives to the others; see `helix.worker.dealt`.
+class RowShard:
+    """Rows of a prefill step that this rank attends, and pages that it gives to the others; see
+    `helix.worker.row_shard`.
 
     Attributes:
         step: the rows, over gathered sequences.
@@ -62,12 +63,12 @@ class DealtRows:
 
     step: Step
     rows: int
-    own: slice
-    each: int
-    run: int
+    local: slice
+    rows_per_rank: int
+    run_length: int
     pages: Tensor
     slots: Tensor
-    whole: dict[tuple[str, int], tuple[Tensor, torch.cuda.Event | None]]
+    gathered: dict[tuple[str, int], tuple[Tensor, torch.cuda.Event | None]]
 
 
 @dataclass
@@ -81,7 +82,7 @@ class Step:
         live: [N], False for padding rows: they read and write no KV.
         slots: slots of the n sequences [n] int64.
         tables: by window, None for layers without one: pages [n, P] int32 of the n sequences.
-        append_slots: by window: flat cache slots [N] int64, -1 for tokens that this rank does not store.
+        slot_mappings: by window: flat cache slots [N] int64, -1 for tokens that this rank does not store.
         cu_q: offsets [n + 1] int32 of each sequence's tokens (prefill), or None: N / n tokens each (decode).
         max_q: most tokens of one sequence in the step.
         max_k: upper bound of the keys that one sequence reads on this rank; prefill only.
@@ -93,39 +94,40 @@ class Step:
         expands: whether queries read the keys and values of their heads, to which latents are expanded.
         shared: tensors [N] that all layers read, by key.
         staged: GPU pages of a prefill step's new tokens, if the cache is in host memory.
-        chooses: whether indexers choose tokens; else they add keys alone, or nothing where `reading` gave a choice.
+        chooses: whether indexers choose tokens; else they add keys alone, or nothing where `with_selection` gave a
+            choice.
         counts: in mode dp, tokens of each rank's prefill step; empty: as many on all ranks.
     """
 
-    placement: Placement
+    placement: KVPlacement
     tokens: Tensor
     positions: Tensor
     starts: Tensor
     live: Tensor
     slots: Tensor
     tables: dict[int | None, Tensor]
-    append_slots: dict[int | None, Tensor]
+    slot_mappings: dict[int | None, Tensor]
     cu_q: Tensor | None
     max_q: int
     max_k: int = 0
     chunks: int = 1
     first: int = 0
-    half: Half | None = None
+    micro_batch: MicroBatch | None = None
     padded: int = 0
-    dealt: DealtRows | None = None
+    row_shard: RowShard | None = None
     expands: bool = False
     shared: dict[Hashable, tuple[Tensor, ...]] = field(default_factory=dict)
     staged: StagedChunk | None = None
-    chooses: bool = True
-    counts: tuple[int, ...] = ()
+    selects: bool = True
+    num_tokens_across_dp: tuple[int, ...] = ()
 
     def pages(self, window: int | None) -> Tensor:
         """Returns the pages [n, P] int32 that layers with a window read: of their rings, if the cache has some."""
         return self.tables.get(window, self.tables[None])
 
-    def new_slots(self, window: int | None) -> Tensor:
-        """Returns the flat cache slots [N] int64 of new tokens in layers with a window, as in `append_slots`."""
-        return self.append_slots.get(window, self.append_slots[None])
+    def slot_mapping(self, window: int | None) -> Tensor:
+        """Returns the flat cache slots [N] int64 of new tokens in layers with a window, as in `slot_mappings`."""
+        return self.slot_mappings.get(window, self.slot_mappings[None])
 
     @property
     def block_tables(self) -> Tensor:
@@ -139,16 +141,16 @@ class Step:
         return self.shared[key]
 
     @property
-    def chosen(self) -> tuple[Tensor, ...] | None:
+    def selected(self) -> tuple[Tensor, ...] | None:
         """The tokens that an indexer chose for each query, in the latest layer with one; None: all.
 
         Cache slots [N, width] int32 on this rank in local order, and the columns [lo, hi) [N] int32 that hold some.
         """
-        return self.shared.get(CHOSEN)
+        return self.shared.get(SELECTED)
 
-    def reading(self, choice: tuple[Tensor, ...]) -> Step:
-        """Returns this step with a choice of tokens that was made before, as `chosen` is, for all layers."""
-        return replace(self, chooses=False, shared=self.shared | {CHOSEN: choice})
+    def with_selection(self, selection: tuple[Tensor, ...]) -> Step:
+        """Returns this step with a choice of tokens that was made before, as `selected` is, for all layers."""
+        return replace(self, selects=False, shared=self.shared | {SELECTED: selection})
 
     def owners(self) -> Tensor | None:
         """Returns the index [N] int64 of each token's sequence in a prefill step; None in a decode step."""
@@ -158,12 +160,14 @@ class Step:
         rows = torch.arange(len(self.tokens), dtype=torch.int32, device=cu_q.device)
         return self.once("owners", lambda: (torch.searchsorted(cu_q[1:].contiguous(), rows, right=True),))[0]
 
-    def halves(self) -> tuple[Step, Step]:
+    def micro_batches(self) -> tuple[Step, Step]:
         """Splits a prefill step in two: the first half of its tokens, and the second."""
         middle, end = (len(self.tokens) + 1) // 2, len(self.tokens)
         first, second = self.part(0, middle), self.part(middle, end)
-        half = Half(first=True)
-        return replace(first, half=half), replace(second, half=Half(False, half.marks))
+        micro_batch = MicroBatch(first=True)
+        return replace(first, micro_batch=micro_batch), replace(
+            second, micro_batch=MicroBatch(False, micro_batch.events)
+        )
 
     def part(self, begin: int, end: int) -> Step:
         """Returns the prefill step of these of its tokens."""
@@ -175,13 +179,13 @@ class Step:
             positions=self.positions[rows],
             starts=self.starts[rows],
             live=self.live[rows],
-            append_slots={window: slots[rows] for window, slots in self.append_slots.items()},
+            slot_mappings={window: slots[rows] for window, slots in self.slot_mappings.items()},
             cu_q=self.cu_q.clamp(begin, end) - begin,
             max_q=min(self.max_q, end - begin),
             shared={},
         )
 
-    def lasts(self) -> tuple[Tensor, Step]:
+    def last_tokens(self) -> tuple[Tensor, Step]:
         """Returns the rows of each sequence's last token, and their prefill step.
 
         Padding follows, up to a power of two: fewer kernels to compile. So is the token of a sequence that has none.
@@ -193,7 +197,7 @@ class Step:
         n = len(self.slots)
         more = (1 << (n - 1).bit_length()) - n
         rows = F.pad((self.cu_q[1:].long() - 1).clamp(min=0), (0, more))
-        lasts = replace(
+        last = replace(
             self,
             tokens=self.tokens[rows],
             positions=self.positions[rows],
@@ -201,13 +205,13 @@ class Step:
             live=self.live[rows] & F.pad(self.cu_q.diff() > 0, (0, more)),
             slots=F.pad(self.slots, (0, more), value=-1),
             tables={window: F.pad(table, (0, 0, 0, more)) if more else table for window, table in self.tables.items()},
-            append_slots={window: slots[rows] for window, slots in self.append_slots.items()},
+            slot_mappings={window: slots[rows] for window, slots in self.slot_mappings.items()},
             cu_q=torch.arange(n + more + 1, dtype=torch.int32, device=rows.device),
             max_q=1,
             padded=self.padded + more,
             shared={},
         )
-        return rows, lasts
+        return rows, last
 
     def bounds(self, window: int | None) -> tuple[Tensor, Tensor]:
         """Returns the local keys `[lo, hi)` that each query reads, int32 [N]; computed once per window."""
@@ -216,7 +220,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class StepsAhead:
+class DraftSteps:
     """Consecutive steps of one token each, whose tokens are not known yet.
 
     Attributes:
@@ -227,9 +231,9 @@ class StepsAhead:
     joint: Step
     rows: int
 
-    def step(self, turn: int, tokens: Tensor) -> Step:
-        """Returns the step at index `turn`, with these tokens [rows] int64."""
-        rows = slice(turn * self.rows, (turn + 1) * self.rows)
+    def step(self, draft_index: int, tokens: Tensor) -> Step:
+        """Returns the step at index `draft_index`, with these tokens [rows] int64."""
+        rows = slice(draft_index * self.rows, (draft_index + 1) * self.rows)
         joint = self.joint
         return replace(
             joint,
@@ -237,12 +241,12 @@ class StepsAhead:
             positions=joint.positions[rows],
             starts=joint.starts[rows],
             live=joint.live[rows],
-            append_slots={window: slots[rows] for window, slots in joint.append_slots.items()},
-            shared={key: tuple(of_tokens[rows] for of_tokens in made) for key, made in joint.shared.items()},
+            slot_mappings={window: slots[rows] for window, slots in joint.slot_mappings.items()},
+            shared={key: tuple(per_token[rows] for per_token in made) for key, made in joint.shared.items()},
         )
 
 
-class DecodeState(Follower):
+class DecodeState(SequenceObserver):
     """State of all slots on the device: `max_batch` rows, one per sequence.
 
     Args:
@@ -267,7 +271,7 @@ class DecodeState(Follower):
         self,
         max_batch: int,
         max_pages: int,
-        placement: Placement,
+        placement: KVPlacement,
         device: torch.device,
         history: int = 0,
         rings: Mapping[int | None, int] | None = None,
@@ -291,9 +295,9 @@ class DecodeState(Follower):
         self.history = torch.zeros(max_batch, history, dtype=torch.int32, device=device)
         self.sampling = SamplingState.create(max_batch, device)
 
-    def admit(self, *admissions: Admission) -> None:
+    def admit(self, *admissions: NewRequest) -> None:
         """Sets up the rows of new sequences; they decode once `activate` has set their first tokens."""
-        self.write(*(TableWrite(a.slot, 0, a.pages) for a in admissions))
+        self.write_tables(*(BlockTableUpdate(a.slot, 0, a.pages) for a in admissions))
         numbers = torch.tensor([(a.slot, a.start, a.limit) for a in admissions], dtype=torch.int64)
         rows, starts, limits = to_device(numbers.T.contiguous(), self.starts.device)
         self.starts.index_copy_(0, rows, starts)
@@ -303,12 +307,12 @@ class DecodeState(Follower):
         for a in admissions:
             self._starts[a.slot] = a.start
             if self.history.shape[1]:
-                self.history[a.slot, : len(a.text)] = to_device(torch.from_numpy(a.text), self.history.device)
+                self.history[a.slot, : len(a.token_ids)] = to_device(torch.from_numpy(a.token_ids), self.history.device)
 
-    def write(self, *tables: TableWrite) -> None:
+    def write_tables(self, *tables: BlockTableUpdate) -> None:
         width = self.block_tables.shape[1]
-        places = [np.arange(len(t.pages)) + (t.slot * width + t.column) for t in tables]
-        entries = np.stack([np.concatenate(places), np.concatenate([t.pages for t in tables])])
+        offsets = [np.arange(len(t.pages)) + (t.slot * width + t.column) for t in tables]
+        entries = np.stack([np.concatenate(offsets), np.concatenate([t.pages for t in tables])])
         at, pages = to_device(torch.from_numpy(entries), self.block_tables.device)
         self.block_tables.view(-1).index_copy_(0, at, pages.int())
 
@@ -320,13 +324,15 @@ class DecodeState(Follower):
         if self.history.shape[1]:
             self.history[rows, lengths] = tokens.int()
 
-    def retire(self, *gone: Retired) -> None:
-        slots = torch.tensor([one.slot for one in gone])
+    def release(self, *released: RequestReleased) -> None:
+        slots = torch.tensor([one.slot for one in released])
         self.active.index_fill_(0, to_device(slots, self.active.device), False)
 
-    def span(self, rows: int, before: Tensor, after: Tensor, most: int) -> Span:
-        """Returns the span of the first `rows` rows from `before` to `after` tokens [rows], at most `most` each."""
-        return Span(self.block_tables[:rows], self.starts[:rows], before, after, most)
+    def span(self, rows: int, before: Tensor, after: Tensor, max_tokens: int) -> Span:
+        """Returns the span of the first `rows` rows from `before` to `after` tokens [rows], at most `max_tokens`
+        each.
+        """
+        return Span(self.block_tables[:rows], self.starts[:rows], before, after, max_tokens)
 
     def prompts_span(self, prompts: Sequence[PromptChunk]) -> Span:
         """Returns the span of the tokens that a prefill step of these chunks added to pages."""
@@ -334,20 +340,20 @@ class DecodeState(Follower):
             to_device(torch.tensor(x), self.lengths.device)
             for x in zip(*((p.slot, *p.written) for p in prompts), strict=True)
         )
-        most = max(len(p.tokens) for p in prompts)
-        return Span(self.block_tables[slots], self.starts[slots], before, after, most)
+        max_tokens = max(len(p.tokens) for p in prompts)
+        return Span(self.block_tables[slots], self.starts[slots], before, after, max_tokens)
 
-    def leaving(self, row: int) -> Retired:
+    def release_event(self, row: int) -> RequestReleased:
         """Returns the event of a sequence that leaves its row."""
         at = slice(row, row + 1)
-        return Retired(row, self.block_tables[row], self.starts[at], self.lengths[at], self.history[row])
+        return RequestReleased(row, self.block_tables[row], self.starts[at], self.lengths[at], self.history[row])
 
     def within_limits(self, drafts: Tensor) -> Tensor:
         """Returns drafts [rows, n] with -1 in place of those beyond a row's `draft_limits` or its end."""
         rows, n = drafts.shape
-        return torch.where(torch.arange(n, device=drafts.device) < self.left(rows)[:, None], drafts, -1)
+        return torch.where(torch.arange(n, device=drafts.device) < self.max_drafts(rows)[:, None], drafts, -1)
 
-    def left(self, rows: int) -> Tensor:
+    def max_drafts(self, rows: int) -> Tensor:
         """Returns the most drafts [rows] int64 that a step may verify: within `draft_limits` and before the end."""
         return torch.minimum(self.draft_limits[:rows], self.limits[:rows] - self.lengths[:rows] - 1)
 
@@ -379,8 +385,8 @@ class DecodeState(Follower):
             live=active,
             slots=self._slots[:rows],
             tables=self._tables(rows),
-            append_slots={
-                window: self.placement.cache_slots(positions, starts, active, table[:rows], owner)
+            slot_mappings={
+                window: self.placement.compute_slot_mapping(positions, starts, active, table[:rows], owner)
                 for window, table in self.append_tables.items()
             },
             cu_q=None,
@@ -388,14 +394,14 @@ class DecodeState(Follower):
             chunks=chunks,
         )
 
-    def steps_ahead(self, rows: int, count: int) -> StepsAhead:
-        """Creates the next `count` steps of one token each of the first `rows` rows; see `StepsAhead`."""
-        turn = torch.arange(count, device=self.lengths.device)[:, None]
+    def draft_steps(self, rows: int, count: int) -> DraftSteps:
+        """Creates the next `count` steps of one token each of the first `rows` rows; see `DraftSteps`."""
+        draft_index = torch.arange(count, device=self.lengths.device)[:, None]
         owner = torch.arange(rows, device=self.lengths.device).repeat(count)
-        positions = (self.lengths[:rows] + turn).flatten()
-        live = (self.active[:rows] & (turn < self.left(rows))).flatten()
+        positions = (self.lengths[:rows] + draft_index).flatten()
+        live = (self.active[:rows] & (draft_index < self.max_drafts(rows))).flatten()
         starts = self.starts[:rows].repeat(count)
-        return StepsAhead(
+        return DraftSteps(
             Step(
                 self.placement,
                 tokens=torch.empty_like(positions),
@@ -404,8 +410,8 @@ class DecodeState(Follower):
                 live=live,
                 slots=self._slots[:rows],
                 tables=self._tables(rows),
-                append_slots={
-                    window: self.placement.cache_slots(positions, starts, live, table[:rows], owner)
+                slot_mappings={
+                    window: self.placement.compute_slot_mapping(positions, starts, live, table[:rows], owner)
                     for window, table in self.append_tables.items()
                 },
                 cu_q=None,
@@ -415,7 +421,7 @@ class DecodeState(Follower):
         )
 
     def commit(
-        self, rows: int, drawn: Candidates, drafts: Tensor | None = None, outcome: Tensor | None = None
+        self, rows: int, candidates: Candidates, drafts: Tensor | None = None, outcome: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Draws and commits the tokens of a decode step of the first `rows` rows; lengths grow only here.
 
@@ -428,11 +434,11 @@ class DecodeState(Follower):
             outcome: see `Draft`.
 
         Returns:
-            The committed tokens of each row, then PAST [rows, 1 + n]; the lengths before [rows].
+            The committed tokens of each row, then PLACEHOLDER_TOKEN_ID [rows, 1 + n]; the lengths before [rows].
         """
         first = slice(0, rows)
         return commit(
-            drawn,
+            candidates,
             drafts,
             outcome,
             self.tokens[first],
@@ -449,19 +455,25 @@ class DecodeState(Follower):
             for window, table in self.append_tables.items()
         }
 
-    def prefill_step(self, chunks: Sequence[PromptChunk], of_ranks: tuple[int, ...] = ()) -> Step:
-        """Creates the step of several sequences' prompt chunks; `of_ranks`: see `Step.counts`."""
+    def prefill_step(self, chunks: Sequence[PromptChunk], num_tokens_across_dp: tuple[int, ...] = ()) -> Step:
+        """Creates the step of several sequences' prompt chunks; `num_tokens_across_dp`: see
+        `Step.num_tokens_across_dp`.
+        """
         counts = [len(chunk.tokens) for chunk in chunks]
-        size = ChunkSize(sum(counts), len(counts), max(counts), self.most_keys(chunks))
-        step = replace(self.packed_step(self.packed(chunks, size), size), counts=of_ranks, padded=0)
+        size = PrefillGraphKey(sum(counts), len(counts), max(counts), self.max_keys(chunks))
+        step = replace(
+            self.packed_step(self.packed(chunks, size), size), num_tokens_across_dp=num_tokens_across_dp, padded=0
+        )
         if None not in self.rings:
             return step
         assert step.cu_q is not None
         sequence = torch.repeat_interleave(step.cu_q.diff(), output_size=size.tokens)
         staged = self._stage(self.placement.parts(chunks, self._firsts(chunks), whole=False))
-        known = to_device(torch.cat([torch.arange(c.begin, c.end) < c.known for c in chunks]), self.tokens.device)
-        slots = self.placement.cache_slots(step.positions, step.starts, ~known, staged.tables, sequence)
-        return replace(step, append_slots=step.append_slots | {None: slots}, staged=staged)
+        cached = to_device(
+            torch.cat([torch.arange(c.begin, c.end) < c.num_cached_tokens for c in chunks]), self.tokens.device
+        )
+        slots = self.placement.compute_slot_mapping(step.positions, step.starts, ~cached, staged.tables, sequence)
+        return replace(step, slot_mappings=step.slot_mappings | {None: slots}, staged=staged)
 
     def parts(self, chunks: Sequence[PromptChunk]) -> tuple[ChunkPart, ...]:
         """Locates the tokens of a prefill step in the pages of layers with windows; empty if there are none."""
@@ -470,12 +482,12 @@ class DecodeState(Follower):
     def _firsts(self, chunks: Sequence[PromptChunk]) -> list[int]:
         return [self._starts[chunk.slot] for chunk in chunks]
 
-    def most_keys(self, chunks: Sequence[PromptChunk]) -> int:
+    def max_keys(self, chunks: Sequence[PromptChunk]) -> int:
         """Computes an upper bound of the keys that a sequence of a prefill step reads on this rank."""
         longest = max(chunk.end for chunk in chunks)
         return self.placement.layout.local_length(longest, 0, self.placement.append_block)
 
-    def packed(self, chunks: Sequence[PromptChunk], size: ChunkSize) -> Tensor:
+    def packed(self, chunks: Sequence[PromptChunk], size: PrefillGraphKey) -> Tensor:
         """Packs all that a prefill step of a size needs from the host: int64, on the device; see `packed_step`."""
         counts = [len(chunk.tokens) for chunk in chunks]
         total, n = sum(counts), len(chunks)
@@ -486,8 +498,8 @@ class DecodeState(Follower):
         torch.cat([torch.arange(chunk.begin, chunk.end) for chunk in chunks], out=positions[:total])
         owner[:total] = torch.repeat_interleave(torch.arange(n), torch.tensor(counts))
         owner[total:] = n
-        known = torch.tensor([chunk.known for chunk in chunks])
-        state[:total] = torch.where(positions[:total] < known[owner[:total]], KNOWN, NEW)
+        cached = torch.tensor([chunk.num_cached_tokens for chunk in chunks])
+        state[:total] = torch.where(positions[:total] < cached[owner[:total]], CACHED, NEW)
         slots[:n] = torch.tensor([chunk.slot for chunk in chunks])
         slots[n:] = -1
         for i, part in enumerate(self.parts(chunks)):
@@ -496,16 +508,16 @@ class DecodeState(Follower):
         ends[n + 1 :] = size.tokens
         return to_device(packed, self.tokens.device)
 
-    def packed_step(self, packed: Tensor, size: ChunkSize) -> Step:
+    def packed_step(self, packed: Tensor, size: PrefillGraphKey) -> Step:
         """Creates a prefill step from what `packed` returned; the same launches for every content of it."""
         tokens, positions, owner, state, slots, columns, pages, ends = _unpacked(packed, size)
         starts, table, live = self.starts[slots][owner], self.block_tables[slots], state > 0
         tables: dict[int | None, Tensor] = {None: table}
-        new = self.placement.cache_slots(positions, starts, state == NEW, table, owner)
-        append_slots: dict[int | None, Tensor] = {None: new}
+        new = self.placement.compute_slot_mapping(positions, starts, state == NEW, table, owner)
+        slot_mappings: dict[int | None, Tensor] = {None: new}
         for window in self._windows:
             tables[window] = self._ring_tables(window, slots, columns, pages)
-            append_slots[window] = self.placement.cache_slots(positions, starts, live, tables[window], owner)
+            slot_mappings[window] = self.placement.compute_slot_mapping(positions, starts, live, tables[window], owner)
         return Step(
             self.placement,
             tokens=tokens,
@@ -514,16 +526,18 @@ class DecodeState(Follower):
             live=live,
             slots=slots,
             tables=tables,
-            append_slots=append_slots,
+            slot_mappings=slot_mappings,
             cu_q=ends.int(),
-            max_q=size.most,
+            max_q=size.max_tokens,
             max_k=size.keys,
             padded=1,
             expands=size.expands,
         )
 
-    def padding_step(self, of_ranks: tuple[int, ...]) -> Step:
-        """Creates a prefill step of one padding row, for a rank without prompts while others have `of_ranks` tokens."""
+    def padding_step(self, num_tokens_across_dp: tuple[int, ...]) -> Step:
+        """Creates a prefill step of one padding row, for a rank without prompts while others have
+        `num_tokens_across_dp` tokens.
+        """
         nothing = torch.zeros(1, dtype=torch.int64, device=self.tokens.device)
         return Step(
             self.placement,
@@ -533,11 +547,11 @@ class DecodeState(Follower):
             live=nothing > 0,
             slots=nothing,
             tables=self._tables(1),
-            append_slots=dict.fromkeys(self.append_tables, nothing - 1),
+            slot_mappings=dict.fromkeys(self.append_tables, nothing - 1),
             cu_q=self._slots.new_tensor([0, 1]).int(),
             max_q=1,
             max_k=1,
-            counts=of_ranks,
+            num_tokens_across_dp=num_tokens_across_dp,
         )
 
     def _ring_tables(self, window: int | None, slots: Tensor, first: Tensor, page: Tensor) -> Tensor:
@@ -561,20 +575,20 @@ class DecodeState(Follower):
         return StagedChunk(parts, *(to_device(x.int(), self.tokens.device) for x in (tables, edges)))
 
 
-def _packed_words(size: ChunkSize) -> int:
+def _packed_words(size: PrefillGraphKey) -> int:
     return 4 * _stride(size) + 4 * size.sequences + 1
 
 
-def _stride(size: ChunkSize) -> int:
+def _stride(size: PrefillGraphKey) -> int:
     return size.tokens + size.tokens % 2  # kernels want rows at multiples of 16 bytes
 
 
-def _unpacked(packed: Tensor, size: ChunkSize) -> tuple[Tensor, ...]:
-    """Returns views: tokens, positions, sequence, KNOWN or NEW [N]; slots, columns, pages [n]; offsets [n + 1].
+def _unpacked(packed: Tensor, size: PrefillGraphKey) -> tuple[Tensor, ...]:
+    """Returns views: tokens, positions, sequence, CACHED or NEW [N]; slots, columns, pages [n]; offsets [n + 1].
 
     Padding's sequences have slot -1.
     """
     n = size.sequences
     rows, rest = packed.split([4 * _stride(size), 4 * n + 1])
-    of_tokens = rows.view(4, -1)[:, : size.tokens]
-    return *of_tokens, *rest.split([n, n, n, n + 1])
+    per_token = rows.view(4, -1)[:, : size.tokens]
+    return *per_token, *rest.split([n, n, n, n + 1])

@@ -8,20 +8,22 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from helix.engine.decision import Segment
 from helix.engine.request import Logprobs, PromptLogprobs
+from helix.engine.scheduler_output import PrefillChunk
 from helix.errors import RankError
-from helix.worker.clock import Moment
-from helix.worker.step import PAST
+from helix.worker.clock import TimedEvent
+from helix.worker.step import PLACEHOLDER_TOKEN_ID
 from helix.worker.transfers import to_host
 from kernels.tokens.reference import logprobs
 
 
 class Summaries(NamedTuple):
-    """Packed log-probabilities: of all slots, see `Shaper`; of prompts' tokens, by rank and order; None: not wanted."""
+    """Packed log-probabilities: of all slots, see `LogitsProcessor`; of prompts' tokens, by rank and order; None: not
+    wanted.
+    """
 
-    drawn: Tensor | None = None
-    scored: Tensor | None = None
+    sampled: Tensor | None = None
+    prompt: Tensor | None = None
 
     def on_host(self) -> Summaries:
         """Returns them copied to the host, like the tokens."""
@@ -32,7 +34,7 @@ class StepTokens:
     """A step's tokens, copied to rank 0's host; the other ranks keep them on the device.
 
     Args:
-        tokens: [n, m]: in each row the tokens of a sequence, then PAST.
+        tokens: [n, m]: in each row the tokens of a sequence, then PLACEHOLDER_TOKEN_ID.
         slots: slots of the rows; None: 0, 1, ..
         check: called with wait=False once the step has ended; raises if a collective of it failed.
         before: moment at which the step could begin.
@@ -49,21 +51,21 @@ class StepTokens:
         tokens: Tensor,
         slots: Sequence[int] | None,
         check: Callable[[bool], None],
-        before: Moment,
-        idle: tuple[Moment, Moment] | None = None,
+        before: TimedEvent,
+        idle: tuple[TimedEvent, TimedEvent] | None = None,
         summaries: Summaries = Summaries(),  # noqa: B008
     ) -> None:
         self._tokens = to_host(tokens)
-        self._drawn, self._scored = summaries.on_host()
+        self._sampled, self._prompt = summaries.on_host()
         self._slots = range(len(tokens)) if slots is None else slots
         self._check = check
         self._before = before
         self._idle = idle
-        self.end = Moment(tokens.device)
-        self.came = 0.0
+        self.end = TimedEvent(tokens.device)
+        self.read_at = 0.0
 
     @property
-    def there(self) -> bool:
+    def ready(self) -> bool:
         """Whether the tokens are on the host, so that `read` does not wait."""
         return self.end.reached
 
@@ -81,29 +83,29 @@ class StepTokens:
     def read(self) -> list[tuple[int, int]]:
         """Waits for the tokens; returns (slot, token) of each."""
         self.end.wait()
-        self.came = time.perf_counter()
+        self.read_at = time.perf_counter()
         self._check(False)
-        taken = self._tokens != PAST
-        slots = [self._slots[row] for row in taken.nonzero()[:, 0].tolist()]
-        return _checked(list(zip(slots, self._tokens[taken].tolist(), strict=True)))
+        valid = self._tokens != PLACEHOLDER_TOKEN_ID
+        slots = [self._slots[row] for row in valid.nonzero()[:, 0].tolist()]
+        return _checked(list(zip(slots, self._tokens[valid].tolist(), strict=True)))
 
     def logprobs(self, slot: int, count: int) -> Logprobs:
         """Returns log-probabilities of a slot's token and of the `count` most likely ones; valid after `read`."""
-        assert self._drawn is not None, "only shaped steps have log-probabilities"
-        ids, values = (x[0].tolist() for x in logprobs(self._drawn[slot : slot + 1]))
+        assert self._sampled is not None, "only shaped steps have log-probabilities"
+        ids, values = (x[0].tolist() for x in logprobs(self._sampled[slot : slot + 1]))
         best = tuple(zip(ids[1 : 1 + count], values[1 : 1 + count], strict=True))
         return Logprobs(values[0], tuple((token, value) for token, value in best if token >= 0))
 
-    def scored(self, prefill: Sequence[Segment]) -> Iterator[tuple[int, PromptLogprobs]]:
+    def prompt_logprobs(self, prefill: Sequence[PrefillChunk]) -> Iterator[tuple[int, PromptLogprobs]]:
         """Yields slots and the log-probabilities of their prompts' scored tokens in a chunk; valid after `read`."""
-        if self._scored is None:
+        if self._prompt is None:
             return
-        ranks, done = len(self._scored), [0] * len(self._scored)
-        for segment in (segment for segment in prefill if len(segment.scored)):
-            home, count = segment.slot % ranks, len(segment.scored)
-            ids, values = logprobs(self._scored[home, done[home] : done[home] + count])
-            done[home] += count
-            yield segment.slot, PromptLogprobs(segment.begin + 1, ids.int().numpy(), values.numpy())
+        ranks, done = len(self._prompt), [0] * len(self._prompt)
+        for chunk in (chunk for chunk in prefill if len(chunk.logprob_token_ids)):
+            dp_rank, count = chunk.slot % ranks, len(chunk.logprob_token_ids)
+            ids, values = logprobs(self._prompt[dp_rank, done[dp_rank] : done[dp_rank] + count])
+            done[dp_rank] += count
+            yield chunk.slot, PromptLogprobs(chunk.begin + 1, ids.int().numpy(), values.numpy())
 
 
 def _checked(tokens: list[tuple[int, int]]) -> list[tuple[int, int]]:

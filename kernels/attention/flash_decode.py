@@ -17,10 +17,10 @@ import triton.language as tl
 
 from kernels import dispatch
 from kernels.attention import flash_decode_fp8_sm90, flash_decode_many_rows_sm90
-from kernels.attention.paged_tiles import ROOMY, attend_tiles, mean_query, tile_shape, tiles_read_whole
+from kernels.attention.paged_tiles import SMALL_HEAD_DIM, attend_tiles, mean_query, tile_shape, tiles_read_whole
 from kernels.attention.reference import flash_decode as reference
 from kernels.attention.split_kv import PartialAttention, UnmergedAttention, item_at, schedule, store_item, workspace
-from kernels.overlap import overlapped, prefetch, sm_count, start_successor, wait_for_predecessor
+from kernels.overlap import pdl_options, prefetch, sm_count, start_successor, wait_for_predecessor
 from kernels.paged_keys import KeyScores, PagedKeys
 
 
@@ -41,9 +41,10 @@ def _prefetch_tile(
 
 @triton.jit
 def _flash_decode_kernel(
-    q, k_cache, v_cache, k_scales, v_scales, block_table, lo, hi, sinks, out, lse, part, part_lse, kept, kept_table,
+    q, k_cache, v_cache, k_scales, v_scales, block_table, lo, hi, sinks, out, lse, part, part_lse, key_scores,
+    score_table,
     q_b, q_t, q_h, page_stride, slot_stride, head_stride, table_b, table_h, lo_b, lo_t, hi_b, hi_t,
-    out_b, out_t, out_h, lse_b, lse_t, lse_h, kept_plane, kept_page, kept_b,
+    out_b, out_t, out_h, lse_b, lse_t, lse_h, score_plane, score_page, score_table_b,
     scale_log2, B, T: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr, SINKS: tl.constexpr, HOLES: tl.constexpr, COLLECT: tl.constexpr, V_APART: tl.constexpr,
@@ -102,7 +103,7 @@ def _flash_decode_kernel(
             row_hi = tl.load(hi + b * hi_b + t * hi_t, mask=t < T, other=0)
         inside = (t < T)[:, None] & (d < D)[None, :]
         wanted = inside
-        if kept is not None:
+        if key_scores is not None:
             # Queries that read no key may be NaN: those before a rank's first key, and unused drafts behind the last.
             # Two numbers: per-row bounds, used here and after the loop, would occupy registers.
             if T == 1:
@@ -117,14 +118,14 @@ def _flash_decode_kernel(
         last = first + tl.minimum(end, item_end) - at
         full, full_stop = tiles_read_whole(los, his, los < his, stop, first, last, BLOCK_N)
         pages = block_table + b * table_b + head * table_h
-        if kept is not None:
+        if key_scores is not None:
             if COLLECT == "ends":
                 counts = counts & ((t == earliest) | (t == latest))
             # For few rows of long heads, adding up their scores takes fewer registers than another product.
-            PRODUCT: tl.constexpr = COLLECT == "ends" and (BLOCK_M > 64 or D <= ROOMY)
+            PRODUCT: tl.constexpr = COLLECT == "ends" and (BLOCK_M > 64 or D <= SMALL_HEAD_DIM)
             mean = mean_query(rows, counts) if PRODUCT else None
-            to = kept + head * PAGE + tile_m * kept_plane
-            to_pages = kept_table + b * kept_b
+            to = key_scores + head * PAGE + tile_m * score_plane
+            to_pages = score_table + b * score_table_b
         else:
             counts, mean, to, to_pages = None, None, None, None
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -134,7 +135,7 @@ def _flash_decode_kernel(
             acc, total, peak, rows, row_lo, row_hi, start, stop, first, last, full, full_stop, k_cache, v_cache,
             pages, page_stride, slot_stride, head_stride, head, scale_log2,
             PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, HOLES=HOLES, mean=mean, counts=counts,
-            share=scale_log2 / M, kept=to, kept_pages=to_pages, kept_page=kept_page,
+            share=scale_log2 / M, key_scores=to, score_pages=to_pages, score_page=score_page,
             COLLECT=COLLECT, SEVERAL=T * GROUP > BLOCK_M,
             k_scales=k_scales, v_scales=v_scales, V_APART=V_APART,
             SCALE_PAGE=SCALE_PAGE, SCALE_NEXT=SCALE_NEXT, SCALE_HEAD=SCALE_HEAD,
@@ -194,7 +195,7 @@ def flash_decode(
         section 2.1.
     """
     found = decode_parts(q, keys, out=out, lse=lse, sms=sms, early=early, scores=scores)
-    found.merge()
+    found.merge_states()
     return found.out, found.lse
 
 
@@ -237,21 +238,21 @@ def decode_parts(
         return flash_decode_many_rows_sm90.launch(q, keys, out, lse, sms, early, scores, lane)
     tile = decode_tile(T * group, D, q.dtype, (keys.k_scale is not None) + (keys.v_scale is not None))
     rows = min(tile["BLOCK_M"], triton.next_power_of_2(T * group))
-    kept, kept_table, kept_strides, collect = None, None, (0, 0, 0), ""
+    key_scores, score_table, score_strides, collect = None, None, (0, 0, 0), ""
     if scores is not None:
-        kept, kept_table, collect = scores.planes, scores.table, scores.rows
-        assert kept.shape[2:] == (Hkv, keys.page_size) and kept.stride()[2:] == (keys.page_size, 1)
-        assert len(kept) >= triton.cdiv(T * group, tile["BLOCK_M"]), "there is a plane for each tile of rows"
-        kept_strides = kept.stride(0), kept.stride(1), kept_table.stride(0)
+        key_scores, score_table, collect = scores.planes, scores.table, scores.rows
+        assert key_scores.shape[2:] == (Hkv, keys.page_size) and key_scores.stride()[2:] == (keys.page_size, 1)
+        assert len(key_scores) >= triton.cdiv(T * group, tile["BLOCK_M"]), "there is a plane for each tile of rows"
+        score_strides = key_scores.stride(0), key_scores.stride(1), score_table.stride(0)
     programs = 8 // tile["num_warps"] * (sms or sm_count(q.device))  # eight warps fill an SM's registers
     part, part_lse = workspace(q.device, q.dtype, programs, rows, D, lane)
     _flash_decode_kernel[(programs,)](
-        q, k, v, keys.k_scale, keys.v_scale, table, lo, hi, sinks, out, lse, part, part_lse, kept, kept_table,
+        q, k, v, keys.k_scale, keys.v_scale, table, lo, hi, sinks, out, lse, part, part_lse, key_scores, score_table,
         *q.stride()[:3], *k.stride()[:3], table.stride(0), table.stride(1) if table.dim() == 3 else 0,
-        *lo.stride(), *hi.stride(), *out.stride()[:3], *lse.stride(), *kept_strides,
+        *lo.stride(), *hi.stride(), *out.stride()[:3], *lse.stride(), *score_strides,
         keys.scale * math.log2(math.e), B, T=T, HEADS=Hkv, GROUP=group, D=D, PAGE=keys.page_size,
         BLOCK_B=triton.next_power_of_2(B), ROWS=rows, SINKS=sinks is not None,
         HOLES=table.dim() == 3, COLLECT=collect, EARLY=early, READY=ready,
-        **keys.shape, **overlapped(q), **tile,
+        **keys.shape, **pdl_options(q), **tile,
     )  # fmt: skip
     return UnmergedAttention(out, lse, lo, hi, sinks, part, part_lse, programs, Hkv, tile["BLOCK_M"], tile["BLOCK_N"])

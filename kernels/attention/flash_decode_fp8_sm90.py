@@ -27,14 +27,14 @@ from kernels.paged_keys import PagedKeys
 from kernels.scaled_keys import scale_at
 
 WARPS = gl.constexpr(4)
-MOST_ROWS = 32  # of queries
+MAX_ROWS = 32  # of queries
 # Keys of a warp's tile, by rows: with more, accumulators leave registers for fewer scores.
-OF_WARP = {16: 32, MOST_ROWS: 16}
+KEYS_PER_WARP = {16: 32, MAX_ROWS: 16}
 STAGED = 384  # keys of e4m3 on their way, of bf16 two thirds: two programs fit an SM
 EACH = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # a key a thread
 PRODUCT = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1, 1], instr_shape=[1, 16, 8]))
 LEFT, RIGHT = (gl.constexpr(gl.DotOperandLayout(i, PRODUCT.value, 2)) for i in range(2))
-OF_ROWS, OF_KEYS = (gl.constexpr(gl.SliceLayout(axis, PRODUCT.value)) for axis in (2, 1))
+ROW_LAYOUT, KEY_LAYOUT = (gl.constexpr(gl.SliceLayout(axis, PRODUCT.value)) for axis in (2, 1))
 SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 SUMS = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
 ROWS_OF_Q = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0]))
@@ -47,26 +47,32 @@ def _bits(size):
 
 
 @gluon.constexpr_function
-def keys_layout(D, of_warp):
+def keys_layout(D, keys_per_warp):
     """Returns the layout of keys [tile, D] whose registers are those of the right operand of the scores.
 
     A thread has D / 4 neighbouring numbers of every eighth key of its warp.
     """
-    registers = [[0, 1 << bit] for bit in range(_bits(D) - 2)] + [[1 << bit, 0] for bit in range(3, _bits(of_warp))]
+    registers = [[0, 1 << bit] for bit in range(_bits(D) - 2)] + [
+        [1 << bit, 0] for bit in range(3, _bits(keys_per_warp))
+    ]
     lanes = [[0, D // 4], [0, D // 2], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, [[of_warp, 0], [2 * of_warp, 0]], [], [4 * of_warp, D])
+    return gl.DistributedLinearLayout(
+        registers, lanes, [[keys_per_warp, 0], [2 * keys_per_warp, 0]], [], [4 * keys_per_warp, D]
+    )
 
 
 @gluon.constexpr_function
-def values_layout(D, of_warp):
+def values_layout(D, keys_per_warp):
     """Returns the layout of values [tile, D] whose registers are those of the right operand of the output.
 
     A thread has D / 8 neighbouring numbers of a quarter of its warp's keys.
     """
     registers = [[0, 1 << bit] for bit in range(_bits(D) - 3)] + [[1, 0]]
-    registers += [[1 << bit, 0] for bit in range(3, _bits(of_warp))]
+    registers += [[1 << bit, 0] for bit in range(3, _bits(keys_per_warp))]
     lanes = [[2, 0], [4, 0], [0, D // 8], [0, D // 4], [0, D // 2]]
-    return gl.DistributedLinearLayout(registers, lanes, [[of_warp, 0], [2 * of_warp, 0]], [], [4 * of_warp, D])
+    return gl.DistributedLinearLayout(
+        registers, lanes, [[keys_per_warp, 0], [2 * keys_per_warp, 0]], [], [4 * keys_per_warp, D]
+    )
 
 
 @gluon.constexpr_function
@@ -142,13 +148,13 @@ def _flash_decode_fp8_sm90_kernel(
     scale_log2, B, T: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr,
     BLOCK_B: gl.constexpr, ROWS: gl.constexpr, SINKS: gl.constexpr, HOLES: gl.constexpr, V_APART: gl.constexpr,
     SCALE_PAGE: gl.constexpr, SCALE_NEXT: gl.constexpr, SCALE_HEAD: gl.constexpr, STAGES: gl.constexpr,
-    QUERIES: gl.constexpr, OF_WARP: gl.constexpr, EARLY: gl.constexpr, READY: gl.constexpr,
+    QUERIES: gl.constexpr, KEYS_PER_WARP: gl.constexpr, EARLY: gl.constexpr, READY: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q.dtype.element_ty
     K_BYTES: gl.constexpr = k_cache.dtype.element_ty.primitive_bitwidth // 8
-    TILE: gl.constexpr = WARPS * OF_WARP
-    KEYS: gl.constexpr = keys_layout(D, OF_WARP)
-    VALUES: gl.constexpr = values_layout(D, OF_WARP)
+    TILE: gl.constexpr = WARPS * KEYS_PER_WARP
+    KEYS: gl.constexpr = keys_layout(D, KEYS_PER_WARP)
+    VALUES: gl.constexpr = values_layout(D, KEYS_PER_WARP)
     LIFT: gl.constexpr = lift(dtype)
     # Keys and values of one type are one piece of memory, in which the sums of an item fit.
     V_FIRST: gl.constexpr = STAGES if K_BYTES == 1 else 0
@@ -173,7 +179,7 @@ def _flash_decode_fp8_sm90_kernel(
     # programs of another attention begin as these end.
     gdc_launch_dependents()
 
-    r = gl.arange(0, QUERIES, layout=gl.SliceLayout(0, OF_ROWS))  # as rows of the running softmax
+    r = gl.arange(0, QUERIES, layout=gl.SliceLayout(0, ROW_LAYOUT))  # as rows of the running softmax
     each_warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, LEFT)))
     at = begin
     while at < end:
@@ -203,9 +209,9 @@ def _flash_decode_fp8_sm90_kernel(
         row_hi = gl.load(hi + b * hi_b + t * hi_t, mask=t < T, other=0)
 
         acc = gl.zeros([WARPS, QUERIES, D], gl.float32, layout=PRODUCT)
-        total = gl.zeros([WARPS, QUERIES], gl.float32, layout=OF_ROWS)
+        total = gl.zeros([WARPS, QUERIES], gl.float32, layout=ROW_LAYOUT)
         # A finite floor: -inf minus -inf would be NaN.
-        peak = gl.full([WARPS, QUERIES], -1.0e38, gl.float32, layout=OF_ROWS)
+        peak = gl.full([WARPS, QUERIES], -1.0e38, gl.float32, layout=ROW_LAYOUT)
         tl.debug_barrier()  # the memory below held the sums of the item before
         for s in gl.static_range(STAGES - 1):
             if first + s < last:
@@ -228,19 +234,23 @@ def _flash_decode_fp8_sm90_kernel(
             async_copy.commit_group()
 
             k = _numbers(k_shared.index(slot).load(KEYS), dtype)
-            k = gl.permute(gl.reshape(k, [WARPS, OF_WARP, 4, D // 16, 2, 2]), (0, 3, 4, 2, 5, 1))
-            k = gl.convert_layout(gl.reshape(k, [WARPS, D, OF_WARP]), RIGHT, assert_trivial=True)
+            k = gl.permute(gl.reshape(k, [WARPS, KEYS_PER_WARP, 4, D // 16, 2, 2]), (0, 3, 4, 2, 5, 1))
+            k = gl.convert_layout(gl.reshape(k, [WARPS, D, KEYS_PER_WARP]), RIGHT, assert_trivial=True)
             # Loaded again for each tile: registers are scarce.
             rows_of_q, _ = gl.broadcast(q_shared.load(gl.SliceLayout(0, LEFT))[None, :, :], each_warp[:, None, None])
-            scores = mma_v2(rows_of_q, k, gl.zeros([WARPS, QUERIES, OF_WARP], gl.float32, layout=PRODUCT))
+            scores = mma_v2(rows_of_q, k, gl.zeros([WARPS, QUERIES, KEYS_PER_WARP], gl.float32, layout=PRODUCT))
             if k_scales is not None:
-                k_scale = k_scales_shared.index(slot).reshape([WARPS, OF_WARP]).load(OF_KEYS)
+                k_scale = k_scales_shared.index(slot).reshape([WARPS, KEYS_PER_WARP]).load(KEY_LAYOUT)
                 scores = scores * k_scale[:, None, :]
             scores = scores * scale_log2
             key = tile * TILE
             if HOLES or ((key < full_from) | (key + TILE > full_to)):
-                of_warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, OF_KEYS)) * OF_WARP
-                n = key + of_warp[:, None] + gl.arange(0, OF_WARP, layout=gl.SliceLayout(0, OF_KEYS))[None, :]
+                keys_per_warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, KEY_LAYOUT)) * KEYS_PER_WARP
+                n = (
+                    key
+                    + keys_per_warp[:, None]
+                    + gl.arange(0, KEYS_PER_WARP, layout=gl.SliceLayout(0, KEY_LAYOUT))[None, :]
+                )
                 if HOLES:
                     page = gl.load(pages + n // PAGE, mask=(n >= start) & (n < stop), other=-1)
                     n = gl.where(page >= 0, n, -1)
@@ -252,11 +262,11 @@ def _flash_decode_fp8_sm90_kernel(
             weights = gl.exp2(scores - new_peak[:, :, None])
             total = total * rescale + gl.sum(weights, 2)
             peak = new_peak
-            v_scale = v_scales_shared.index(slot).reshape([WARPS, OF_WARP]).load(OF_KEYS)
+            v_scale = v_scales_shared.index(slot).reshape([WARPS, KEYS_PER_WARP]).load(KEY_LAYOUT)
             weights = gl.convert_layout((weights * (v_scale * LIFT)[:, None, :]).to(dtype), LEFT)
             v = _numbers(v_shared.index(V_FIRST + slot).load(VALUES), dtype)
-            v = gl.permute(gl.reshape(v, [WARPS, OF_WARP, 8, D // 8]), (0, 1, 3, 2))
-            v = gl.convert_layout(gl.reshape(v, [WARPS, OF_WARP, D]), RIGHT, assert_trivial=True)
+            v = gl.permute(gl.reshape(v, [WARPS, KEYS_PER_WARP, 8, D // 8]), (0, 1, 3, 2))
+            v = gl.convert_layout(gl.reshape(v, [WARPS, KEYS_PER_WARP, D]), RIGHT, assert_trivial=True)
             acc = mma_v2(weights, v, acc * rescale[:, :, None])
 
         # The warps' sums become the program's; the memory of the tiles holds them, where rows are read by one warp.
@@ -273,10 +283,10 @@ def _flash_decode_fp8_sm90_kernel(
         acc = sums.slice(0, QUERIES).load(MERGED)
         for other in gl.static_range(1, WARPS):
             acc += sums.slice(other * QUERIES, QUERIES).load(MERGED)
-        OF_MERGED: gl.constexpr = gl.SliceLayout(1, MERGED)
-        total = gl.convert_layout(total, OF_MERGED)
-        best = gl.convert_layout(best, OF_MERGED)
-        m = gl.arange(0, QUERIES, layout=OF_MERGED)
+        MERGED_LAYOUT: gl.constexpr = gl.SliceLayout(1, MERGED)
+        total = gl.convert_layout(total, MERGED_LAYOUT)
+        best = gl.convert_layout(best, MERGED_LAYOUT)
+        m = gl.arange(0, QUERIES, layout=MERGED_LAYOUT)
         column = gl.arange(0, D, layout=gl.SliceLayout(0, MERGED))
         t = m // GROUP
         q_head = head * GROUP + m % GROUP
@@ -296,8 +306,8 @@ def _flash_decode_fp8_sm90_kernel(
             gl.store(to, acc.to(dtype), mask=(t < T)[:, None])
             gl.store(lse + b * lse_b + t * lse_t + q_head * lse_h, log2 * 0.6931471805599453, mask=t < T)
         else:
-            place = gl.where(item_begin >= begin, first_slot(item_begin, run), 2 * gl.program_id(0))
-            here = place.to(gl.int64) * ROWS + m
+            part_slot = gl.where(item_begin >= begin, first_slot(item_begin, run), 2 * gl.program_id(0))
+            here = part_slot.to(gl.int64) * ROWS + m
             parts = part + here[:, None] * D + column[None, :]
             gl.store(parts, acc.to(part.dtype.element_ty), mask=(m < ROWS)[:, None])
             gl.store(part_lse + here, log2, mask=m < ROWS)
@@ -310,11 +320,11 @@ def fits(q: torch.Tensor, keys: PagedKeys) -> bool:
     return (
         keys.v_scale is not None
         and D in (64, 128)
-        and T * (Hq // keys.k.shape[2]) <= MOST_ROWS
+        and T * (Hq // keys.k.shape[2]) <= MAX_ROWS
         and q.dtype in (torch.bfloat16, torch.float16)
         and torch.cuda.get_device_capability(q.device)[0] == 9
         # Copies of sixteen bytes.
-        and all(stride * kept.itemsize % 16 == 0 for kept in (keys.k, keys.v) for stride in kept.stride()[:3])
+        and all(stride * cache.itemsize % 16 == 0 for cache in (keys.k, keys.v) for stride in cache.stride()[:3])
         and keys.k.data_ptr() % 16 == keys.v.data_ptr() % 16 == 0
     )
 
@@ -333,8 +343,8 @@ def launch(
     B, T, Hq, D = q.shape
     table, lo, hi, heads = keys.table, keys.lo, keys.hi, keys.k.shape[2]
     group = Hq // heads
-    queries = 16 if T * group <= 16 else MOST_ROWS
-    tile = WARPS.value * OF_WARP[queries]
+    queries = 16 if T * group <= 16 else MAX_ROWS
+    tile = WARPS.value * KEYS_PER_WARP[queries]
     rows = min(queries, triton.next_power_of_2(T * group))
     programs = 2 * (sms or sm_count(q.device))
     part, part_lse = workspace(q.device, q.dtype, programs, rows, D, lane)
@@ -344,7 +354,7 @@ def launch(
         *lo.stride(), *hi.stride(), *out.stride()[:3], *lse.stride(),
         keys.scale * math.log2(math.e), B, T=T, HEADS=heads, GROUP=group, D=D, PAGE=keys.page_size,
         BLOCK_B=block_of(B), ROWS=rows, SINKS=keys.sinks is not None,
-        HOLES=table.dim() == 3, QUERIES=queries, OF_WARP=OF_WARP[queries],
+        HOLES=table.dim() == 3, QUERIES=queries, KEYS_PER_WARP=KEYS_PER_WARP[queries],
         STAGES=STAGED // tile if keys.k.itemsize == 1 else STAGED * 2 // 3 // tile, EARLY=early, READY=ready,
         **keys.shape, num_warps=WARPS.value, launch_pdl=True,
     )  # fmt: skip

@@ -32,16 +32,16 @@ from kernels.attention.schedule_sm90 import TILE, block_of, item_at, of, schedul
 from kernels.attention.split_kv import UnmergedAttention, workspace
 from kernels.overlap import sm_count
 from kernels.paged_keys import KeyScores, PagedKeys
-from kernels.sm90 import COPIED, SHARED, next_stage, silence
+from kernels.sm90 import COPIED, SHARED, next_stage, zero_dead_keys
 
 D = gl.constexpr(128)  # head dim
 SIDE = gl.constexpr(64)  # rows per group of warps
-MOST_QUERIES = 32  # each is a round of loads before the first tile
+MAX_QUERIES = 32  # each is a round of loads before the first tile
 STAGES = gl.constexpr(5)  # pairs in shared memory
 SCORES = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
 SUMS = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
 WEIGHTS = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=SUMS.value, k_width=2))
-OF_ROWS, OF_KEYS = (gl.constexpr(gl.SliceLayout(axis, SCORES.value)) for axis in (1, 0))
+ROW_LAYOUT, KEY_LAYOUT = (gl.constexpr(gl.SliceLayout(axis, SCORES.value)) for axis in (1, 0))
 FOUND = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 EACH = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # a key, or a query, a thread
 
@@ -112,7 +112,7 @@ def _load_queries(q_shared, side: gl.constexpr, q, q_t, q_h, earliest, latest, G
 def _mask(scores, key, full_from, full_to, row_lo, row_hi):
     """Masks the scores of a tile: -inf for keys that a row does not read."""
     if (key < full_from) | (key + TILE > full_to):
-        n = key + gl.arange(0, TILE, layout=OF_KEYS)
+        n = key + gl.arange(0, TILE, layout=KEY_LAYOUT)
         reads = (n[None, :] >= row_lo[:, None]) & (n[None, :] < row_hi[:, None])
         scores = gl.where(reads, scores, float("-inf"))
     return scores
@@ -131,7 +131,7 @@ def _found(scores, is_end, COLLECT: gl.constexpr):
 
 @gluon.jit
 def _keep(
-    found, side: gl.constexpr, handed, scored, phase, key, start, stop, kept, page, kept_page, share,
+    found, side: gl.constexpr, handed, scored, phase, key, start, stop, key_scores, page, score_page, share,
     PAGE: gl.constexpr, COLLECT: gl.constexpr,
 ):  # fmt: skip
     """Sends a tile's scores of keys to the second group, which stores those of all rows."""
@@ -146,8 +146,8 @@ def _keep(
             others = handed.load(EACH)
             found = gl.maximum(found, others) if COLLECT == "any" else found + others
             n = key + gl.arange(0, TILE, layout=EACH)
-            to = kept + page.to(gl.int64) * kept_page + n % PAGE
-            gl.store(to, (found * share).to(kept.dtype.element_ty), mask=(n >= start) & (n < stop))
+            to = key_scores + page.to(gl.int64) * score_page + n % PAGE
+            gl.store(to, (found * share).to(key_scores.dtype.element_ty), mask=(n >= start) & (n < stop))
 
 
 @gluon.jit
@@ -161,13 +161,13 @@ def _attend(
     q_b, q_t, q_h, out_b, out_t, out_h, lse_b, lse_t, lse_h = strides
     k_shared, v_shared, ready, free = pairs
     handed, scored = handing
-    kept, kept_table, kept_page, kept_b = collecting
+    key_scores, score_table, score_page, score_table_b = collecting
     lo, hi, lo_b, lo_t, hi_b, hi_t, _ = bounds
     dtype: gl.constexpr = q.dtype.element_ty
     schedule = schedule_of(bounds, 1, T, BLOCK_B, EARLY, HEADS)
     seq, _, _, fulls_from, fulls_to, _, _, begin, end, run = schedule
     # One row per query token and head of the group: the group's heads read the same keys.
-    row = side * SIDE + gl.arange(0, SIDE, layout=OF_ROWS)
+    row = side * SIDE + gl.arange(0, SIDE, layout=ROW_LAYOUT)
     t = row // GROUP
     share = scale_log2 / (T * GROUP)
     stage = 0
@@ -183,8 +183,8 @@ def _attend(
         row_hi = gl.load(hi + b * hi_b + t * hi_t, mask=t < T, other=0)
         earliest = 0
         latest = T - 1
-        kept_pages = kept_table
-        kept_head = kept
+        score_pages = score_table
+        score_head = key_scores
         page = 0
         if COLLECT != "":
             # Queries that read no key may be NaN: those before a rank's first key, and unused drafts behind the last.
@@ -193,18 +193,18 @@ def _attend(
             his = gl.load(hi + b * hi_b + query * hi_t, mask=query < T, other=0)
             earliest = gl.min(gl.where(los < his, query, T), 0)
             latest = gl.max(gl.where(los < his, query, -1), 0)
-            kept_pages = kept_table + b * kept_b
-            kept_head = kept + head * PAGE
+            score_pages = score_table + b * score_table_b
+            score_head = key_scores + head * PAGE
         is_end = (t == earliest) | (t == latest)
         q_head = head * GROUP
         _load_queries(q_shared, side, q + b * q_b + q_head * q_h, q_t, q_h, earliest, latest, GROUP)
         acc = gl.zeros([SIDE, D], gl.float32, layout=SUMS)
-        total = gl.zeros([SIDE], gl.float32, layout=OF_ROWS)
+        total = gl.zeros([SIDE], gl.float32, layout=ROW_LAYOUT)
         # A finite floor: -inf minus -inf would be NaN.
-        peak = gl.full([SIDE], -1.0e38, gl.float32, layout=OF_ROWS)
+        peak = gl.full([SIDE], -1.0e38, gl.float32, layout=ROW_LAYOUT)
         if first < last:
             if COLLECT != "":
-                page = gl.load(kept_pages + first * TILE // PAGE)
+                page = gl.load(score_pages + first * TILE // PAGE)
             mbarrier.wait(ready.index(stage), phase)
             scores = gl.zeros([SIDE, TILE], gl.float32, layout=SCORES)
             scores = warpgroup_mma(
@@ -213,7 +213,7 @@ def _attend(
             scores = warpgroup_mma_wait(num_outstanding=0, deps=[scores])
             _keep(
                 _found(scores, is_end, COLLECT), side, handed.index(stage), scored.index(stage), phase, first * TILE,
-                start, stop, kept_head, page, kept_page, share, PAGE, COLLECT,
+                start, stop, score_head, page, score_page, share, PAGE, COLLECT,
             )  # fmt: skip
             tl.debug_barrier()
             mbarrier.arrive(free.index(stage))
@@ -227,9 +227,9 @@ def _attend(
             mbarrier.wait(ready.index(stage), phase)
             for tile in range(first + 1, last):
                 if COLLECT != "":
-                    page = gl.load(kept_pages + tile * TILE // PAGE)
+                    page = gl.load(score_pages + tile * TILE // PAGE)
                 if (tile - 1) * TILE < start:
-                    silence(v_shared.index(stage), (tile - 1) * TILE, start, stop)
+                    zero_dead_keys(v_shared.index(stage), (tile - 1) * TILE, start, stop)
                 keys = k_shared.index(stage).permute((1, 0))
                 scores = warpgroup_mma(q_shared, keys, scores, use_acc=False, is_async=True)
                 acc = warpgroup_mma(p, v_shared.index(stage), acc, is_async=True)
@@ -243,8 +243,8 @@ def _attend(
                 peak = new_peak
                 next_p = gl.convert_layout(weights.to(dtype), WEIGHTS)
                 _keep(
-                    found, side, handed.index(stage), scored.index(stage), phase, tile * TILE, start, stop, kept_head,
-                    page, kept_page, share, PAGE, COLLECT,
+                    found, side, handed.index(stage), scored.index(stage), phase, tile * TILE, start, stop, score_head,
+                    page, score_page, share, PAGE, COLLECT,
                 )  # fmt: skip
                 used = stage
                 stage, phase = next_stage(stage, phase, STAGES)
@@ -258,7 +258,7 @@ def _attend(
                 acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, SUMS))[:, None]
                 p = next_p
             if ((last - 1) * TILE < start) | (last * TILE > stop):
-                silence(v_shared.index(stage), (last - 1) * TILE, start, stop)
+                zero_dead_keys(v_shared.index(stage), (last - 1) * TILE, start, stop)
             acc = warpgroup_mma(p, v_shared.index(stage), acc, is_async=True)
             acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
             tl.debug_barrier()
@@ -294,9 +294,9 @@ def _attend(
 
 @gluon.jit
 def _flash_decode_many_sm90_kernel(
-    keys, values, q, block_table, lo, hi, sinks, out, lse, part, part_lse, kept, kept_table,
+    keys, values, q, block_table, lo, hi, sinks, out, lse, part, part_lse, key_scores, score_table,
     page_rows, head_rows, head_columns, q_b, q_t, q_h, table_b, lo_b, lo_t, hi_b, hi_t,
-    out_b, out_t, out_h, lse_b, lse_t, lse_h, kept_page, kept_b, scale_log2, B,
+    out_b, out_t, out_h, lse_b, lse_t, lse_h, score_page, score_table_b, scale_log2, B,
     T: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr, BLOCK_B: gl.constexpr,
     ROWS: gl.constexpr, SINKS: gl.constexpr, COLLECT: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
@@ -318,7 +318,7 @@ def _flash_decode_many_sm90_kernel(
     strides = (q_b, q_t, q_h, out_b, out_t, out_h, lse_b, lse_t, lse_h)
     pairs = (k_shared, v_shared, ready, free)
     handing = (handed, scored)
-    collecting = (kept, kept_table, kept_page, kept_b)
+    collecting = (key_scores, score_table, score_page, score_table_b)
     gl.warp_specialize(
         [
             (
@@ -357,7 +357,7 @@ def fits(q: torch.Tensor, keys: PagedKeys) -> bool:
         keys.v_scale is None
         and keys.table.dim() == 2
         and SIDE.value < T * (Hq // keys.k.shape[2]) <= 2 * SIDE.value
-        and T <= MOST_QUERIES
+        and T <= MAX_QUERIES
         and q.dtype in (torch.bfloat16, torch.float16)
         and keys.k.shape[-1] == D.value
         and slots_suit(keys)
@@ -384,14 +384,14 @@ def launch(
     rows = 2 * SIDE.value
     programs = sms or sm_count(q.device)
     part, part_lse = workspace(q.device, q.dtype, programs, rows, dim, lane)
-    kept, kept_table, kept_strides, collect = None, None, (0, 0), ""
+    key_scores, score_table, score_strides, collect = None, None, (0, 0), ""
     if scores is not None:
-        kept, kept_table, collect = scores.planes, scores.table, scores.rows
-        kept_strides = kept.stride(1), kept_table.stride(0)
+        key_scores, score_table, collect = scores.planes, scores.table, scores.rows
+        score_strides = key_scores.stride(1), score_table.stride(0)
     _flash_decode_many_sm90_kernel[(programs,)](
-        slots_of(k), slots_of(keys.v), q, table, lo, hi, keys.sinks, out, lse, part, part_lse, kept, kept_table,
+        slots_of(k), slots_of(keys.v), q, table, lo, hi, keys.sinks, out, lse, part, part_lse, key_scores, score_table,
         k.stride(0) // k.stride(1), *divmod(k.stride(2), k.stride(1)), *q.stride()[:3], table.stride(0),
-        *lo.stride(), *hi.stride(), *out.stride()[:3], *lse.stride(), *kept_strides, keys.scale * math.log2(math.e), B,
+        *lo.stride(), *hi.stride(), *out.stride()[:3], *lse.stride(), *score_strides, keys.scale * math.log2(math.e), B,
         T=T, HEADS=heads, GROUP=Hq // heads, PAGE=keys.page_size,
         BLOCK_B=block_of(B), ROWS=rows, SINKS=keys.sinks is not None, COLLECT=collect,
         EARLY=early, num_warps=4, launch_pdl=True,

@@ -10,10 +10,10 @@ import triton.language as tl
 
 from kernels import dispatch
 from kernels.attention import flash_prefill_sm90
+from kernels.attention.dequantized_prefill import attend_dequantized
 from kernels.attention.paged_tiles import attend_tiles, tile_shape, tiles_read_whole, with_sink
 from kernels.attention.reference import flash_prefill as reference
 from kernels.attention.split_prefill import attend_split, tile_of_segment, tiles_of_rows, tiles_of_split
-from kernels.attention.unpacked_prefill import attend_unpacked
 from kernels.paged_keys import PagedKeys
 
 
@@ -113,7 +113,7 @@ def flash_prefill(
     assert out.stride(2) == 1 and (sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (Hq,)))
 
     if keys.v_scale is not None:
-        attend_unpacked(q, keys, cu_q, max_q, max_k, out, lse, flash_prefill)
+        attend_dequantized(q, keys, cu_q, max_q, max_k, out, lse, flash_prefill)
         return out, lse
     assert k.stride() == v.stride()
     if q.is_cuda and flash_prefill_sm90.fits(q, keys, max_q, max_k):

@@ -27,16 +27,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.attention.paged_tiles import with_sink
-from kernels.attention.split_prefill import attend_split, place_of_tile, tiles_of_rows, tiles_of_split
+from kernels.attention.split_prefill import attend_split, locate_tile, tiles_of_rows, tiles_of_split
 from kernels.paged_keys import PagedKeys
-from kernels.sm90 import COPIED, SHARED, add, next_stage, pair_barriers, silence
+from kernels.sm90 import COPIED, SHARED, add, next_stage, pair_barriers, zero_dead_keys
 
 ROWS = gl.constexpr(64)  # per group of warps
 PIECE = gl.constexpr(64)  # keys of one load, all in one page
 SHAPES = {128: {"KEYS": 128, "STAGES": 3}, 256: {"KEYS": 64, "STAGES": 2}}  # by head dim: keys of a tile, pairs held
 # Least rows (queries x heads) and keys, or keys alone; smaller sizes are faster in programs of one group, of which
 # several run on a multiprocessor: one begins while others end.
-MIN_ROWS, OF_KEYS = 24 << 10, 1536
+MIN_ROWS, MIN_KEYS_MANY_ROWS = 24 << 10, 1536
 MIN_KEYS = 16 << 10
 
 
@@ -128,14 +128,14 @@ def attend_rows(
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=PRODUCT, k_width=2)
     # A thread has the same rows in both; where the layouts differ, they are converted without moving anything.
-    OF_SCORES: gl.constexpr = gl.SliceLayout(1, SCORES)
-    OF_PRODUCT: gl.constexpr = gl.SliceLayout(1, PRODUCT)
+    SCORE_LAYOUT: gl.constexpr = gl.SliceLayout(1, SCORES)
+    PRODUCT_LAYOUT: gl.constexpr = gl.SliceLayout(1, PRODUCT)
     out_n, out_h, lse_n, lse_h = strides
     k_parts, v_shared, ready, free = pairs
     begin, length, row_0, head, split = chunk
     start, stop, full, full_stop, first, last = tiles
     dtype: gl.constexpr = out.dtype.element_ty
-    row = row_0 + side * ROWS + gl.arange(0, ROWS, layout=OF_SCORES)
+    row = row_0 + side * ROWS + gl.arange(0, ROWS, layout=SCORE_LAYOUT)
     live = row // GROUP < length
     n = (begin + row // GROUP).to(gl.int64)
     q_head = head * GROUP + row % GROUP
@@ -144,9 +144,9 @@ def attend_rows(
     if lo is not None:
         row_lo = gl.load(lo + n, mask=live, other=0)
     acc = gl.zeros([ROWS, D], gl.float32, layout=PRODUCT)
-    total = gl.zeros([ROWS], gl.float32, layout=OF_SCORES)
+    total = gl.zeros([ROWS], gl.float32, layout=SCORE_LAYOUT)
     # A finite floor: -inf minus -inf would be NaN.
-    peak = gl.full([ROWS], -1.0e38, gl.float32, layout=OF_SCORES)
+    peak = gl.full([ROWS], -1.0e38, gl.float32, layout=SCORE_LAYOUT)
     if first < last:
         mbarrier.wait(ready.index(0), 0)
         scores = gl.zeros([ROWS, KEYS], gl.float32, layout=SCORES)
@@ -165,7 +165,7 @@ def attend_rows(
         mbarrier.wait(ready.index(stage), phase)
         for tile in range(first + 1, last):
             if (tile - 1) * KEYS < start:
-                silence(v_shared.index(stage), (tile - 1) * KEYS, start, stop)
+                zero_dead_keys(v_shared.index(stage), (tile - 1) * KEYS, start, stop)
             scores = _products(q_parts, k_parts, stage, scores)
             acc = warpgroup_mma(p, v_shared.index(stage), acc, is_async=True)
             scores = warpgroup_mma_wait(num_outstanding=1, deps=[scores])
@@ -186,10 +186,10 @@ def attend_rows(
             acc, p = warpgroup_mma_wait(num_outstanding=0, deps=[acc, p])
             tl.debug_barrier()
             mbarrier.arrive(free.index(used))
-            acc = acc * gl.convert_layout(rescale, OF_PRODUCT)[:, None]
+            acc = acc * gl.convert_layout(rescale, PRODUCT_LAYOUT)[:, None]
             p = next_p
         if ((last - 1) * KEYS < start) | (last * KEYS > stop):
-            silence(v_shared.index(stage), (last - 1) * KEYS, start, stop)
+            zero_dead_keys(v_shared.index(stage), (last - 1) * KEYS, start, stop)
         acc = warpgroup_mma(p, v_shared.index(stage), acc, is_async=True)
         acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
 
@@ -202,8 +202,8 @@ def attend_rows(
             factor = factor * shrink
     gl.store(lse + n * lse_n + q_head * lse_h, log2 * 0.6931471805599453, mask=live)
     d = gl.arange(0, D, layout=gl.SliceLayout(0, PRODUCT))
-    rows = gl.convert_layout(out + n * out_n + q_head * out_h, OF_PRODUCT)
-    live, factor = gl.convert_layout(live, OF_PRODUCT), gl.convert_layout(factor, OF_PRODUCT)
+    rows = gl.convert_layout(out + n * out_n + q_head * out_h, PRODUCT_LAYOUT)
+    live, factor = gl.convert_layout(live, PRODUCT_LAYOUT), gl.convert_layout(factor, PRODUCT_LAYOUT)
     gl.store(rows[:, None] + d[None, :], (acc * factor[:, None]).to(dtype), mask=live[:, None])
 
 
@@ -222,7 +222,7 @@ def tile_of_segment(cu_q, segments, tile, GROUP: gl.constexpr):
         segment += gl.sum((ends <= tile).to(gl.int32), 0)
         before = gl.maximum(before, gl.max(gl.where(ends <= tile, ends, 0), 0))
         counted = gl.max(ends, 0)
-    return place_of_tile(cu_q, segments, tile, segment, before)
+    return locate_tile(cu_q, segments, tile, segment, before)
 
 
 @gluon.jit(do_not_specialize=["segments", "lse_s", "splits"])  # they change from chunk to chunk
@@ -309,7 +309,10 @@ def fits(q: torch.Tensor, keys: PagedKeys, max_q: int, max_k: int) -> bool:
     rows = max_q * q.shape[1]
     return (
         # A program of one group also reads the keys of one group's rows only once.
-        ((rows >= MIN_ROWS and max_k >= OF_KEYS) or (max_k >= MIN_KEYS and rows > ROWS.value * keys.k.shape[2]))
+        (
+            (rows >= MIN_ROWS and max_k >= MIN_KEYS_MANY_ROWS)
+            or (max_k >= MIN_KEYS and rows > ROWS.value * keys.k.shape[2])
+        )
         and q.dtype in (torch.bfloat16, torch.float16)
         and keys.k.shape[-1] in SHAPES
         and slots_suit(keys)

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from kernels import dispatch
 from kernels.attention.reference import head_squares as reference
-from kernels.overlap import overlapped, start_successor, wait_for_predecessor
+from kernels.overlap import pdl_options, start_successor, wait_for_predecessor
 
 BLOCK = 1024  # numbers of a row at a time
 
@@ -54,6 +54,6 @@ def head_squares(qkv: torch.Tensor, kv_heads: int, shares: tuple[float, float]) 
     if N:
         _head_squares_kernel[(N,)](
             qkv, out, qkv.stride(0), *shares, Q=(heads - 2 * kv_heads) * D, K=kv_heads * D, BLOCK=BLOCK, num_warps=4,
-            **overlapped(qkv),
+            **pdl_options(qkv),
         )  # fmt: skip
     return out

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 
 from kernels import dispatch
-from kernels.attention.paged_tiles import ROOMY
+from kernels.attention.paged_tiles import SMALL_HEAD_DIM
 from kernels.attention.reference import kv_append as reference
-from kernels.overlap import overlapped, start_successor, wait_for_predecessor
+from kernels.overlap import pdl_options, start_successor, wait_for_predecessor
 from kernels.scaled_keys import reciprocal, scale_at, scale_bits, scale_strides
 
 MANY = 1024  # tokens x heads; below, each is one program; a GPU starts about one program per nanosecond
@@ -19,32 +19,32 @@ TOKENS = 16  # tokens of a head per program from MANY on
 
 
 @dataclass(frozen=True)
-class HeadSlots:
+class QKVTarget:
     """Destinations of a QKV projection's heads (see `kv_append`): `q` [N, Hq, D], and cache slots of the others."""
 
     cos: torch.Tensor
     sin: torch.Tensor
-    slots: torch.Tensor
+    slot_mapping: torch.Tensor
     k_cache: torch.Tensor
     v_cache: torch.Tensor
     q: torch.Tensor
 
     @classmethod
-    def of(
+    def create(
         cls, x: torch.Tensor, heads: int, cos: torch.Tensor, sin: torch.Tensor,
-        k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor,
-    ) -> HeadSlots:  # fmt: skip
+        k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor,
+    ) -> QKVTarget:  # fmt: skip
         """Creates the destinations of all `heads` of N rows, x [N, ...], in its dtype."""
         kv_heads, D = k_cache.shape[2:]
         assert k_cache.stride(1) == v_cache.stride(1) and k_cache.stride(3) == v_cache.stride(3) == 1
         assert k_cache.stride(2) == v_cache.stride(2) or k_cache.dtype != v_cache.dtype
-        assert cos.is_contiguous() and sin.is_contiguous() and slots.is_contiguous()
+        assert cos.is_contiguous() and sin.is_contiguous() and slot_mapping.is_contiguous()
         q = torch.empty(len(x), heads - 2 * kv_heads, D, dtype=x.dtype, device=x.device)
-        return cls(cos, sin, slots, k_cache, v_cache, q)
+        return cls(cos, sin, slot_mapping, k_cache, v_cache, q)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return self.cos, self.sin, self.slots, self.k_cache, self.v_cache, self.q
+        return self.cos, self.sin, self.slot_mapping, self.k_cache, self.v_cache, self.q
 
     @property
     def strides(self) -> tuple[int, int]:
@@ -73,57 +73,58 @@ def store_heads(
     half: tl.constexpr = D // 2
     dtype: tl.constexpr = q.dtype.element_ty
     first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
-    turned = first * c - second * s
+    rotated = first * c - second * s
     other = second * c + first * s
     is_value = head >= Q_HEADS + KV_HEADS
-    first, second = tl.where(is_value, first, turned).to(dtype), tl.where(is_value, second, other).to(dtype)
+    first, second = tl.where(is_value, first, rotated).to(dtype), tl.where(is_value, second, other).to(dtype)
     query = live & (head < Q_HEADS)
     target = q + (n * Q_HEADS + head) * D + d
     tl.store(target, first, mask=query)
     tl.store(target + half, second, mask=query)
-    kept = live & (slot >= 0)
-    key = kept & (head >= Q_HEADS) & (head < Q_HEADS + KV_HEADS)
+    is_stored = live & (slot >= 0)
+    key = is_stored & (head >= Q_HEADS) & (head < Q_HEADS + KV_HEADS)
     within = slot % PAGE * SLOT + (head - Q_HEADS) * HEAD + d
     target = k_cache + slot // PAGE * k_page + within
     tl.store(target, first, mask=key)
     tl.store(target + half, second, mask=key)
     target = v_cache + slot // PAGE * v_page + within - KV_HEADS * HEAD
-    tl.store(target, first, mask=kept & is_value)
-    tl.store(target + half, second, mask=kept & is_value)
+    tl.store(target, first, mask=is_stored & is_value)
+    tl.store(target + half, second, mask=is_stored & is_value)
 
 
 @triton.jit
-def _store_few(
+def _store_fp8(
     first, second, d, slot, live, cache, scales, head, page_stride, D: tl.constexpr, PAGE: tl.constexpr,
     SLOT: tl.constexpr, HEAD: tl.constexpr, SCALE_NEXT: tl.constexpr, SCALE_HEAD: tl.constexpr,
 ):  # fmt: skip
     """Stores both halves [TOKENS, BLOCK] of a head of tokens, fp32, in e4m3 with their scale."""
-    wanted = live & (slot >= 0)
-    most = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))[:, None]
-    bits = scale_bits(most)
+    is_stored = live & (slot >= 0)
+    max_abs = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))[:, None]
+    bits = scale_bits(max_abs)
     factor = reciprocal(bits)
     target = cache + slot // PAGE * page_stride + slot % PAGE * SLOT + head * HEAD + d
-    tl.store(target, (first * factor).to(cache.dtype.element_ty), mask=wanted)
-    tl.store(target + D // 2, (second * factor).to(cache.dtype.element_ty), mask=wanted)
+    tl.store(target, (first * factor).to(cache.dtype.element_ty), mask=is_stored)
+    tl.store(target + D // 2, (second * factor).to(cache.dtype.element_ty), mask=is_stored)
     at = scale_at(scales, slot // PAGE, slot % PAGE, head, PAGE, PAGE, SCALE_NEXT, SCALE_HEAD)
     tl.store(at, bits.to(tl.float32, bitcast=True), mask=slot >= 0)
 
 
 @triton.jit(do_not_specialize=["N"])
 def _kv_append_kernel(
-    qkv, cos, sin, slots, k_cache, v_cache, q, k_scales, v_scales, q_norm, k_norm, means, x_n, x_h, k_page, v_page,
+    qkv, cos, sin, slot_mapping, k_cache, v_cache, q, k_scales, v_scales, q_norm, k_norm, means, x_n, x_h, k_page,
+    v_page,
     eps, N,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, SLOT: tl.constexpr,
     HEAD: tl.constexpr, V_HEAD: tl.constexpr, SCALE_NEXT: tl.constexpr, SCALE_HEAD: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK: tl.constexpr, NORMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor(PDL)
-    if D > ROOMY:  # smaller heads: attention must find the whole GPU empty, or its programs crowd on some SMs
+    if D > SMALL_HEAD_DIM:  # smaller heads: attention must find the whole GPU empty, or its programs crowd on some SMs
         start_successor(PDL)
     n = (tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS))[:, None]
     live = n < N
     head = tl.program_id(1)
-    slot = tl.load(slots + n, mask=live, other=-1)
+    slot = tl.load(slot_mapping + n, mask=live, other=-1)
     half: tl.constexpr = D // 2
     d = tl.arange(0, BLOCK)[None, :]  # over one half of the head dim
     inside = live & (d < half)
@@ -134,42 +135,44 @@ def _kv_append_kernel(
     s = tl.load(sin + n * half + d, mask=inside, other=0.0).to(tl.float32)
     if NORMS:
         if head < Q_HEADS + KV_HEADS:
-            gain = (q_norm if head < Q_HEADS else k_norm) + d
+            norm_weight = (q_norm if head < Q_HEADS else k_norm) + d
             if means is not None:  # of all heads
-                gain += (head if head < Q_HEADS else head - Q_HEADS) * D
+                norm_weight += (head if head < Q_HEADS else head - Q_HEADS) * D
                 scale = tl.rsqrt(tl.load(means + 2 * n + (head >= Q_HEADS), mask=live, other=0.0) + eps)
             else:
-                of_head = tl.sum(first * first, 1) + tl.sum(second * second, 1)
-                scale = tl.rsqrt(of_head / D + eps)[:, None]
+                sum_squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+                scale = tl.rsqrt(sum_squares / D + eps)[:, None]
             dtype: tl.constexpr = qkv.dtype.element_ty
             # Rounded before and after the weight is applied, as the models were trained.
-            first = (first * scale).to(dtype).to(tl.float32) * tl.load(gain, mask=d < half, other=0.0).to(tl.float32)
+            first = (first * scale).to(dtype).to(tl.float32) * tl.load(norm_weight, mask=d < half, other=0.0).to(
+                tl.float32
+            )
             second = (second * scale).to(dtype).to(tl.float32)
-            second *= tl.load(gain + half, mask=d < half, other=0.0).to(tl.float32)
+            second *= tl.load(norm_weight + half, mask=d < half, other=0.0).to(tl.float32)
     if v_scales is not None:
         rounded: tl.constexpr = q.dtype.element_ty
         first, second = first.to(rounded).to(tl.float32), second.to(rounded).to(tl.float32)
         if head >= Q_HEADS + KV_HEADS:
             kv_head = head - Q_HEADS - KV_HEADS
-            _store_few(
+            _store_fp8(
                 first, second, d, slot, inside, v_cache, v_scales, kv_head, v_page, D, PAGE, SLOT, V_HEAD,
                 SCALE_NEXT, SCALE_HEAD,
             )  # fmt: skip
         else:
-            turned = (first * c - second * s).to(rounded)
+            rotated = (first * c - second * s).to(rounded)
             other = (second * c + first * s).to(rounded)
             if head < Q_HEADS:
                 target = q + (n * Q_HEADS + head) * D + d
-                tl.store(target, turned, mask=inside)
+                tl.store(target, rotated, mask=inside)
                 tl.store(target + half, other, mask=inside)
             elif k_scales is not None:
-                _store_few(
-                    turned.to(tl.float32), other.to(tl.float32), d, slot, inside, k_cache, k_scales, head - Q_HEADS,
+                _store_fp8(
+                    rotated.to(tl.float32), other.to(tl.float32), d, slot, inside, k_cache, k_scales, head - Q_HEADS,
                     k_page, D, PAGE, SLOT, HEAD, SCALE_NEXT, SCALE_HEAD,
                 )  # fmt: skip
             else:
                 target = k_cache + slot // PAGE * k_page + slot % PAGE * SLOT + (head - Q_HEADS) * HEAD + d
-                tl.store(target, turned, mask=inside & (slot >= 0))
+                tl.store(target, rotated, mask=inside & (slot >= 0))
                 tl.store(target + half, other, mask=inside & (slot >= 0))
     else:
         store_heads(
@@ -184,7 +187,7 @@ def kv_append(
     sin: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    slots: torch.Tensor,
+    slot_mapping: torch.Tensor,
     norms: tuple[torch.Tensor, torch.Tensor, float] | None = None,
     scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
     means: torch.Tensor | None = None,
@@ -211,16 +214,16 @@ def kv_append(
         RoPE in the half-split form of https://arxiv.org/abs/2104.09864's implementations.
     """
     if not dispatch.on_gpu(qkv):
-        return reference(qkv, cos, sin, k_cache, v_cache, slots, norms, scales, means)
+        return reference(qkv, cos, sin, k_cache, v_cache, slot_mapping, norms, scales, means)
     N, heads, D = qkv.shape
     assert qkv.stride(2) == 1
-    to = HeadSlots.of(qkv, heads, cos, sin, k_cache, v_cache, slots)
+    to = QKVTarget.create(qkv, heads, cos, sin, k_cache, v_cache, slot_mapping)
     assert all((s is None) == (c.dtype == qkv.dtype) for s, c in zip(scales, (k_cache, v_cache), strict=True))
     q_norm, k_norm, eps = norms or (qkv, qkv, 0.0)
     tokens = 1 if N * heads < MANY else TOKENS
     _kv_append_kernel[triton.cdiv(N, tokens), heads](
         qkv, *to.tensors, *scales, q_norm, k_norm, means, qkv.stride(0), qkv.stride(1), *to.strides, eps, N, **to.shape,
         V_HEAD=v_cache.stride(2), TOKENS=tokens, BLOCK=triton.next_power_of_2(D // 2), NORMS=norms is not None,
-        num_warps=min(tokens, 4), **scale_strides(*scales), **overlapped(qkv),
+        num_warps=min(tokens, 4), **scale_strides(*scales), **pdl_options(qkv),
     )  # fmt: skip
     return to.q

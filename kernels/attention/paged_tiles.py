@@ -8,22 +8,22 @@ import triton.language as tl
 
 from kernels.scaled_keys import scale_at
 
-ROOMY = tl.constexpr(64)  # largest head dim at which an SM has room for more attention programs than intended
+SMALL_HEAD_DIM = tl.constexpr(64)  # largest head dim at which an SM has room for more attention programs than intended
 
 
-def tile_shape(rows: int, most_rows: int, D: int, dtype: torch.dtype, more: int = 0) -> dict[str, int]:
+def tile_shape(rows: int, max_rows: int, D: int, dtype: torch.dtype, more: int = 0) -> dict[str, int]:
     """Returns launch options for a kernel around `attend_tiles`, without register spills on sm_90 up to head dim 256.
 
     Args:
         rows: upper bound of query rows (tokens x heads of a group) for one tile.
-        most_rows: rows of the largest tile that suits the kernel.
+        max_rows: rows of the largest tile that suits the kernel.
         D: head dim.
         dtype: dtype of queries and cache; fp32 has no tensor cores at full precision, hence small tiles and more warps.
         more: further stages, of keys or values in e4m3.
     """
     block_d = max(16, triton.next_power_of_2(D))  # the least that tl.dot takes
-    most_rows = 32 if dtype == torch.float32 else most_rows
-    block_m = min(most_rows, max(16, triton.next_power_of_2(rows)))
+    max_rows = 32 if dtype == torch.float32 else max_rows
+    block_m = min(max_rows, max(16, triton.next_power_of_2(rows)))
     # 16 KiB of keys, and of values.
     block_n = max(16, min(128 if block_m == 128 else 64, 16384 // (block_d * dtype.itemsize)))
     if block_m == 64 and more == 1:  # keys stay large: one more stage would leave room for a single program
@@ -75,7 +75,7 @@ def attend_tiles(
     acc, total, peak, q, row_lo, row_hi, start, stop, first, last, full, full_stop, k_cache, v_cache, pages,
     page_stride, slot_stride, head_stride, head, scale_log2,
     PAGE: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HOLES: tl.constexpr = False,
-    mean=None, counts=None, share=0.0, kept=None, kept_pages=None, kept_page=0,
+    mean=None, counts=None, share=0.0, key_scores=None, score_pages=None, score_page=0,
     COLLECT: tl.constexpr = None, SEVERAL: tl.constexpr = False,
     k_scales=None, v_scales=None, V_APART: tl.constexpr = 1,
     SCALE_PAGE: tl.constexpr = 1, SCALE_NEXT: tl.constexpr = 0, SCALE_HEAD: tl.constexpr = 0,
@@ -84,9 +84,9 @@ def attend_tiles(
 
     Only keys of [start, stop) are touched, and no other entry of `pages` is followed. The caller guarantees that every
     live row reads every key of tiles full..full_stop-1. With HOLES, negative entries of `pages` are pages without keys.
-    `scale_log2` is the scale times log2(e), above 0. With `kept`, a score of each key of page j is stored in page
-    `kept_pages[j]` of a score plane: the maximum over the rows that count (COLLECT is any), or their sum, computed from
-    the `mean` query if given; times `share`. With scales, keys and values are e4m3 (see `kernels.scaled_keys`).
+    `scale_log2` is the scale times log2(e), above 0. With `key_scores`, a score of each key of page j is stored in page
+    `score_pages[j]` of a score plane: the maximum over the rows that count (COLLECT is any), or their sum, computed
+    from the `mean` query if given; times `share`. With scales, keys and values are e4m3 (see `kernels.scaled_keys`).
     Pages and heads of values are V_APART times as far apart as those of keys.
     """
     LIFT: tl.constexpr = lift(q.dtype) if v_scales is not None else 1.0
@@ -100,8 +100,8 @@ def attend_tiles(
     # Loaded one iteration ahead: an index loaded where it is used would prevent pipelining of K and V.
     ahead = tl.maximum(first * BLOCK_N + step, start)
     next_page = tl.load(pages + ahead // PAGE, mask=(first < last) & (ahead < stop), other=0)
-    if kept is not None:
-        next_kept = tl.load(kept_pages + ahead // PAGE, mask=(first < last) & (ahead < stop), other=0)
+    if key_scores is not None:
+        next_score_page = tl.load(score_pages + ahead // PAGE, mask=(first < last) & (ahead < stop), other=0)
     for tile in range(first, last):
         page = next_page.to(tl.int64)
         ahead = (tile + 1) * BLOCK_N + step
@@ -122,15 +122,15 @@ def attend_tiles(
         k = tl.load(k_cache + at, mask=mask, other=0.0)
         if k_scales is not None:
             slot = (key % PAGE).to(tl.int64)
-            of_keys = scale_at(k_scales, page, slot, head, PAGE, SCALE_PAGE, SCALE_NEXT, SCALE_HEAD)
-            k_scale = tl.load(of_keys, mask=live, other=0.0)
+            k_scales_at = scale_at(k_scales, page, slot, head, PAGE, SCALE_PAGE, SCALE_NEXT, SCALE_HEAD)
+            k_scale = tl.load(k_scales_at, mask=live, other=0.0)
             k = k.to(tl.float32).to(q.dtype)  # to bf16 at once goes by way of fp16, which is slow
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if k_scales is not None:
             scores *= k_scale[None, :]
-        if kept is not None:
-            to = kept + next_kept.to(tl.int64) * kept_page + key % PAGE
-            next_kept = tl.load(kept_pages + ahead // PAGE, mask=(tile + 1 < last) & (ahead < stop), other=0)
+        if key_scores is not None:
+            to = key_scores + next_score_page.to(tl.int64) * score_page + key % PAGE
+            next_score_page = tl.load(score_pages + ahead // PAGE, mask=(tile + 1 < last) & (ahead < stop), other=0)
             if COLLECT == "any":
                 found = tl.max(tl.where(counts[:, None], scores, float("-inf")), 0) * share
                 if SEVERAL:  # several tiles of rows: possibly none of this one counts
@@ -158,12 +158,12 @@ def attend_tiles(
         v = tl.load(v_cache + at, mask=mask, other=0.0)
         if v_scales is not None:
             slot = (key % PAGE).to(tl.int64)
-            of_values = scale_at(v_scales, page, slot, head, PAGE, SCALE_PAGE, SCALE_NEXT, SCALE_HEAD)
-            weights *= (tl.load(of_values, mask=live, other=0.0) * LIFT)[None, :]
+            v_scales_at = scale_at(v_scales, page, slot, head, PAGE, SCALE_PAGE, SCALE_NEXT, SCALE_HEAD)
+            weights *= (tl.load(v_scales_at, mask=live, other=0.0) * LIFT)[None, :]
             v = v.to(tl.float32).to(q.dtype)
         acc = tl.dot(weights.to(q.dtype), v, acc * rescale[:, None], input_precision="ieee")
         peak = new_peak
-        if kept is not None:  # after the product, which runs meanwhile
+        if key_scores is not None:  # after the product, which runs meanwhile
             tl.store(to, found.to(to.dtype.element_ty), mask=live)
     if LIFT != 1.0:
         acc *= 1.0 / LIFT

@@ -41,8 +41,8 @@ def _local_bounds_kernel(
 
 
 @triton.jit
-def _cache_slots_kernel(
-    positions, starts, live, tables, rows, slots, N, tables_n, P,
+def _slot_mapping_kernel(
+    positions, starts, live, tables, rows, slot_mapping, N, tables_n, P,
     KVP: tl.constexpr, RANK: tl.constexpr, BLOCK_TOKENS: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -58,7 +58,7 @@ def _cache_slots_kernel(
     local = position // (BLOCK_TOKENS * KVP) * BLOCK_TOKENS + position % BLOCK_TOKENS
     page = tl.load(tables + row * tables_n + local // PAGE, mask=inside & mine & some & (local // PAGE < P), other=0)
     slot = page.to(tl.int64) * PAGE + local % PAGE
-    tl.store(slots + n, tl.where(mine & some, slot, -1), mask=inside)
+    tl.store(slot_mapping + n, tl.where(mine & some, slot, -1), mask=inside)
 
 
 def local_bounds(
@@ -87,7 +87,7 @@ def local_bounds(
     return lo, hi
 
 
-def cache_slots(
+def compute_slot_mapping(
     positions: torch.Tensor,
     starts: torch.Tensor,
     live: torch.Tensor,
@@ -106,13 +106,13 @@ def cache_slots(
         block_tables: int32 [n, P], rows contiguous.
         rows: int64 [N], the table row of each token; None: row i for token i.
     """
-    slots = torch.empty(len(positions), dtype=torch.int64, device=positions.device)
+    slot_mapping = torch.empty(len(positions), dtype=torch.int64, device=positions.device)
     assert positions.is_contiguous() and starts.is_contiguous() and live.is_contiguous()
     assert block_tables.stride(1) == 1
-    _cache_slots_kernel[(triton.cdiv(len(positions), BLOCK),)](
-        positions, starts, live.view(torch.uint8), block_tables, rows, slots,
+    _slot_mapping_kernel[(triton.cdiv(len(positions), BLOCK),)](
+        positions, starts, live.view(torch.uint8), block_tables, rows, slot_mapping,
         len(positions), block_tables.stride(0), block_tables.shape[1],
         KVP=kvp, RANK=kvp_rank, BLOCK_TOKENS=append_block, PAGE=page_size, ROWS=rows is not None, BLOCK=BLOCK,
         num_warps=1,
     )  # fmt: skip
-    return slots
+    return slot_mapping

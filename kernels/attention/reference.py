@@ -71,12 +71,12 @@ def _attend(
     block = max(64, SCORES // max(1, B * T * Hq))
     for begin in range(int(first.min()), stop, block):
         at = torch.arange(begin, min(begin + block, stop), device=q.device)
-        of_keys = torch.minimum(torch.maximum(at, first), last)  # [B, n]: instead of no key a sequence repeats one
-        column, slot = of_keys // page_size, of_keys % page_size
+        key_index = torch.minimum(torch.maximum(at, first), last)  # [B, n]: instead of no key a sequence repeats one
+        column, slot = key_index // page_size, key_index % page_size
         page = pages.gather(-1, column if pages.dim() == 2 else column[:, None].expand(-1, Hkv, -1))
         # Sequence by sequence, as views of what was read: long ones are not copied again for one product of all.
-        places = [*zip(page, slot, strict=True)]
-        scores = torch.stack([own @ _lookup(keys.k, *place).mT for own, place in zip(rows, places, strict=True)])
+        indices = [*zip(page, slot, strict=True)]
+        scores = torch.stack([own @ _lookup(keys.k, *index).mT for own, index in zip(rows, indices, strict=True)])
         if pages.dim() == 3:
             scores.masked_fill_(page[:, :, None] < 0, -torch.inf)  # [B, Hkv, T * group, n]
         if (lo > at[0]).any() or (hi <= at[-1]).any():
@@ -85,7 +85,7 @@ def _attend(
         rescale = (before - peak).exp_()
         weights = scores.sub_(peak).exp_()
         total = total * rescale + weights.sum(-1, keepdim=True)
-        found = [own @ _lookup(keys.v, *place) for own, place in zip(weights, places, strict=True)]
+        found = [own @ _lookup(keys.v, *index) for own, index in zip(weights, indices, strict=True)]
         out = out.mul_(rescale).add_(torch.stack(found))
 
     out /= total.masked_fill(total == 0, 1)
@@ -114,10 +114,10 @@ def flash_decode(
     scores: KeyScores | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attends a few queries per sequence to paged keys; shapes as in `kernels.attention.flash_decode`."""
-    keys = keys.unpacked()
-    of_rows, of_lse = attend(q, keys, keys.table, keys.lo, keys.hi)
-    out = of_rows.to(q.dtype) if out is None else out.copy_(of_rows)
-    lse = of_lse if lse is None else lse.copy_(of_lse)
+    keys = keys.dequantize()
+    rows_out, rows_lse = attend(q, keys, keys.table, keys.lo, keys.hi)
+    out = rows_out.to(q.dtype) if out is None else out.copy_(rows_out)
+    lse = rows_lse if lse is None else lse.copy_(rows_lse)
     if scores is not None:
         for b in range(len(q)):
             _collect(q[b], keys, b, scores)
@@ -133,11 +133,11 @@ def _collect(q: torch.Tensor, keys: PagedKeys, b: int, scores: KeyScores) -> Non
     at = torch.arange(int(lo[reads].min()), int(hi[reads].max()), device=q.device)
     page, slot = at // keys.page_size, at % keys.page_size
     heads = keys.k.shape[2]
-    of_keys = keys.k[keys.table[b, page].long(), slot].float()  # [n, Hkv, D]
+    key_index = keys.k[keys.table[b, page].long(), slot].float()  # [n, Hkv, D]
     rows = q.float().masked_fill(~reads[:, None, None], 0).view(len(q), heads, -1, q.shape[-1])  # [T, Hkv, group, D]
     share = keys.scale * math.log2(math.e) / (len(q) * rows.shape[2])
     if scores.rows == "any":
-        each = torch.einsum("thgd,nhd->nhtg", rows, of_keys)
+        each = torch.einsum("thgd,nhd->nhtg", rows, key_index)
         each = each.masked_fill(~reads[:, None], -torch.inf).flatten(2)  # [n, Hkv, T * group]
         tile = 1 << (-(-each.shape[2] // len(scores.planes)) - 1).bit_length()  # rows of a tile of the kernel
         by_key = torch.stack([part.amax(2) for part in each.split(tile, 2)])
@@ -146,8 +146,8 @@ def _collect(q: torch.Tensor, keys: PagedKeys, b: int, scores: KeyScores) -> Non
         first, last = reads.nonzero()[[0, -1], 0]
         query = torch.arange(len(q), device=q.device)
         counts = (query == first) | (query == last)
-        of_queries = (rows.sum(2) * counts[:, None, None]).sum(0, keepdim=True)  # [1, Hkv, D]
-        by_key = torch.einsum("phd,nhd->pnh", of_queries, of_keys)
+        query_sums = (rows.sum(2) * counts[:, None, None]).sum(0, keepdim=True)  # [1, Hkv, D]
+        by_key = torch.einsum("phd,nhd->pnh", query_sums, key_index)
     scores.planes[:, scores.table[b, page].long(), :, slot] = 0
     for plane, mine in zip(scores.planes, by_key * share, strict=False):  # each [pages, Hkv, page_size] and [n, Hkv]
         plane[scores.table[b, page].long(), :, slot] = mine.to(plane.dtype)
@@ -164,17 +164,17 @@ def flash_prefill(
     lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attends prompt chunks to paged keys; shapes as in `kernels.attention.flash_prefill.flash_prefill`."""
-    keys = keys.unpacked()
+    keys = keys.dequantize()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if lse is None else lse
     if len(q) == len(keys.table) and max_q == 1:  # pages of its own for each query, such as chosen tokens
-        own_out, own_lse = attend(q[:, None], keys, keys.table, keys.lo[:, None], keys.hi[:, None])
-        return out.copy_(own_out[:, 0]), lse.copy_(own_lse[:, 0])
+        page_out, page_lse = attend(q[:, None], keys, keys.table, keys.lo[:, None], keys.hi[:, None])
+        return out.copy_(page_out[:, 0]), lse.copy_(page_lse[:, 0])
     for i, (first, last) in enumerate(pairwise(cu_q.tolist())):
         for begin in range(first, last, QUERIES):
             part = slice(begin, min(begin + QUERIES, last))
-            of_part = attend(q[None, part], keys, keys.table[i : i + 1], keys.lo[None, part], keys.hi[None, part])
-            out[part], lse[part] = of_part[0][0], of_part[1][0]
+            part_result = attend(q[None, part], keys, keys.table[i : i + 1], keys.lo[None, part], keys.hi[None, part])
+            out[part], lse[part] = part_result[0][0], part_result[1][0]
     return out, lse
 
 
@@ -184,7 +184,7 @@ def kv_append(
     sin: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    slots: torch.Tensor,
+    slot_mapping: torch.Tensor,
     norms: tuple[torch.Tensor, torch.Tensor, float] | None = None,
     scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
     means: torch.Tensor | None = None,
@@ -197,15 +197,15 @@ def kv_append(
         if means is None:
             q, k = rms_norm(q, q_norm, eps)[0], rms_norm(k, k_norm, eps)[0]
         else:
-            of_q, of_k = torch.rsqrt(means + eps)[:, :, None, None].unbind(1)
-            q, k = (q.float() * of_q).to(q.dtype) * q_norm, (k.float() * of_k).to(k.dtype) * k_norm
-    mine = slots >= 0
-    where = slots[mine] // page_size, slots[mine] % page_size
+            q_scale, k_scale = torch.rsqrt(means + eps)[:, :, None, None].unbind(1)
+            q, k = (q.float() * q_scale).to(q.dtype) * q_norm, (k.float() * k_scale).to(k.dtype) * k_norm
+    mine = slot_mapping >= 0
+    where = slot_mapping[mine] // page_size, slot_mapping[mine] % page_size
     for x, cache, scale in zip((rotate(k, cos, sin)[mine], v[mine]), (k_cache, v_cache), scales, strict=True):
         if scale is None:
             cache[where] = x
         else:
-            store(x, cache, scale, slots[mine])
+            store(x, cache, scale, slot_mapping[mine])
     return rotate(q, cos, sin)
 
 
@@ -215,14 +215,14 @@ def head_squares(qkv: torch.Tensor, kv_heads: int, shares: tuple[float, float]) 
     return torch.stack([part.square().sum((1, 2)) * share for part, share in zip(parts, shares, strict=True)], 1)
 
 
-def lse_combine(
+def merge_states(
     partials: torch.Tensor,
     lse: torch.Tensor,
     *,
     out: torch.Tensor | None = None,
     out_lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merges partial attention outputs by their LSE; shapes as in `kernels.attention.lse_combine.lse_combine`."""
+    """Merges partial attention outputs by their LSE; shapes as in `kernels.attention.merge_states.merge_states`."""
     out = torch.empty(partials.shape[1:], dtype=partials.dtype, device=partials.device) if out is None else out
     out_lse = torch.empty(lse.shape[1:], dtype=torch.float32, device=lse.device) if out_lse is None else out_lse
     empty = lse == -torch.inf
@@ -240,23 +240,23 @@ def lse_combine(
     return out, out_lse
 
 
-def merge_messages(
-    out: torch.Tensor, lse: torch.Tensor, to_out: torch.Tensor, to_lse: torch.Tensor, shares: Sequence[int]
+def merge_states_pack(
+    out: torch.Tensor, lse: torch.Tensor, send_out: torch.Tensor, send_lse: torch.Tensor, shares: Sequence[int]
 ) -> None:
-    """Writes merged partials [N, Hq, D] and [N, Hq] into messages, as `kernels.attention.merge_messages` does.
+    """Writes merged partials [N, Hq, D] and [N, Hq] into messages, as `kernels.attention.merge_states_pack` does.
 
     Args:
         out, lse: [N, sum(shares), D] and [N, sum(shares)].
-        to_out, to_lse, shares: see there.
+        send_out, send_lse, shares: see there.
     """
-    lanes = to_out.shape[2]
+    lanes = send_out.shape[2]
     k = head = 0
     for h, same in groupby(shares):  # balanced shares have at most two sizes: at most two rounds of copies
         n = len(list(same))
         run = slice(head, head + n * h)
-        to_out[k : k + n, :, :h] = out[:, run].unflatten(1, (n, h)).transpose(0, 1)  # [N, n*h, D] -> [n, N, h, D]
-        to_lse[k : k + n, :, :h] = lse[:, run].unflatten(1, (n, h)).transpose(0, 1)
+        send_out[k : k + n, :, :h] = out[:, run].unflatten(1, (n, h)).transpose(0, 1)  # [N, n*h, D] -> [n, N, h, D]
+        send_lse[k : k + n, :, :h] = lse[:, run].unflatten(1, (n, h)).transpose(0, 1)
         if h < lanes:  # padding reads as an empty shard
-            to_out[k : k + n, :, h:] = 0
-            to_lse[k : k + n, :, h:] = -torch.inf
+            send_out[k : k + n, :, h:] = 0
+            send_lse[k : k + n, :, h:] = -torch.inf
         k, head = k + n, run.stop

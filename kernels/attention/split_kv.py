@@ -15,11 +15,11 @@ import triton
 import triton.language as tl
 
 from kernels.attention.paged_tiles import with_sink
-from kernels.overlap import overlapped, start_successor, wait_for_predecessor
+from kernels.overlap import pdl_options, start_successor, wait_for_predecessor
 
 SLICE = 32  # least slice of the head dim per program of the merge
-MERGING = 512  # programs of a merge that are enough: beyond, each takes a larger slice
-MERGED = 8192  # bytes of parts that a warp of the merge holds at once
+MERGE_PROGRAMS = 512  # programs of a merge that are enough: beyond, each takes a larger slice
+MERGE_BYTES = 8192  # bytes of parts that a warp of the merge holds at once
 LARGE = 4096  # elements of a part from which on its bytes matter
 
 
@@ -117,7 +117,7 @@ def item_of(
 
 
 @triton.jit
-def merge_slice(
+def merge_states_slice(
     part, part_lse, sink, item_begin, run, first, parts, row, d,
     D: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, SLICE: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
@@ -148,7 +148,7 @@ def merge_slice(
 
 
 @triton.jit
-def merged_or_whole(
+def load_merged_states(
     out, lse, part, part_lse, sink, item_begin, run, first, parts, row, d, live,
     D: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, SLICE: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
@@ -157,7 +157,7 @@ def merged_or_whole(
     A query that is not `live` has no parts: zeros and -inf.
     """
     if parts > 1:
-        values, log2 = merge_slice(
+        values, log2 = merge_states_slice(
             part, part_lse, sink, item_begin, run, first, parts, row, d, D, ROWS, PARTS, SLICE, SINKS
         )
         log = log2 * 0.6931471805599453
@@ -168,7 +168,7 @@ def merged_or_whole(
 
 
 @triton.jit
-def _merge_parts_kernel(
+def _merge_splits_kernel(
     lo, hi, sinks, out, lse, part, part_lse,
     lo_b, lo_t, hi_b, hi_t, out_b, out_t, out_h, lse_b, lse_t, lse_h,
     B, programs, T: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
@@ -189,7 +189,7 @@ def _merge_parts_kernel(
     start_successor(PDL)
     if parts > 1:  # otherwise one program has written the result
         d = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
-        acc, log2 = merge_slice(
+        acc, log2 = merge_states_slice(
             part, part_lse, sinks + q_head if SINKS else sinks, item_begin, run, first, parts, row, d,
             D, ROWS, PARTS, SLICE, SINKS,
         )  # fmt: skip
@@ -226,7 +226,7 @@ class PartialAttention:
     out: torch.Tensor
     lse: torch.Tensor
 
-    def merge(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def merge_states(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Merges the parts; returns the output [N, Hq, D] and LSE [N, Hq] over the rank's keys."""
         return self.out.flatten(0, -3), self.lse.flatten(0, -2)
 
@@ -258,30 +258,30 @@ class UnmergedAttention(PartialAttention):
         B, T, Hq, _ = self.out.shape
         return B * self.heads * triton.cdiv(T * (Hq // self.heads), self.block_m)
 
-    def merge(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def merge_states(self) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse, part = self.out, self.lse, self.part
         B, T, Hq, D = out.shape
-        parts, width, warps = merge_shape(B * T * Hq, D, part.itemsize, self.items, self.programs)
-        _merge_parts_kernel[B * T * Hq, triton.cdiv(D, width)](
+        parts, width, warps = merge_tile(B * T * Hq, D, part.itemsize, self.items, self.programs)
+        _merge_splits_kernel[B * T * Hq, triton.cdiv(D, width)](
             self.lo, self.hi, self.sinks, out, lse, part, self.part_lse,
             *self.lo.stride(), *self.hi.stride(), *out.stride()[:3], *lse.stride(), B, self.programs,
             T=T, HEADS=self.heads, GROUP=Hq // self.heads, D=D, BLOCK_B=triton.next_power_of_2(B),
             BLOCK_M=self.block_m, BLOCK_N=self.block_n, ROWS=part.shape[1], PARTS=parts, SLICE=width,
-            SINKS=self.sinks is not None, num_warps=warps, **overlapped(out),
+            SINKS=self.sinks is not None, num_warps=warps, **pdl_options(out),
         )  # fmt: skip
-        return super().merge()
+        return super().merge_states()
 
 
 @cache
-def merge_shape(rows: int, D: int, itemsize: int, items: int, programs: int) -> tuple[int, int, int]:
+def merge_tile(rows: int, D: int, itemsize: int, items: int, programs: int) -> tuple[int, int, int]:
     """Chooses a merge program's parts per iteration, slice of the head dim, and warps."""
-    numbers = MERGED // itemsize
+    numbers = MERGE_BYTES // itemsize
     # Rows of latents gain from longer slices and a second round.
     longer = 2 if D > 256 else 1
     # Parts at equal lengths; a long sequence among short ones has more parts, and takes several rounds.
     expected = min(512, triton.next_power_of_2(triton.cdiv(programs, items) + 1)) // longer
     width = SLICE
-    while width < D and rows * triton.cdiv(D, width) > MERGING and expected * width < longer * numbers:
+    while width < D and rows * triton.cdiv(D, width) > MERGE_PROGRAMS and expected * width < longer * numbers:
         width *= 2
     parts = max(expected, min(16, numbers // width))
     return parts, width, max(1, min(8 if D > 256 else 4, parts * width // numbers))

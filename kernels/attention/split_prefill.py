@@ -1,7 +1,7 @@
 """Split of the keys of a tile of prompt rows among programs, if too few tiles would leave a GPU idle.
 
 Prefill attention has a program for each tile of rows. A short chunk has few, however many keys it reads: then several
-programs share the keys of a tile, and `kernels.attention.lse_combine` merges their results. The host chooses their
+programs share the keys of a tile, and `kernels.attention.merge_states` merges their results. The host chooses their
 number from sizes alone, so that no launch waits for the device.
 """
 
@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.attention.lse_combine import lse_combine
+from kernels.attention.merge_states import merge_states
 from kernels.overlap import sm_count
 
 # Overheads of a program, in units of key tiles: each is a microsecond or two on an H200.
@@ -50,11 +50,11 @@ def tile_of_segment(cu_q, segments, tile, GROUP: tl.constexpr, BLOCK_M: tl.const
         segment += tl.sum((ends <= tile).to(tl.int32), 0)
         before = tl.maximum(before, tl.max(tl.where(ends <= tile, ends, 0), 0))
         counted = tl.max(ends, 0)
-    return place_of_tile(cu_q, segments, tile, segment, before)
+    return locate_tile(cu_q, segments, tile, segment, before)
 
 
 @triton.jit
-def place_of_tile(cu_q, segments, tile, segment, before):
+def locate_tile(cu_q, segments, tile, segment, before):
     """Returns what `tile_of_segment` does, once it has found the segment and how many tiles stand before its own."""
     if segments == 0:
         segment = tile
@@ -80,7 +80,7 @@ def tiles_of_rows(rows: int, longest: int, segments: int, block: int) -> tuple[i
 
 
 @lru_cache
-def split_count(items: int, tiles: int, slots: int) -> int:
+def split_count(items: int, tiles: int, max_programs: int) -> int:
     """Chooses the number of programs that share the keys of each tile of rows, for the least time.
 
     Args:
@@ -90,10 +90,10 @@ def split_count(items: int, tiles: int, slots: int) -> int:
     """
 
     def cost(splits: int) -> int:
-        rounds, length = -(-items * splits // slots), -(-tiles // splits) + START
+        rounds, length = -(-items * splits // max_programs), -(-tiles // splits) + START
         return rounds * length if splits == 1 else rounds * (length + PART) + MERGE
 
-    return min(range(1, max(1, min(slots, tiles, ROUNDS * slots // items)) + 1), key=cost)
+    return min(range(1, max(1, min(max_programs, tiles, ROUNDS * max_programs // items)) + 1), key=cost)
 
 
 def attend_split(
@@ -114,14 +114,14 @@ def attend_split(
         max_k: keys per row, an upper bound or estimate.
         attend: writes each split's partial result into [splits, N, Hq, D] and [splits, N, Hq].
     """
-    slots = max(1, 8 // tile["num_warps"]) * sm_count(out.device)  # eight warps fill an SM's registers
+    max_programs = max(1, 8 // tile["num_warps"]) * sm_count(out.device)  # eight warps fill an SM's registers
     N, Hq, _ = out.shape
     # Each segment may end in a partly filled tile.
     items = heads * (triton.cdiv(N * Hq // heads, tile["BLOCK_M"]) + segments - 1)
-    splits = split_count(max(items, 1), triton.cdiv(max_k, tile["BLOCK_N"]), slots)
+    splits = split_count(max(items, 1), triton.cdiv(max_k, tile["BLOCK_N"]), max_programs)
     if splits == 1:
         attend(out[None], lse[None], 1)
         return
     parts, part_lse = out.new_empty(splits, *out.shape), lse.new_empty(splits, *lse.shape)
     attend(parts, part_lse, splits)
-    lse_combine(parts, part_lse, out=out, out_lse=lse)
+    merge_states(parts, part_lse, out=out, out_lse=lse)

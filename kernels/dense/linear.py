@@ -14,14 +14,14 @@ import triton
 import triton.language as tl
 
 from kernels import dispatch
-from kernels.attention.kv_append import HeadSlots
+from kernels.attention.kv_append import QKVTarget
 from kernels.dense import linear_fp8_sm90, linear_sm90
 from kernels.dense.linear_scaled import scaled_linear
 from kernels.dense.reference import linear as reference
 from kernels.dense.scaled_rows import run_of, stored
 from kernels.dense.silu_mul import rounded_swiglu, silu_mul
-from kernels.overlap import overlapped, start_successor, wait_for_predecessor
-from kernels.peers.mailbox import DTYPES, SumTarget, send_sum, sum_boxes, sum_words, turn
+from kernels.overlap import pdl_options, start_successor, wait_for_predecessor
+from kernels.peers.ll_protocol import DTYPES, SumTarget, epoch, send_sum, sum_ll_buffers, sum_words
 from kernels.scaled import Matrix, ScaledMatrix
 
 MAX_ROWS = 4  # of x; more rows go to Hopper's kernels or a library
@@ -87,8 +87,8 @@ def _linear_kernel(
         dtype: tl.constexpr = x.dtype.element_ty
         VALUES: tl.constexpr = 1 if tl.float32 == dtype else 2  # of a word
         w = tl.program_id(0) * (BLOCK_R // VALUES) + tl.arange(0, BLOCK_R // VALUES)
-        tag = turn(count)
-        boxes = sum_boxes(peers, w // SIZE, RANKS, False)
+        tag = epoch(count)
+        ll_buffers = sum_ll_buffers(peers, w // SIZE, RANKS, False)
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     row = tl.minimum(r, R - 1)  # beyond the last row: read it again, store nothing
     n = tl.arange(0, BLOCK_N)
@@ -109,7 +109,7 @@ def _linear_kernel(
         tl.store(out + (n * R)[:, None] + r[None, :], y, mask=(n < N)[:, None] & (r < R)[None, :])
     else:
         words = sum_words(tl.reshape(y, [BLOCK_R]), dtype)
-        send_sum(boxes, words, w // SIZE, w % SIZE, tag, rank, w < R // VALUES, RANKS, PIECES, SIZE)
+        send_sum(ll_buffers, words, w // SIZE, w % SIZE, tag, rank, w < R // VALUES, RANKS, PIECES, SIZE)
 
 
 def linear(
@@ -156,12 +156,12 @@ def linear(
     tile = _tile(N, R, K, gated, run_of(weight, RUN))
     _linear_kernel[(triton.cdiv(R, tile["BLOCK_R"]),)](
         x, data, scales, bias, out, None, None, x.stride(0), N, R, K, 0,
-        BIAS=bias is not None, GATED=gated, RANKS=0, PIECES=0, SIZE=0, **groups, **tile, **overlapped(x),
+        BIAS=bias is not None, GATED=gated, RANKS=0, PIECES=0, SIZE=0, **groups, **tile, **pdl_options(x),
     )  # fmt: skip
     return out
 
 
-def sends(x: torch.Tensor, weight: Matrix, two_shot: bool) -> bool:
+def can_send(x: torch.Tensor, weight: Matrix, two_shot: bool) -> bool:
     """Returns whether `linear_send` supports these tensors."""
     if not dispatch.on_gpu(x) or 0 in weight.shape or len(weight) * x.itemsize % 4:
         return False
@@ -192,7 +192,7 @@ def linear_send(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None, sums
     _linear_kernel[(triton.cdiv(R, tile["BLOCK_R"]),)](
         x, data, scales, bias, None, sums.peers, sums.count, x.stride(0), 1, R, K, sums.rank,
         BIAS=bias is not None, GATED=False, RANKS=sums.peers.numel(), PIECES=sums.pieces, SIZE=sums.slice_words,
-        **groups, **tile, **overlapped(x),
+        **groups, **tile, **pdl_options(x),
     )  # fmt: skip
 
 
@@ -207,7 +207,7 @@ def launch_sm90(
     x: torch.Tensor,
     weight: Matrix,
     bias: torch.Tensor | None,
-    out: torch.Tensor | SumTarget | HeadSlots,
+    out: torch.Tensor | SumTarget | QKVTarget,
     gated: bool,
 ) -> None:
     """Runs `linear` on Hopper into `out`: a contiguous [N, R], the boxes of an all-reduce, or attention's heads."""

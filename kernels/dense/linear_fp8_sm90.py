@@ -19,13 +19,13 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from kernels.attention.kv_append import HeadSlots
-from kernels.attention.paged_tiles import ROOMY
-from kernels.dense.linear_ends_sm90 import deliver, look_up
+from kernels.attention.kv_append import QKVTarget
+from kernels.attention.paged_tiles import SMALL_HEAD_DIM
+from kernels.dense.linear_epilogue_sm90 import load_epilogue, store_epilogue
 from kernels.dense.linear_sm90 import SHARED_KB
-from kernels.dense.tree_sum_sm90 import pairs, sum_parts, workspace
+from kernels.dense.split_k_reduce_sm90 import pairs, split_k_reduce, workspace
 from kernels.overlap import sm_count
-from kernels.peers.mailbox import SumTarget, sum_shape
+from kernels.peers.ll_protocol import SumTarget, sum_shape
 from kernels.scaled import ScaledMatrix
 from kernels.sm90 import SHARED
 
@@ -34,7 +34,7 @@ E4M3_PAIRS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_b
 SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 BLOCK_K = gl.constexpr(128)
 MAX_ROWS = 128  # of x
-MOST_SPLIT = 16  # leaves of the tree
+MAX_SPLIT = 16  # leaves of the tree
 
 
 @gluon.jit
@@ -72,7 +72,7 @@ def _multiply(w_shared, x_shared, scales_shared, part: gl.constexpr, PRODUCT: gl
 @gluon.jit(do_not_specialize=["N", "R", "blocks", "rank"])
 def _linear_fp8_sm90_kernel(
     weights, xs, scales, bias, out, words, peers, count, N, R, blocks, rank,
-    cos, sin, slots, k_cache, v_cache, q, k_page, v_page,
+    cos, sin, slot_mapping, k_cache, v_cache, q, k_page, v_page,
     GROUP: gl.constexpr, BEGIN: gl.constexpr, SPLIT: gl.constexpr, N_MAX: gl.constexpr, ROWS: gl.constexpr,
     PARTS: gl.constexpr, STAGES: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr,
     RANKS: gl.constexpr, PIECES: gl.constexpr, SIZE: gl.constexpr, TWO_SHOT: gl.constexpr,
@@ -80,7 +80,7 @@ def _linear_fp8_sm90_kernel(
     HEAD: gl.constexpr,
 ):  # fmt: skip
     SENDS: gl.constexpr = RANKS > 0  # words of two rows of the weight, which end in the same program
-    EARLY: gl.constexpr = D == 0 or D > ROOMY  # see `kernels.attention.kv_append`
+    EARLY: gl.constexpr = D == 0 or D > SMALL_HEAD_DIM  # see `kernels.attention.kv_append`
     PAIRED: gl.constexpr = GATED or D > 0  # a program has rows `apart` from each other
     WARPS: gl.constexpr = ROWS // 16
     HALF: gl.constexpr = ROWS // 2
@@ -127,8 +127,8 @@ def _linear_fp8_sm90_kernel(
             _copy_scales(rows_at, inside, block + s * PARTS, blocks, all_rows, scales_shared.index(s), GROUP)
         async_copy.commit_group()
     TILE: gl.constexpr = HALF if PAIRED or SENDS else ROWS  # sums of a row of x, or pairs of these
-    live, y_bias, up_bias, found = look_up(
-        bias, count, peers, cos, sin, slots, top, apart, row, N, R,
+    live, y_bias, up_bias, found = load_epilogue(
+        bias, count, peers, cos, sin, slot_mapping, top, apart, row, N, R,
         RESULT, TILE, N_MAX, BIAS, PAIRED, RANKS, SIZE, TWO_SHOT, D,
     )  # fmt: skip
     for s in range(ahead):
@@ -172,8 +172,8 @@ def _linear_fp8_sm90_kernel(
     else:
         y = gl.convert_layout(acc, RESULT)
         up = y
-    y, up, live = sum_parts(y, up, live, words, tile, part, SPLIT, PAIRED or SENDS)
-    deliver(
+    y, up, live = split_k_reduce(y, up, live, words, tile, part, SPLIT, PAIRED or SENDS)
+    store_epilogue(
         y, up, live, y_bias, up_bias, found, out, peers, row, R, rank, k_cache, v_cache, q, k_page, v_page,
         dtype, BIAS, GATED, RANKS, PIECES, SIZE, TWO_SHOT, Q_HEADS, KV_HEADS, D, PAGE, SLOT, HEAD,
     )  # fmt: skip
@@ -187,7 +187,7 @@ def split_of(tiles: int, steps: int, parts: int, sms: int) -> int:
     """
     if tiles > 2 * sms:
         return min(2, steps)
-    return max(1, min(MOST_SPLIT, int(1.95 * sms) // tiles, steps // (3 if parts == 2 else 5)))
+    return max(1, min(MAX_SPLIT, int(1.95 * sms) // tiles, steps // (3 if parts == 2 else 5)))
 
 
 def rows_of(N: int) -> int:
@@ -219,7 +219,7 @@ def launch(
     x: torch.Tensor,
     weight: ScaledMatrix,
     bias: torch.Tensor | None,
-    out: torch.Tensor | SumTarget | HeadSlots,
+    out: torch.Tensor | SumTarget | QKVTarget,
     gated: bool,
     split: int | None = None,
     shared_kb: int | None = None,
@@ -231,7 +231,7 @@ def launch(
         shared_kb: KiB of shared memory that a program's stages may fill; None: that of two programs, or of one.
     """
     N, K = x.shape
-    heads = out if isinstance(out, HeadSlots) else None
+    heads = out if isinstance(out, QKVTarget) else None
     sums = out if isinstance(out, SumTarget) else None
     paired = gated or heads is not None
     R = len(weight) // 2 if paired else len(weight)
@@ -241,7 +241,7 @@ def launch(
     steps = triton.cdiv(blocks, parts)
     tiles = triton.cdiv(R, rows // 2 if paired else rows)
     split = split or split_of(tiles, steps, parts, sm_count(x.device) * 64 // rows)
-    assert split <= min(MOST_SPLIT, steps), f"{split} programs cannot share {steps} steps of K = {K}"
+    assert split <= min(MAX_SPLIT, steps), f"{split} programs cannot share {steps} steps of K = {K}"
     columns = parts * BLOCK_K.value
     if paired:
         half = heads.q.shape[2] // 2 if heads else R

@@ -17,11 +17,11 @@ import triton.language as tl
 
 from kernels.dense.scaled_rows import product, stored
 from kernels.dense.silu_mul import rounded_swiglu, silu_mul
-from kernels.overlap import overlapped, start_successor, wait_for_predecessor
+from kernels.overlap import pdl_options, start_successor, wait_for_predecessor
 from kernels.scaled import ScaledMatrix
 
 MANY = 1024  # rows of x
-TOGETHER = 8  # tiles of rows of x that neighbouring programs take beside each tile of the weight, out of the L2
+GROUP_TILES = 8  # tiles of rows of x that neighbouring programs take beside each tile of the weight, out of the L2
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -29,14 +29,14 @@ def _scaled_linear_kernel(
     x, weight, scales, bias, out, x_n, N, R: tl.constexpr, K: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, BEGIN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, STAGES: tl.constexpr, ROUNDS: tl.constexpr,
-    TOGETHER: tl.constexpr, PDL: tl.constexpr,
+    GROUP_TILES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = 2 * R if GATED else R
     tiles_r: tl.constexpr = (ROWS + BLOCK_R - 1) // BLOCK_R
     tiles_n = tl.cdiv(N, BLOCK_N)
-    band = tl.program_id(0) // (tiles_r * TOGETHER) * TOGETHER
-    wide = tl.minimum(tiles_n - band, TOGETHER)
-    rest = tl.program_id(0) % (tiles_r * TOGETHER)
+    band = tl.program_id(0) // (tiles_r * GROUP_TILES) * GROUP_TILES
+    wide = tl.minimum(tiles_n - band, GROUP_TILES)
+    rest = tl.program_id(0) % (tiles_r * GROUP_TILES)
     tile_n = (band + rest % wide).to(tl.int64)
     tile_r = rest // wide
     r = tile_r * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -80,7 +80,7 @@ def _memory(device: torch.device, stream: int) -> list[torch.Tensor]:
     return [torch.empty(0, dtype=torch.uint8, device=device)]
 
 
-def unpacked(weight: ScaledMatrix, dtype: torch.dtype) -> torch.Tensor:
+def dequantize(weight: ScaledMatrix, dtype: torch.dtype) -> torch.Tensor:
     """Unpacks a matrix of e4m3 into memory that the next call overwrites -> [R, K], rounded to `dtype`."""
     (R, K), stream = weight.shape, torch.cuda.current_stream(weight.device) if weight.data.is_cuda else None
     memory = _memory(weight.device, stream.cuda_stream if stream else 0)
@@ -101,7 +101,7 @@ def scaled_linear(
     """Runs `kernels.dense.linear.linear` for a matrix of a few bits; the result is of `dtype`."""
     N, K = x.shape
     if N >= MANY and not weight.packed and x.dtype == dtype:
-        y = F.linear(x, unpacked(weight, x.dtype), bias)
+        y = F.linear(x, dequantize(weight, x.dtype), bias)
         return silu_mul(y) if gated else y
     R = len(weight) // 2 if gated else len(weight)
     out = torch.empty(N, R, dtype=dtype, device=x.device)
@@ -117,8 +117,9 @@ def scaled_linear(
         tile = dict(BLOCK_R=128, BLOCK_N=64 if N <= 128 else 128, BLOCK_K=64, STAGES=4, num_warps=4 if N <= 128 else 8)
     programs = triton.cdiv(len(weight), tile["BLOCK_R"]) * triton.cdiv(N, tile["BLOCK_N"])
     _scaled_linear_kernel[(programs,)](
-        x, data, scales, bias, out, x.stride(0), N, R=R, K=K, BIAS=bias is not None, GATED=gated, TOGETHER=TOGETHER,
+        x, data, scales, bias, out, x.stride(0), N, R=R, K=K, BIAS=bias is not None, GATED=gated,
+        GROUP_TILES=GROUP_TILES,
         ROUNDS=N > 64 and x.dtype == dtype,
-        **groups, **tile, **overlapped(x),
+        **groups, **tile, **pdl_options(x),
     )  # fmt: skip
     return out

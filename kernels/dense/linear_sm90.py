@@ -6,8 +6,8 @@ count as rows, and so is each row of x. Products of unequal slices are dropped; 
 bottleneck.
 
 If a matrix has few tiles, programs split K: into more slices or, if these would not be 16-byte aligned, into runs of
-steps. Their sums meet in a tree (`kernels.dense.tree_sum_sm90`): at each node the second program to arrive adds the
-first one's sum from a workspace. No program waits, and sums do not depend on the order of arrival.
+steps. Their sums meet in a tree (`kernels.dense.split_k_reduce_sm90`): at each node the second program to arrive adds
+the first one's sum from a workspace. No program waits, and sums do not depend on the order of arrival.
 
 Summands of an all-reduce go straight into the boxes of `kernels.peers.all_reduce_norm`, heads to the destinations of
 `kernels.dense.qkv_append`.
@@ -32,12 +32,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from kernels.attention.kv_append import HeadSlots
-from kernels.attention.paged_tiles import ROOMY
-from kernels.dense.linear_ends_sm90 import deliver, look_up
-from kernels.dense.tree_sum_sm90 import pairs, sum_parts, workspace
+from kernels.attention.kv_append import QKVTarget
+from kernels.attention.paged_tiles import SMALL_HEAD_DIM
+from kernels.dense.linear_epilogue_sm90 import load_epilogue, store_epilogue
+from kernels.dense.split_k_reduce_sm90 import pairs, split_k_reduce, workspace
 from kernels.overlap import sm_count
-from kernels.peers.mailbox import SumTarget, sum_shape
+from kernels.peers.ll_protocol import SumTarget, sum_shape
 
 SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3))
 ROWS, SLICES = gl.constexpr(32), gl.constexpr(2)  # of a program's tile; 64 rows to the tensor cores
@@ -88,7 +88,7 @@ def _sum_slices(acc, LAYOUT: gl.constexpr):
 @gluon.jit(do_not_specialize=["N", "R", "steps", "rank"])
 def _linear_sm90_kernel(
     weights, xs, bias, out, words, peers, count, N, R, steps, rank,
-    cos, sin, slots, k_cache, v_cache, q, k_page, v_page,
+    cos, sin, slot_mapping, k_cache, v_cache, q, k_page, v_page,
     SPLIT: gl.constexpr, SLICED: gl.constexpr, N_MAX: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     BIAS: gl.constexpr, GATED: gl.constexpr,
     RANKS: gl.constexpr, PIECES: gl.constexpr, SIZE: gl.constexpr, TWO_SHOT: gl.constexpr,
@@ -97,7 +97,7 @@ def _linear_sm90_kernel(
 ):  # fmt: skip
     SENDS: gl.constexpr = RANKS > 0  # words of two rows of the weight, which end in the same program
     HEADS: gl.constexpr = D > 0
-    EARLY: gl.constexpr = not HEADS or D > ROOMY  # see `kernels.attention.kv_append`
+    EARLY: gl.constexpr = not HEADS or D > SMALL_HEAD_DIM  # see `kernels.attention.kv_append`
     PAIRED: gl.constexpr = GATED or HEADS  # a program has rows `apart` from each other
     M: gl.constexpr = ROWS * SLICES
     COLUMNS: gl.constexpr = N_MAX * SLICES
@@ -124,24 +124,24 @@ def _linear_sm90_kernel(
     top, apart = row, R  # first row of the weight
     if HEADS:
         top, apart = row + row // (D // 2) * (D // 2), D // 2
-    own = part  # this program's slices, and its first column in them
+    local_slice = part  # this program's slices, and its first column in them
     k = 0
     if not SLICED:
-        own = 0
+        local_slice = 0
         first = part * steps // SPLIT
         k = first * BLOCK_K
         steps = (part + 1) * steps // SPLIT - first
     ahead = gl.minimum(steps, STAGES)
     for s in range(ahead):
         w, up, here = w_shared.index(s), up_shared.index(s), ready.index(s)
-        _load_weights(weights, top, apart, own, k + s * BLOCK_K, w, up, here, PAIRED, BYTES)
+        _load_weights(weights, top, apart, local_slice, k + s * BLOCK_K, w, up, here, PAIRED, BYTES)
     TILE: gl.constexpr = ROWS // 2 if SENDS else ROWS  # sums of a row of x, or pairs of these
-    live, y_bias, up_bias, found = look_up(
-        bias, count, peers, cos, sin, slots, top, apart, row, N, R,
+    live, y_bias, up_bias, found = load_epilogue(
+        bias, count, peers, cos, sin, slot_mapping, top, apart, row, N, R,
         RESULT, TILE, N_MAX, BIAS, PAIRED, RANKS, SIZE, TWO_SHOT, D,
     )  # fmt: skip
     for s in range(ahead):
-        _load_x(xs, 0, own, k + s * BLOCK_K, x_shared.index(s), ready.index(s))
+        _load_x(xs, 0, local_slice, k + s * BLOCK_K, x_shared.index(s), ready.index(s))
     if steps <= STAGES and EARLY:
         gdc_launch_dependents()
 
@@ -167,8 +167,8 @@ def _linear_sm90_kernel(
         if ahead < steps:
             tl.debug_barrier()  # all warps are done with the step before
             w, up, x, here = w_shared.index(last), up_shared.index(last), x_shared.index(last), ready.index(last)
-            _load_weights(weights, top, apart, own, k + ahead * BLOCK_K, w, up, here, PAIRED, BYTES)
-            _load_x(xs, 0, own, k + ahead * BLOCK_K, x, here)
+            _load_weights(weights, top, apart, local_slice, k + ahead * BLOCK_K, w, up, here, PAIRED, BYTES)
+            _load_x(xs, 0, local_slice, k + ahead * BLOCK_K, x, here)
             if ahead == steps - 1 and EARLY:  # the last load has been issued
                 gdc_launch_dependents()
         last = slot
@@ -180,8 +180,8 @@ def _linear_sm90_kernel(
         y = _sum_slices(acc, RESULT)
         up = _sum_slices(ups, RESULT)
 
-    y, up, live = sum_parts(y, up, live, words, gl.program_id(0) // SPLIT, part, SPLIT, PAIRED or SENDS)
-    deliver(
+    y, up, live = split_k_reduce(y, up, live, words, gl.program_id(0) // SPLIT, part, SPLIT, PAIRED or SENDS)
+    store_epilogue(
         y, up, live, y_bias, up_bias, found, out, peers, row, R, rank, k_cache, v_cache, q, k_page, v_page,
         dtype, BIAS, GATED, RANKS, PIECES, SIZE, TWO_SHOT, Q_HEADS, KV_HEADS, D, PAGE, SLOT, HEAD,
     )  # fmt: skip
@@ -227,7 +227,7 @@ def launch(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    out: torch.Tensor | SumTarget | HeadSlots,
+    out: torch.Tensor | SumTarget | QKVTarget,
     gated: bool,
     split: int | None = None,
     shared_kb: int = SHARED_KB,
@@ -239,7 +239,7 @@ def launch(
         shared_kb: KiB of shared memory that a program's stages may fill.
     """
     N, K = x.shape
-    heads = out if isinstance(out, HeadSlots) else None
+    heads = out if isinstance(out, QKVTarget) else None
     paired = gated or heads is not None
     R = len(weight) // 2 if paired else len(weight)
     split = split or split_of(R, K, paired, sm_count(x.device))
@@ -249,7 +249,7 @@ def launch(
     columns = K // slices
     block_k = 64 if paired or n_max > 16 or not sliced else 128
     steps = triton.cdiv(columns, block_k)
-    most = steps if sliced else triton.cdiv(steps, split)  # steps of a program
+    max_steps = steps if sliced else triton.cdiv(steps, split)  # steps of a program
     assert sliced or split <= steps, f"{split} programs cannot share {steps} steps of K = {K}"
     stage = ((2 if paired else 1) * ROWS.value + n_max) * SLICES.value * block_k * 2
     weights, xs = (
@@ -259,7 +259,7 @@ def launch(
         for t, rows in ((weight, ROWS.value), (x, n_max))
     )  # fmt: skip
     # At least two stages: a step's slot is refilled while the next step is multiplied.
-    stages = min(most, max(2, (shared_kb - 1) * 1024 // stage))
+    stages = min(max_steps, max(2, (shared_kb - 1) * 1024 // stage))
     tiles = triton.cdiv(R, ROWS.value)
     words = workspace(x.device, triton.next_power_of_2(max(1, tiles * (split - 1) * ROWS.value * n_max)))
     sums = out if isinstance(out, SumTarget) else None

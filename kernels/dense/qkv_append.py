@@ -13,12 +13,12 @@ import triton
 import triton.language as tl
 
 from kernels import dispatch
-from kernels.attention.kv_append import HeadSlots, kv_append, store_heads
-from kernels.attention.paged_tiles import ROOMY
+from kernels.attention.kv_append import QKVTarget, kv_append, store_heads
+from kernels.attention.paged_tiles import SMALL_HEAD_DIM
 from kernels.dense import linear_fp8_sm90
 from kernels.dense.linear import MAX_ROWS, RUN, fits_sm90, launch_sm90, linear, stream
 from kernels.dense.scaled_rows import run_of, stored
-from kernels.overlap import overlapped, sm_count, start_successor, wait_for_predecessor
+from kernels.overlap import pdl_options, sm_count, start_successor, wait_for_predecessor
 from kernels.scaled import Matrix
 
 WARPS = 48  # that fit an SM's registers
@@ -26,7 +26,7 @@ WARPS = 48  # that fit an SM's registers
 
 @triton.jit
 def _qkv_append_kernel(
-    x, weight, scales, bias, cos, sin, slots, k_cache, v_cache, q, x_n, N, K, k_page, v_page,
+    x, weight, scales, bias, cos, sin, slot_mapping, k_cache, v_cache, q, x_n, N, K, k_page, v_page,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, BEGIN: tl.constexpr,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, SLOT: tl.constexpr,
     HEAD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr,
@@ -42,7 +42,7 @@ def _qkv_append_kernel(
     row = head * D + d
     n = tl.arange(0, BLOCK_N)
     # Looked up while weights are loaded.
-    slot = tl.load(slots + n, mask=n < N, other=-1)
+    slot = tl.load(slot_mapping + n, mask=n < N, other=-1)
     at = (n * half)[:, None] + d[None, :]
     c = tl.load(cos + at, mask=(n < N)[:, None], other=0.0).to(tl.float32)
     s = tl.load(sin + at, mask=(n < N)[:, None], other=0.0).to(tl.float32)
@@ -50,7 +50,7 @@ def _qkv_append_kernel(
         x, weight, scales, row, row + half, x_n, N, 2 * pairs, K, GROUP, GROUPS, BEGIN,
         BLOCK_N, BLOCK_K, RUN, True, STAGES,
     )  # fmt: skip
-    if D > ROOMY:  # as in `kernels.attention.kv_append`
+    if D > SMALL_HEAD_DIM:  # as in `kernels.attention.kv_append`
         start_successor(PDL)
     first, second = tl.sum(acc, 2), tl.sum(ups, 2)
     if BIAS:
@@ -71,7 +71,7 @@ def qkv_append(
     sin: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    slots: torch.Tensor,
+    slot_mapping: torch.Tensor,
     norms: tuple[torch.Tensor, torch.Tensor, float] | None = None,
     scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> torch.Tensor:
@@ -87,11 +87,11 @@ def qkv_append(
         Queries [N, Hq, D] in x's dtype.
     """
     D = k_cache.shape[3]
-    if norms is not None or scales[1] is not None or not fuses(x, weight, D):
+    if norms is not None or scales[1] is not None or not can_fuse(x, weight, D):
         qkv = linear(x, weight, bias).unflatten(-1, (-1, D))
-        return kv_append(qkv, cos, sin, k_cache, v_cache, slots, norms, scales)
+        return kv_append(qkv, cos, sin, k_cache, v_cache, slot_mapping, norms, scales)
     assert k_cache.dtype == v_cache.dtype == x.dtype
-    heads = HeadSlots.of(x, len(weight) // D, cos, sin, k_cache, v_cache, slots)
+    heads = QKVTarget.create(x, len(weight) // D, cos, sin, k_cache, v_cache, slot_mapping)
     if on_hopper(x, weight, D):
         launch_sm90(x, weight, bias, heads, False)
         return heads.q
@@ -100,7 +100,7 @@ def qkv_append(
     tile = _tile(N, pairs, K, sm_count(x.device), run_of(weight, RUN))
     _qkv_append_kernel[(triton.cdiv(pairs, tile["BLOCK_R"]),)](
         x, data, weight_scales, bias, *heads.tensors, x.stride(0), N, K, *heads.strides,
-        **heads.shape, **groups, BLOCK_N=triton.next_power_of_2(N), BIAS=bias is not None, **tile, **overlapped(x),
+        **heads.shape, **groups, BLOCK_N=triton.next_power_of_2(N), BIAS=bias is not None, **tile, **pdl_options(x),
     )  # fmt: skip
     return heads.q
 
@@ -112,7 +112,7 @@ def _tile(N: int, pairs: int, K: int, sms: int, run: int) -> dict[str, int]:
     return dict(BLOCK_R=rows, BLOCK_K=warps * 32 * run, RUN=run, STAGES=1, num_warps=warps)
 
 
-def fuses(x: torch.Tensor, weight: Matrix, D: int) -> bool:
+def can_fuse(x: torch.Tensor, weight: Matrix, D: int) -> bool:
     if not dispatch.on_gpu(x) or 0 in weight.shape or D % 2:
         return False
     if isinstance(weight, torch.Tensor) and not (weight.is_contiguous() and x.dtype == weight.dtype):

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from kernels import dispatch
 from kernels.dense.reference import rms_norm as reference
-from kernels.overlap import overlapped, start_successor, wait_for_predecessor
+from kernels.overlap import pdl_options, start_successor, wait_for_predecessor
 
 
 @triton.jit
@@ -25,14 +25,14 @@ def _rms_norm_kernel(
     if ADDS:
         value += tl.load(residual + n * residual_n + h, mask=h < H, other=0.0).to(tl.float32)
         # The sum is rounded to the model's dtype before it is normalised.
-        kept = value.to(total.dtype.element_ty)
-        tl.store(total + n * H + h, kept, mask=h < H)
-        value = kept.to(tl.float32)
+        rounded_sum = value.to(total.dtype.element_ty)
+        tl.store(total + n * H + h, rounded_sum, mask=h < H)
+        value = rounded_sum.to(tl.float32)
     scaled = value * tl.rsqrt(tl.sum(value * value, 0) / H + eps)
-    gain = tl.load(weight + h, mask=h < H, other=0.0)
+    norm_weight = tl.load(weight + h, mask=h < H, other=0.0)
     # Rounded before the weight is applied, as the models were trained.
     rounded = scaled.to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + n * H + h, rounded * gain.to(tl.float32), mask=h < H)
+    tl.store(out + n * H + h, rounded * norm_weight.to(tl.float32), mask=h < H)
 
 
 def rms_norm(
@@ -58,6 +58,6 @@ def rms_norm(
     block = triton.next_power_of_2(H)
     _rms_norm_kernel[(N,)](
         x, residual, weight, out, total, x.stride(0), 0 if residual is None else residual.stride(0), eps,
-        H=H, BLOCK=block, ADDS=residual is not None, num_warps=min(16, max(1, block // 256)), **overlapped(x),
+        H=H, BLOCK=block, ADDS=residual is not None, num_warps=min(16, max(1, block // 256)), **pdl_options(x),
     )  # fmt: skip
     return out, total

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from kernels import dispatch
 from kernels.dense.reference import sigmoid_mul as reference
-from kernels.overlap import overlapped, start_successor, wait_for_predecessor
+from kernels.overlap import pdl_options, start_successor, wait_for_predecessor
 
 
 @triton.jit
@@ -41,6 +41,6 @@ def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         block = min(1024, triton.next_power_of_2(F))
         _sigmoid_mul_kernel[N, triton.cdiv(F, block)](
             x, gate, out, x.stride(0), gate.stride(0), F, EACH=gate.shape[1] == F, BLOCK=block, num_warps=4,
-            **overlapped(x),
+            **pdl_options(x),
         )  # fmt: skip
     return out

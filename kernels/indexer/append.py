@@ -8,13 +8,13 @@ import triton.language as tl
 
 from kernels import dispatch
 from kernels.indexer.reference import index_append as reference
-from kernels.overlap import overlapped, start_successor, wait_for_predecessor
+from kernels.overlap import pdl_options, start_successor, wait_for_predecessor
 from kernels.scaled_keys import reciprocal, scale_bits
 
 
 @triton.jit
 def _index_append_kernel(
-    q, raw, cos, sin, gain, bias, cache, scales, slots, digit_counts, q_n, raw_n, page_stride, eps,
+    q, raw, cos, sin, norm_weight, bias, cache, scales, slot_mapping, digit_counts, q_n, raw_n, page_stride, eps,
     HEADS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, PLANES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -22,18 +22,18 @@ def _index_append_kernel(
     part = tl.program_id(1)
     half: tl.constexpr = ROPE // 2
     r = tl.arange(0, BLOCK)  # over one half of the rotated part
-    turned = r < half
+    rotated = r < half
     d = tl.arange(0, BLOCK_D)
     wait_for_predecessor(PDL)
     start_successor(PDL)
-    c = tl.load(cos + token * half + r, mask=turned, other=0.0).to(tl.float32)
-    s = tl.load(sin + token * half + r, mask=turned, other=0.0).to(tl.float32)
+    c = tl.load(cos + token * half + r, mask=rotated, other=0.0).to(tl.float32)
+    s = tl.load(sin + token * half + r, mask=rotated, other=0.0).to(tl.float32)
     if part == 0:
         if digit_counts is not None:
             for plane in tl.static_range(PLANES):
                 zeroed = digit_counts + (plane * tl.num_programs(0) + token) * 256
                 tl.store(zeroed + tl.arange(0, 256), tl.zeros([256], tl.int32))
-        slot = tl.load(slots + token)
+        slot = tl.load(slot_mapping + token)
         if slot >= 0:
             row = raw + token * raw_n
             x = tl.load(row + d, mask=d < D, other=0.0).to(tl.float32)
@@ -41,30 +41,32 @@ def _index_append_kernel(
             apart = tl.where(d < D, x - mean, 0.0)
             factor = tl.rsqrt(tl.sum(apart * apart, 0) / D + eps)
             target = cache + (slot // PAGE) * page_stride + (slot % PAGE) * D
-            of_gain = tl.load(gain + d, mask=d < D, other=0.0).to(tl.float32)
-            of_bias = tl.load(bias + d, mask=d < D, other=0.0).to(tl.float32)
+            weight = tl.load(norm_weight + d, mask=d < D, other=0.0).to(tl.float32)
+            bias_values = tl.load(bias + d, mask=d < D, other=0.0).to(tl.float32)
             plain = (d >= ROPE) & (d < D)
-            rest = apart * factor * of_gain + of_bias
-            first = (tl.load(row + r, mask=turned, other=0.0).to(tl.float32) - mean) * factor
-            first = first * tl.load(gain + r, mask=turned, other=0.0).to(tl.float32)
-            first += tl.load(bias + r, mask=turned, other=0.0).to(tl.float32)
-            second = (tl.load(row + half + r, mask=turned, other=0.0).to(tl.float32) - mean) * factor
-            second = second * tl.load(gain + half + r, mask=turned, other=0.0).to(tl.float32)
-            second += tl.load(bias + half + r, mask=turned, other=0.0).to(tl.float32)
+            rest = apart * factor * weight + bias_values
+            first = (tl.load(row + r, mask=rotated, other=0.0).to(tl.float32) - mean) * factor
+            first = first * tl.load(norm_weight + r, mask=rotated, other=0.0).to(tl.float32)
+            first += tl.load(bias + r, mask=rotated, other=0.0).to(tl.float32)
+            second = (tl.load(row + half + r, mask=rotated, other=0.0).to(tl.float32) - mean) * factor
+            second = second * tl.load(norm_weight + half + r, mask=rotated, other=0.0).to(tl.float32)
+            second += tl.load(bias + half + r, mask=rotated, other=0.0).to(tl.float32)
             first, second = first * c - second * s, second * c + first * s
             if scales is not None:
-                most = tl.max(tl.where(plain, tl.abs(rest), 0.0), 0)
-                most = tl.maximum(most, tl.max(tl.where(turned, tl.maximum(tl.abs(first), tl.abs(second)), 0.0), 0))
-                bits = scale_bits(most)
+                max_length = tl.max(tl.where(plain, tl.abs(rest), 0.0), 0)
+                max_length = tl.maximum(
+                    max_length, tl.max(tl.where(rotated, tl.maximum(tl.abs(first), tl.abs(second)), 0.0), 0)
+                )
+                bits = scale_bits(max_length)
                 tl.store(scales + slot, bits.to(tl.float32, bitcast=True))
                 rest, first, second = rest * reciprocal(bits), first * reciprocal(bits), second * reciprocal(bits)
             stored: tl.constexpr = target.dtype.element_ty
             tl.store(target + d, rest.to(stored), mask=plain)
-            tl.store(target + r, first.to(stored), mask=turned)
-            tl.store(target + half + r, second.to(stored), mask=turned)
+            tl.store(target + r, first.to(stored), mask=rotated)
+            tl.store(target + half + r, second.to(stored), mask=rotated)
     else:
         heads = (part - 1) * BLOCK_H + tl.arange(0, BLOCK_H)
-        mask = (heads < HEADS)[:, None] & turned[None, :]
+        mask = (heads < HEADS)[:, None] & rotated[None, :]
         at = q + token * q_n + heads[:, None] * D + r[None, :]
         first = tl.load(at, mask=mask, other=0.0).to(tl.float32)
         second = tl.load(at + half, mask=mask, other=0.0).to(tl.float32)
@@ -77,13 +79,13 @@ def index_append(
     k: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    gain: torch.Tensor,
+    norm_weight: torch.Tensor,
     bias: torch.Tensor,
     eps: float,
     cache: torch.Tensor,
-    slots: torch.Tensor,
+    slot_mapping: torch.Tensor,
     scales: torch.Tensor | None = None,
-    numbers: torch.Tensor | None = None,
+    digit_counts: torch.Tensor | None = None,
 ) -> None:
     """Writes this rank's index keys, normalised and rotated, to their cache slots; rotates index queries in place.
 
@@ -105,20 +107,26 @@ def index_append(
         DeepSeek-V3.2 (arXiv:2512.02556), section 2.1, with the RoPE and the norm of its inference code.
     """
     if not dispatch.on_gpu(q):
-        reference(q, k, cos, sin, gain, bias, eps, cache, slots, scales, numbers)
+        reference(q, k, cos, sin, norm_weight, bias, eps, cache, slot_mapping, scales, digit_counts)
         return
     N, heads, D = q.shape
     rope = 2 * cos.shape[1]
     assert q.stride()[1:] == (D, 1) and k.stride(1) == 1 and cache.stride()[1:] == (D, 1) and rope <= D
-    assert cos.is_contiguous() and sin.is_contiguous() and slots.is_contiguous() and gain.shape == bias.shape == (D,)
+    assert (
+        cos.is_contiguous()
+        and sin.is_contiguous()
+        and slot_mapping.is_contiguous()
+        and norm_weight.shape == bias.shape == (D,)
+    )
     assert (scales is None) == (cache.dtype != torch.float8_e4m3fn) and (scales is None or scales.is_contiguous())
-    assert numbers is None or (numbers.is_contiguous() and numbers.shape[1:] == (N, 256))
+    assert digit_counts is None or (digit_counts.is_contiguous() and digit_counts.shape[1:] == (N, 256))
     if N == 0:
         return
     block_h = min(16, triton.next_power_of_2(max(heads, 1)))
     _index_append_kernel[N, 1 + triton.cdiv(heads, block_h)](
-        q, k, cos, sin, gain, bias, cache, scales, slots, numbers, q.stride(0), k.stride(0), cache.stride(0), eps,
+        q, k, cos, sin, norm_weight, bias, cache, scales, slot_mapping, digit_counts, q.stride(0), k.stride(0),
+        cache.stride(0), eps,
         HEADS=heads, D=D, ROPE=rope, PAGE=cache.shape[1], BLOCK_H=block_h, BLOCK_D=triton.next_power_of_2(D),
-        BLOCK=triton.next_power_of_2(rope // 2), PLANES=0 if numbers is None else len(numbers), num_warps=1,
-        **overlapped(q),
+        BLOCK=triton.next_power_of_2(rope // 2), PLANES=0 if digit_counts is None else len(digit_counts), num_warps=1,
+        **pdl_options(q),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Keys of tokens, by which they are chosen, and what counts of their digits tell; see `kernels.indexer.choose`.
+"""Keys of tokens, by which they are chosen, and what counts of their digits tell; see `kernels.indexer.select_topk`.
 
 A token's key is a number of its score, then of its position, an earlier one above a later one: keys are distinct, so
 that ties are decided alike on every grid.
@@ -23,10 +23,10 @@ def score_codes(x):
 
 
 @triton.jit
-def keys_of(x, j, turn, CYCLE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BITS: tl.constexpr):
+def keys_of(x, j, cycle_index, CYCLE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BITS: tl.constexpr):
     """Computes the keys of local tokens `j` with scores `x`, int64: 32 bits of the score, BITS of the position."""
     code = score_codes(x)
-    at = j // BLOCK_TOKENS * CYCLE + turn * BLOCK_TOKENS + j % BLOCK_TOKENS  # in the sequence
+    at = j // BLOCK_TOKENS * CYCLE + cycle_index * BLOCK_TOKENS + j % BLOCK_TOKENS  # in the sequence
     return (code << BITS) + ((1 << BITS) - 1 - at.to(tl.int64))
 
 
@@ -55,14 +55,14 @@ def digit_of(counts, left, VALUES: tl.constexpr):
     reach = tl.cumsum(counts, 0, reverse=True)
     above = reach - counts
     # All there is to know of the digit, in one number: one reduction.
-    known = tl.where((above < left) & (reach >= left), above * (2 * VALUES) + value * 2 + (reach == left), 0)
-    known = tl.max(known, 0)
-    return (known // 2 % VALUES).to(tl.int64), left - known // (2 * VALUES), known % 2 == 1
+    packed = tl.where((above < left) & (reach >= left), above * (2 * VALUES) + value * 2 + (reach == left), 0)
+    packed = tl.max(packed, 0)
+    return (packed // 2 % VALUES).to(tl.int64), left - packed // (2 * VALUES), packed % 2 == 1
 
 
 @triton.jit
 def find_bound(
-    positions, gathered, least_keys, lefts, n, N, topk, STAGE: tl.constexpr, PASSES: tl.constexpr, RANKS: tl.constexpr
+    positions, gathered, min_keys, lefts, n, N, topk, STAGE: tl.constexpr, PASSES: tl.constexpr, RANKS: tl.constexpr
 ):
     """Finds the least key of those chosen so far, and how many more are to come of the keys with its digits; 0: none.
 
@@ -72,7 +72,7 @@ def find_bound(
         bound = n * 0
         left = tl.where(tl.load(positions + n) + 1 > topk, topk, 0)
     else:
-        bound = tl.load(least_keys + (STAGE - 1) * N + n)
+        bound = tl.load(min_keys + (STAGE - 1) * N + n)
         left = tl.load(lefts + (STAGE - 1) * N + n)
     if STAGE > 0:
         if left > 0:
@@ -80,7 +80,7 @@ def find_bound(
             counts = tl.zeros([256], tl.int32)
             for rank in tl.static_range(RANKS):
                 counts += tl.load(gathered + (rank * N + n) * 256 + digit).to(tl.int32)
-            found, left, all_chosen = digit_of(counts, left, 256)
+            found, left, all_selected = digit_of(counts, left, 256)
             bound += found << (8 * (PASSES - STAGE))
-            left = tl.where(all_chosen, 0, left)
+            left = tl.where(all_selected, 0, left)
     return bound, left

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from kernels.dense.reference import rotate
-from kernels.scaled_keys import rounded
+from kernels.scaled_keys import quantize_fp8
 
-LEAST = -(1 << 63)  # below every key
+MIN_KEY = -(1 << 63)  # below every key
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def ordered(scores: torch.Tensor) -> torch.Tensor:
     return torch.where(scores.isnan(), 0xFFFFFFFF, codes)
 
 
-def choose_tokens(
+def index_topk(
     scores: torch.Tensor,
     positions: torch.Tensor,
     starts: torch.Tensor,
@@ -46,28 +46,28 @@ def choose_tokens(
     tables: torch.Tensor,
     rows: torch.Tensor | None,
     topk: int,
-    most: int,
+    max_length: int,
     shard: Shard,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Chooses tokens; shapes as in `kernels.indexer.choose.choose_tokens`."""
+    """Chooses tokens; shapes as in `kernels.indexer.select_topk.index_topk`."""
     N, S = scores.shape
     block, cycle = shard.append_block, shard.append_block * shard.kvp
     local = torch.arange(S, device=scores.device)
-    turn = (shard.kvp_rank - starts + shard.kvp) % shard.kvp
-    at = local // block * cycle + turn[:, None] * block + local % block  # [N, S], global
+    cycle_index = (shard.kvp_rank - starts + shard.kvp) % shard.kvp
+    at = local // block * cycle + cycle_index[:, None] * block + local % block  # [N, S], global
     keys = (ordered(scores) - (1 << 31) << 32) | (0xFFFFFFFF - at)
-    keys = torch.where(local < hi[:, None], keys, LEAST)
-    everyone = keys[None] if shard.gather is None else shard.gather(keys)  # [kvp, N, S]
-    everyone = everyone.transpose(0, 1).flatten(1)
-    k = min(topk, everyone.shape[1])
-    bound = everyone.topk(k, -1).values[:, -1:]
+    keys = torch.where(local < hi[:, None], keys, MIN_KEY)
+    all_keys = keys[None] if shard.gather is None else shard.gather(keys)  # [kvp, N, S]
+    all_keys = all_keys.transpose(0, 1).flatten(1)
+    k = min(topk, all_keys.shape[1])
+    bound = all_keys.topk(k, -1).values[:, -1:]
     mine = (keys >= bound) & (local < hi[:, None])
     width = min(topk, S)
     table = torch.zeros(N, width, dtype=torch.int32, device=scores.device)
     for n in range(N):
-        chosen = local[mine[n]]
+        selected = local[mine[n]]
         pages = tables[n // (N // len(tables)) if rows is None else rows[n]]
-        table[n, : len(chosen)] = pages[chosen // shard.page_size] * shard.page_size + chosen % shard.page_size
+        table[n, : len(selected)] = pages[selected // shard.page_size] * shard.page_size + selected % shard.page_size
     return table, mine.sum(1, dtype=torch.int32)
 
 
@@ -76,26 +76,26 @@ def index_append(
     k: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    gain: torch.Tensor,
+    norm_weight: torch.Tensor,
     bias: torch.Tensor,
     eps: float,
     cache: torch.Tensor,
-    slots: torch.Tensor,
+    slot_mapping: torch.Tensor,
     scales: torch.Tensor | None = None,
-    numbers: torch.Tensor | None = None,
+    digit_counts: torch.Tensor | None = None,
 ) -> None:
     """Normalises, rotates and appends keys, rotates queries; shapes as in `kernels.indexer.append.index_append`."""
-    if numbers is not None:
-        numbers.zero_()
+    if digit_counts is not None:
+        digit_counts.zero_()
     rope = 2 * cos.shape[1]
-    normed = F.layer_norm(k.float(), gain.shape, gain.float(), bias.float(), eps)
+    normed = F.layer_norm(k.float(), norm_weight.shape, norm_weight.float(), bias.float(), eps)
     keys = torch.cat((rotate(normed[:, None, :rope], cos, sin)[:, 0], normed[:, rope:]), -1)
-    mine = slots >= 0
-    at = slots[mine] // cache.shape[1], slots[mine] % cache.shape[1]
+    mine = slot_mapping >= 0
+    at = slot_mapping[mine] // cache.shape[1], slot_mapping[mine] % cache.shape[1]
     if scales is None:
         cache[at] = keys[mine].to(cache.dtype)
     else:
-        cache[at], scales[at] = rounded(keys[mine])
+        cache[at], scales[at] = quantize_fp8(keys[mine])
     q[..., :rope] = rotate(q[..., :rope], cos, sin)
 
 
@@ -109,7 +109,7 @@ def index_scores(
     max_q: int,
     scores: torch.Tensor,
     scales: torch.Tensor | None = None,
-    numbers: torch.Tensor | None = None,
+    digit_counts: torch.Tensor | None = None,
 ) -> None:
     """Writes scores of keys; shapes as in `kernels.indexer.scores.index_scores`. Sums are the same on every grid."""
     page_size = cache.shape[1]
@@ -117,11 +117,11 @@ def index_scores(
     for pages, begin, end in zip(tables, begins, begins[1:], strict=False):
         for n in range(begin, end):
             at = torch.arange(int(hi[n]), device=q.device)
-            slots = pages[at // page_size].long(), at % page_size
-            keys = cache[slots].to(q.dtype).double()  # [keys, D]
+            slot_mapping = pages[at // page_size].long(), at % page_size
+            keys = cache[slot_mapping].to(q.dtype).double()  # [keys, D]
             if scales is not None:
-                keys *= scales[slots][:, None]
+                keys *= scales[slot_mapping][:, None]
             products = (keys @ q[n].double().T).relu()
             scores[n, : len(at)] = (products @ weights[n].double()).float()
-            if numbers is not None:
-                numbers[0, n] += (ordered(scores[n, : len(at)]) >> 24).bincount(minlength=256)
+            if digit_counts is not None:
+                digit_counts[0, n] += (ordered(scores[n, : len(at)]) >> 24).bincount(minlength=256)

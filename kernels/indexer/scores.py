@@ -15,7 +15,7 @@ from kernels import dispatch
 from kernels.attention.split_prefill import tile_of_segment, tiles_of_rows
 from kernels.indexer.keys import DIGITS, score_codes
 from kernels.indexer.reference import index_scores as reference
-from kernels.overlap import overlapped, sm_count, start_successor, wait_for_predecessor
+from kernels.overlap import pdl_options, sm_count, start_successor, wait_for_predecessor
 
 
 def score_tile(
@@ -29,8 +29,8 @@ def score_tile(
     """
     block_h = triton.next_power_of_2(heads)
     columns, block_n, warps, stages = (64, 32, 4, 1) if dtype == torch.float32 else (256, 128, 8, 3)
-    most, least = max(1, columns // block_h), max(1, 16 // block_h)  # of a product
-    each = max(least, min(triton.next_power_of_2(rows), most))
+    max_length, least = max(1, columns // block_h), max(1, 16 // block_h)  # of a product
+    each = max(least, min(triton.next_power_of_2(rows), max_length))
     first = each if rows > each else each // 2
     more = max(least, triton.next_power_of_2(max(rows - first, 1)))
     if verified and first < rows <= first + more and more < first:
@@ -171,7 +171,7 @@ def index_scores(
     max_q: int,
     scores: torch.Tensor,
     scales: torch.Tensor | None = None,
-    numbers: torch.Tensor | None = None,
+    digit_counts: torch.Tensor | None = None,
 ) -> None:
     """Computes scores of this rank's keys for each query: the weighted sum over heads of relu(q.k), in fp32.
 
@@ -187,14 +187,14 @@ def index_scores(
         max_q: most queries of a sequence.
         scores: [N, S] fp32, last dim contiguous, written: the first `hi` of a row; the others stay.
         scales: of keys in e4m3, [pages, page_size] fp32, contiguous; see `kernels.scaled_keys`.
-        numbers: where no sequence has several queries, see `kernels.indexer.choose`: the first plane counts each
+        numbers: where no sequence has several queries, see `kernels.indexer.select_topk`: the first plane counts each
             score by its first digit.
 
     Source:
         DeepSeek-V3.2 (arXiv:2512.02556), section 2.1, equation 1.
     """
     if not dispatch.on_gpu(q):
-        reference(q, weights, cache, tables, hi, cu_q, max_q, scores, scales, numbers)
+        reference(q, weights, cache, tables, hi, cu_q, max_q, scores, scales, digit_counts)
         return
     N, heads, D = q.shape
     page_size, columns = cache.shape[1], scores.shape[1]
@@ -203,7 +203,9 @@ def index_scores(
     assert scales is None or scales.is_contiguous()
     assert weights.dtype == scores.dtype == torch.float32 and weights.stride(1) == scores.stride(1) == 1
     assert hi.is_contiguous() and tables.stride(1) == 1
-    assert numbers is None or (max_q == 1 and numbers[0].shape == (N, DIGITS) and numbers[0].is_contiguous())
+    assert digit_counts is None or (
+        max_q == 1 and digit_counts[0].shape == (N, DIGITS) and digit_counts[0].is_contiguous()
+    )
     if N == 0:
         return
     tile = score_tile(max_q, heads, q.dtype, scales is not None, cu_q is None)
@@ -216,8 +218,8 @@ def index_scores(
     least = triton.cdiv(2 * sm_count(q.device), groups[0] * groups[1])  # fills the GPU
     programs = max(1, min(tiles, max(least, triton.cdiv(tiles, 64))))
     _index_scores_kernel[(*groups, programs)](
-        q, weights, cache, scales, tables, hi, cu_q, scores, numbers,
+        q, weights, cache, scales, tables, hi, cu_q, scores, digit_counts,
         segments, q.stride(0), weights.stride(0), cache.stride(0), tables.stride(0), scores.stride(0), max_q,
         HEADS=heads, D=D, PAGE=page_size, OFFSETS=cu_q is not None, BLOCK_D=max(16, triton.next_power_of_2(D)),
-        **tile, **overlapped(q),
+        **tile, **pdl_options(q),
     )  # fmt: skip

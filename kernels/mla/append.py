@@ -15,12 +15,12 @@ from kernels import dispatch
 from kernels.mla.per_head_linear import MAX_ROWS, head_blocks, head_product, head_weight
 from kernels.mla.reference import mla_append as reference
 from kernels.mla.reference import per_head_linear
-from kernels.overlap import overlapped, start_successor, wait_for_predecessor
+from kernels.overlap import pdl_options, start_successor, wait_for_predecessor
 from kernels.scaled_keys import GROUP, reciprocal, scale_at, scale_bits
 
 
 @triton.jit
-def _store_few(latent, target, scales, slot, R: tl.constexpr, PAGE: tl.constexpr, BLOCK_R: tl.constexpr):
+def _store_fp8(latent, target, scales, slot, R: tl.constexpr, PAGE: tl.constexpr, BLOCK_R: tl.constexpr):
     """Stores a latent [BLOCK_R] in e4m3 with its scales."""
     width: tl.constexpr = GROUP if BLOCK_R > GROUP else BLOCK_R
     x = tl.reshape(latent.to(tl.float32), [BLOCK_R // width, width])
@@ -35,7 +35,7 @@ def _store_few(latent, target, scales, slot, R: tl.constexpr, PAGE: tl.constexpr
 
 @triton.jit(do_not_specialize=["N"])  # it changes from chunk to chunk
 def _mla_append_kernel(
-    q, kv, cos, sin, gain, weight, cache, scales, ropes, slots, out,
+    q, kv, cos, sin, norm_weight, weight, cache, scales, ropes, slot_mapping, out,
     q_n, q_h, kv_n, w_h, w_a, page_stride, rope_stride, out_n, out_h, N, absorbs, eps,
     HEADS: tl.constexpr, NOPE: tl.constexpr, R: tl.constexpr, P: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -59,7 +59,7 @@ def _mla_append_kernel(
         c = tl.load(cos + token * half + d, mask=inside, other=0.0).to(tl.float32)
         s = tl.load(sin + token * half + d, mask=inside, other=0.0).to(tl.float32)
         if part == 0:
-            slot = tl.load(slots + token)
+            slot = tl.load(slot_mapping + token)
             if slot >= 0:
                 width: tl.constexpr = R + P if scales is None else R
                 target = cache + (slot // PAGE) * page_stride + (slot % PAGE) * width
@@ -69,12 +69,12 @@ def _mla_append_kernel(
                 scaled = x * tl.rsqrt(tl.sum(x * x, 0) / R + eps)
                 # Rounded before the gain is applied, as the models were trained.
                 rounded = scaled.to(kv.dtype.element_ty).to(tl.float32)
-                latent = rounded * tl.load(gain + r, mask=r < R, other=0.0).to(tl.float32)
+                latent = rounded * tl.load(norm_weight + r, mask=r < R, other=0.0).to(tl.float32)
                 if scales is None:
                     tl.store(target + r, latent, mask=r < R)
                     target += R
                 else:
-                    _store_few(latent.to(kv.dtype.element_ty), target, scales, slot, R, PAGE, BLOCK_R)
+                    _store_fp8(latent.to(kv.dtype.element_ty), target, scales, slot, R, PAGE, BLOCK_R)
                     target = ropes + (slot // PAGE) * rope_stride + (slot % PAGE) * P
                 first = tl.load(row + R + d, mask=inside, other=0.0).to(tl.float32)
                 second = tl.load(row + R + half + d, mask=inside, other=0.0).to(tl.float32)
@@ -96,11 +96,11 @@ def mla_append(
     kv: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    gain: torch.Tensor,
+    norm_weight: torch.Tensor,
     eps: float,
     w_uk: torch.Tensor,
     cache: torch.Tensor,
-    slots: torch.Tensor,
+    slot_mapping: torch.Tensor,
     scales: torch.Tensor | None = None,
     ropes: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -127,17 +127,19 @@ def mla_append(
         DeepSeek-V2 (arXiv:2405.04434), section 2.1; RoPE in the half-split form of kv_append.
     """
     if not dispatch.on_gpu(q):
-        return reference(q, kv, cos, sin, gain, eps, w_uk, cache, slots, scales, ropes)
+        return reference(q, kv, cos, sin, norm_weight, eps, w_uk, cache, slot_mapping, scales, ropes)
     N, heads, _ = q.shape
     _, nope, R = w_uk.shape
     P = kv.shape[1] - R
     width, dtype = (R + P, kv.dtype) if scales is None else (R, torch.float8_e4m3fn)
     assert q.shape[2] == nope + P and cache.stride()[1:] == (width, 1), f"a page must be contiguous: {cache.stride()}"
-    assert kv.dtype == q.dtype == w_uk.dtype and cache.dtype == dtype and gain.shape == (R,) and len(w_uk) == heads
+    assert (
+        kv.dtype == q.dtype == w_uk.dtype and cache.dtype == dtype and norm_weight.shape == (R,) and len(w_uk) == heads
+    )
     assert (scales is None) == (ropes is None) and (scales is None or scales.is_contiguous())
     assert ropes is None or (ropes.dtype == kv.dtype and ropes.stride()[1:] == (P, 1))
-    assert q.stride(2) == kv.stride(1) == w_uk.stride(2) == gain.stride(0) == 1
-    assert cos.is_contiguous() and sin.is_contiguous() and slots.is_contiguous()
+    assert q.stride(2) == kv.stride(1) == w_uk.stride(2) == norm_weight.stride(0) == 1
+    assert cos.is_contiguous() and sin.is_contiguous() and slot_mapping.is_contiguous()
     out = torch.empty(N, heads, R + P, dtype=q.dtype, device=q.device)
     if N == 0:
         return out
@@ -149,11 +151,11 @@ def mla_append(
         per_head_linear(q[..., :nope], w_uk, out[..., :R])
     block_h = min(8, triton.next_power_of_2(max(heads, 1)))
     _mla_append_kernel[(absorbs + N * (1 + triton.cdiv(heads, block_h)),)](
-        q, kv, cos, sin, gain, w_uk, cache, scales, ropes, slots, out,
+        q, kv, cos, sin, norm_weight, w_uk, cache, scales, ropes, slot_mapping, out,
         *q.stride()[:2], kv.stride(0), *w_uk.stride()[:2], cache.stride(0),
         0 if ropes is None else ropes.stride(0), *out.stride()[:2], N, absorbs, eps,
         HEADS=heads, NOPE=nope, R=R, P=P, PAGE=cache.shape[1], **blocks,
         BLOCK_R=triton.next_power_of_2(R), BLOCK_H=block_h, BLOCK=triton.next_power_of_2(P // 2),
-        num_warps=4 if absorbs else 1, **overlapped(q),
+        num_warps=4 if absorbs else 1, **pdl_options(q),
     )  # fmt: skip
     return out

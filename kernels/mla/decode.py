@@ -13,7 +13,7 @@ from kernels.attention.split_kv import PartialAttention, UnmergedAttention, item
 from kernels.mla import decode_common_sm90, decode_few_rows_sm90, decode_many_rows_sm90
 from kernels.mla.latent_tiles import attend_latents, latent_tile
 from kernels.mla.reference import mla_decode as reference
-from kernels.overlap import overlapped, sm_count, start_successor, wait_for_predecessor
+from kernels.overlap import pdl_options, sm_count, start_successor, wait_for_predecessor
 from kernels.paged_keys import PagedKeys
 
 
@@ -108,7 +108,7 @@ def mla_decode(
         DeepSeek-V2 (arXiv:2405.04434), section 2.1, absorbed; FlashDecoding; stream-K (arXiv:2301.03598).
     """
     found = decode_parts(q, keys, out=out, lse=lse, sms=sms, early=early)
-    found.merge()
+    found.merge_states()
     return found.out, found.lse
 
 
@@ -141,7 +141,7 @@ def decode_parts(
         return PartialAttention(out, lse)
 
     if q.is_cuda and decode_common_sm90.fits(q, keys):
-        on_hopper = decode_few_rows_sm90 if T * Hq <= decode_few_rows_sm90.MOST_ROWS else decode_many_rows_sm90
+        on_hopper = decode_few_rows_sm90 if T * Hq <= decode_few_rows_sm90.MAX_ROWS else decode_many_rows_sm90
         return on_hopper.launch(q, keys, out, lse, sms or sm_count(q.device), early, lane)
     tile = latent_tile(T * Hq, latent, P, q.dtype, keys.k_scale is not None)
     rows = min(tile["BLOCK_M"], triton.next_power_of_2(T * Hq))
@@ -153,6 +153,6 @@ def decode_parts(
         *lo.stride(), *hi.stride(), *out.stride()[:3], *lse.stride(),
         keys.scale * math.log2(math.e), B, T=T, GROUP=Hq, R=latent, P=P, PAGE=cache.shape[1],
         SCALE_PAGE=keys.latent_scale_page, BLOCK_B=triton.next_power_of_2(B), ROWS=rows, EARLY=early,
-        **overlapped(q), **tile,
+        **pdl_options(q), **tile,
     )  # fmt: skip
     return UnmergedAttention(out, lse, lo, hi, None, part, part_lse, programs, 1, tile["BLOCK_M"], tile["BLOCK_N"])

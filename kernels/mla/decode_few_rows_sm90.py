@@ -28,9 +28,9 @@ from kernels.attention.split_kv import UnmergedAttention, workspace
 from kernels.mla.decode_common_sm90 import pieces
 from kernels.mla.unpack_sm90 import load_unpacked
 from kernels.paged_keys import PagedKeys
-from kernels.sm90 import COPIED, SHARED, silence
+from kernels.sm90 import COPIED, SHARED, zero_dead_keys
 
-MOST_ROWS = 32
+MAX_ROWS = 32
 # Layouts of stored sums: eight neighbours of a row per thread, two threads per sector of 32 bytes.
 _LANES, _WARPS = [[8, 0], [0, 1], [0, 2], [0, 4], [0, 8]], [[16, 0], [32, 0]]
 _EACH = [[1, 0], [2, 0], [4, 0], [64, 0], [128, 0]]
@@ -181,8 +181,8 @@ def _attend(
                 k = key + gl.arange(0, TILE, layout=gl.SliceLayout(1, PRODUCT))
                 reads = (k[:, None] >= row_lo[None, :]) & (k[:, None] < row_hi[None, :])
                 scores = gl.where(reads, scores, float("-inf"))
-                silence(k_left.index(slot), key, start, stop)
-                silence(k_right.index(slot), key, start, stop)
+                zero_dead_keys(k_left.index(slot), key, start, stop)
+                zero_dead_keys(k_right.index(slot), key, start, stop)
             new_peak = gl.maximum(peak, gl.max(scores, 0))
             rescale = gl.exp2(peak - new_peak)[None, :]
             weights = gl.exp2(scores - new_peak[None, :])
@@ -191,9 +191,9 @@ def _attend(
             weights_shared.permute((1, 0)).store(weights.to(dtype))
             fence_async_shared()
             tl.debug_barrier()
-            weighed = weights_shared.permute((1, 0))
-            left = warpgroup_mma(k_left.index(slot).permute((1, 0)), weighed, left * rescale, is_async=True)
-            right = warpgroup_mma(k_right.index(slot).permute((1, 0)), weighed, right * rescale, is_async=True)
+            weights_ready = weights_shared.permute((1, 0))
+            left = warpgroup_mma(k_left.index(slot).permute((1, 0)), weights_ready, left * rescale, is_async=True)
+            right = warpgroup_mma(k_right.index(slot).permute((1, 0)), weights_ready, right * rescale, is_async=True)
             left, right = warpgroup_mma_wait(num_outstanding=0, deps=[left, right])
             tl.debug_barrier()
             if scales is None:
@@ -293,7 +293,7 @@ def launch(
     early: bool,
     lane: int,
 ) -> UnmergedAttention:
-    """Runs `kernels.mla.decode.mla_decode` up to the merge, for tensors that fit and at most MOST_ROWS rows."""
+    """Runs `kernels.mla.decode.mla_decode` up to the merge, for tensors that fit and at most MAX_ROWS rows."""
     B, T, Hq, width = q.shape
     table, lo, hi, latent = keys.table, keys.lo, keys.hi, keys.v.shape[-1]
     page_rows, latents, ropes = pieces(keys)

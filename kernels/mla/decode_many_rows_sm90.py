@@ -25,7 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.attention.schedule_sm90 import TILE, block_of, item_at, of, schedule_of, slot_of
 from kernels.attention.split_kv import UnmergedAttention, workspace
 from kernels.mla.decode_common_sm90 import pieces
-from kernels.mla.many_rows_sm90 import SCORES, STORED, allocated, attend_left, attend_right, load_queries
+from kernels.mla.many_rows_sm90 import SCORES, STORED, allocate_shared, attend_left, attend_right, load_queries
 from kernels.mla.unpack_sm90 import load_unpacked
 from kernels.paged_keys import PagedKeys
 from kernels.sm90 import COPIED
@@ -121,7 +121,7 @@ def _score_and_left(
         row_hi = gl.load(hi + b * hi_b + t * hi_t, mask=t < T, other=0)
         acc, log2, loaded, handed = attend_left(
             queries, keys, ready, left_free, handing, loaded, handed, first, last, start, stop,
-            full_from, full_to, row_lo, row_hi, scale_log2, R, SILENCES=True,
+            full_from, full_to, row_lo, row_hi, scale_log2, R, ZERO_DEAD_KEYS=True,
         )  # fmt: skip
         _store_rows(
             acc, 0, tile_m, begin, end, item_begin, item_end, run, out + b * out_b, out_t, out_h, part,
@@ -155,7 +155,7 @@ def _right(
         if EARLY:
             gdc_wait()
         acc, loaded, handed = attend_right(
-            k_right, right_ready, right_free, handing, loaded, handed, first, last, start, stop, R, SILENCES=True
+            k_right, right_ready, right_free, handing, loaded, handed, first, last, start, stop, R, ZERO_DEAD_KEYS=True
         )  # fmt: skip
         _store_rows(
             acc, R // 2, tile_m, begin, end, item_begin, item_end, run,
@@ -174,7 +174,7 @@ def _mla_decode_sm90_kernel(
     PAGE: gl.constexpr, BLOCK_B: gl.constexpr, ROWS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     TILES_M: gl.constexpr = (T * GROUP + TILE - 1) // TILE
-    queries, keys, ready, free, handing = allocated(q.dtype.element_ty, R, P, 1 if scales is None else 2)
+    queries, keys, ready, free, handing = allocate_shared(q.dtype.element_ty, R, P, 1 if scales is None else 2)
     bounds = (lo, hi, lo_b, lo_t, hi_b, hi_t, B)
     strides = (q_b, q_t, q_h, out_b, out_t, out_h, lse_b, lse_t, lse_h)
     gl.warp_specialize(

@@ -45,15 +45,15 @@ def _attend_expanded(
     for tile in range(first, last):
         key = tile * BLOCK_N + lane
         at = keys + (key.to(tl.int64) * key_t)[:, None]
-        of_rope = ropes + (key.to(tl.int64) * rope_t)[:, None] + p[None, :]
+        ropes_at = ropes + (key.to(tl.int64) * rope_t)[:, None] + p[None, :]
         if MASKED:
             there = (key < stop)[:, None]
             k = tl.load(at + d[None, :], mask=there & (d < NOPE)[None, :], other=0.0)
-            r = tl.load(of_rope, mask=there & (p < P)[None, :], other=0.0)
+            r = tl.load(ropes_at, mask=there & (p < P)[None, :], other=0.0)
             values = tl.load(at + NOPE + v[None, :], mask=there & (v < V)[None, :], other=0.0)
         else:
             k = tl.load(at + d[None, :], mask=(d < NOPE)[None, :], other=0.0)
-            r = tl.load(of_rope, mask=(p < P)[None, :], other=0.0)
+            r = tl.load(ropes_at, mask=(p < P)[None, :], other=0.0)
             values = tl.load(at + NOPE + v[None, :], mask=(v < V)[None, :], other=0.0)
         scores = tl.dot(q_nope, tl.trans(k), input_precision="ieee")
         scores = tl.dot(q_rope, tl.trans(r), scores, input_precision="ieee") * scale_log2
@@ -94,17 +94,19 @@ def _expanded_prefill_kernel(
         rows = q + (n * q_n + head * q_h)[:, None]
         q_nope = tl.load(rows + d[None, :], mask=live[:, None] & (d < NOPE)[None, :], other=0.0)
         q_rope = tl.load(rows + NOPE + p[None, :], mask=live[:, None] & (p < P)[None, :], other=0.0)
-        of_head = keys + segment * key_b + head * key_h
-        of_ropes = ropes + segment * rope_b
+        head_keys = keys + segment * key_b + head * key_h
+        segment_ropes = ropes + segment * rope_b
         acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         peak = tl.full([BLOCK_M], -1.0e38, tl.float32)  # A finite floor: -inf minus -inf would be NaN.
         acc, total, peak = _attend_expanded(
-            acc, total, peak, q_nope, q_rope, row_hi, stop, 0, full, of_head, of_ropes, key_t, rope_t, scale_log2,
+            acc, total, peak, q_nope, q_rope, row_hi, stop, 0, full, head_keys, segment_ropes, key_t, rope_t,
+            scale_log2,
             False, NOPE, P, V, BLOCK_N, BLOCK_D, BLOCK_P, BLOCK_V,
         )  # fmt: skip
         acc, total, peak = _attend_expanded(
-            acc, total, peak, q_nope, q_rope, row_hi, stop, full, tl.cdiv(stop, BLOCK_N), of_head, of_ropes, key_t,
+            acc, total, peak, q_nope, q_rope, row_hi, stop, full, tl.cdiv(stop, BLOCK_N), head_keys, segment_ropes,
+            key_t,
             rope_t, scale_log2, True, NOPE, P, V, BLOCK_N, BLOCK_D, BLOCK_P, BLOCK_V,
         )  # fmt: skip
         empty = total == 0.0

@@ -32,8 +32,8 @@ def _load(
 ):  # fmt: skip
     """Fills the stages, in a warp of its own: pair i is the keys of tile i and the values of tile i - 1."""
     k_parts, v_shared, ready, free = pairs
-    OF_KEYS: gl.constexpr = KEYS * (NOPE + P) * 2
-    OF_VALUES: gl.constexpr = KEYS * V * 2
+    KEY_BYTES: gl.constexpr = KEYS * (NOPE + P) * 2
+    VALUE_BYTES: gl.constexpr = KEYS * V * 2
     if first < last:
         stage = 0
         phase = 1
@@ -41,11 +41,11 @@ def _load(
             here = ready.index(stage)
             mbarrier.wait(free.index(stage), phase)
             if tile == first:
-                mbarrier.expect(here, OF_KEYS)
+                mbarrier.expect(here, KEY_BYTES)
             elif tile == last:
-                mbarrier.expect(here, OF_VALUES)
+                mbarrier.expect(here, VALUE_BYTES)
             else:
-                mbarrier.expect(here, OF_KEYS + OF_VALUES)
+                mbarrier.expect(here, KEY_BYTES + VALUE_BYTES)
             if tile < last:
                 tma.async_copy_global_to_shared(keys, [row + tile * KEYS, column], here, k_parts[0].index(stage))
                 tma.async_copy_global_to_shared(ropes, [row + tile * KEYS, 0], here, k_parts[1].index(stage))

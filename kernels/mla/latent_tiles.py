@@ -51,7 +51,7 @@ def _weigh(scores, total, peak, dtype: tl.constexpr):
 
 
 @triton.jit
-def _unpacked(
+def _dequantize(
     latent, scales, page, key, live,
     MASKED: tl.constexpr, PAGE: tl.constexpr, SCALE_PAGE: tl.constexpr, R: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
@@ -117,7 +117,7 @@ def attend_latents(
         if scales is None:
             rope = tl.load(base + (within + (R + p)[None, :]), mask=mask_p, other=0.0)
         else:
-            latent = _unpacked(latent, scales, page, key, live, MASKED, PAGE, SCALE_PAGE, R, q_latent.dtype)
+            latent = _dequantize(latent, scales, page, key, live, MASKED, PAGE, SCALE_PAGE, R, q_latent.dtype)
             base, within = _slots(ropes, page, rope_stride, tile, key, P, PAGE, BLOCK_N)
             rope = tl.load(base + (within + p[None, :]), mask=mask_p, other=0.0)
         scores = tl.dot(q_rope, tl.trans(rope), input_precision="ieee")

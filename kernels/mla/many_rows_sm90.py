@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.attention.schedule_sm90 import TILE
-from kernels.sm90 import COPIED, SHARED, silence
+from kernels.sm90 import COPIED, SHARED, zero_dead_keys
 
 # Layouts of scores (TILE query rows x TILE keys) and values (rows x half of the latents).
 SCORES = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
@@ -34,7 +34,7 @@ STORED = gl.constexpr(
 
 
 @gluon.jit
-def allocated(dtype: gl.constexpr, R: gl.constexpr, P: gl.constexpr, ARRIVALS: gl.constexpr):
+def allocate_shared(dtype: gl.constexpr, R: gl.constexpr, P: gl.constexpr, ARRIVALS: gl.constexpr):
     """Allocates shared memory: a tile of queries, two of keys, what is handed over, and the barriers of all of these.
 
     Args:
@@ -57,18 +57,24 @@ def allocated(dtype: gl.constexpr, R: gl.constexpr, P: gl.constexpr, ARRIVALS: g
     right_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     left_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     right_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    weighed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    weights_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    weights_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for s in gl.static_range(2):
         mbarrier.init(left_ready.index(s), count=ARRIVALS)
         mbarrier.init(right_ready.index(s), count=1)
         mbarrier.init(left_free.index(s), count=1)
         mbarrier.init(right_free.index(s), count=1)
-    mbarrier.init(weighed, count=1)
-    mbarrier.init(taken, count=1)
+    mbarrier.init(weights_ready, count=1)
+    mbarrier.init(weights_free, count=1)
     fence_async_shared()
     tl.debug_barrier()
-    return queries, keys, (left_ready, right_ready), (left_free, right_free), (weights, factors, weighed, taken)
+    return (
+        queries,
+        keys,
+        (left_ready, right_ready),
+        (left_free, right_free),
+        (weights, factors, weights_ready, weights_free),
+    )
 
 
 @gluon.jit
@@ -115,32 +121,32 @@ def _weigh(scores, total, peak, scale_log2, key, full_from, full_to, row_lo, row
 
 
 @gluon.jit
-def _hand_over(weights, factors, handed, weights_shared, factors_shared, weighed, taken):
+def _hand_over(weights, factors, handed, weights_shared, factors_shared, weights_ready, weights_free):
     """Stores the tile's weights, and each row's rescale factor, for the group of the right half."""
-    mbarrier.wait(taken, handed % 2 ^ 1)
+    mbarrier.wait(weights_free, handed % 2 ^ 1)
     weights_shared.store(weights.to(weights_shared.dtype))
     factors_shared.store(factors)
     fence_async_shared()
     tl.debug_barrier()
-    mbarrier.arrive(weighed)
+    mbarrier.arrive(weights_ready)
 
 
 @gluon.jit
 def attend_left(
     queries, keys, ready, left_free, handing, loaded, handed, first, last, start, stop,
-    full_from, full_to, row_lo, row_hi, scale_log2, R: gl.constexpr, SILENCES: gl.constexpr,
+    full_from, full_to, row_lo, row_hi, scale_log2, R: gl.constexpr, ZERO_DEAD_KEYS: gl.constexpr,
 ):  # fmt: skip
     """Scores tiles [first, last), hands their weights over, and accumulates the left half of the output.
 
     Args:
         loaded, handed: tiles loaded, and handovers, before these.
-        SILENCES: whether values of dead keys may be anything.
+        ZERO_DEAD_KEYS: whether values of dead keys may be anything.
 
     Returns:
         The normalised left half, the LSE to base 2, and the new counts.
     """
     k_left, _, _ = keys
-    weights_shared, factors_shared, weighed, taken = handing
+    weights_shared, factors_shared, weights_ready, weights_free = handing
     acc = gl.zeros([TILE, R // 2], gl.float32, layout=VALUES)
     scores = gl.zeros([TILE, TILE], gl.float32, layout=SCORES)
     total = gl.zeros([TILE], gl.float32, layout=gl.SliceLayout(1, SCORES))
@@ -154,10 +160,10 @@ def attend_left(
         key = tile * TILE
         slot = loaded % 2
         weights, rescale, total, peak = _weigh(scores, total, peak, scale_log2, key, full_from, full_to, row_lo, row_hi)
-        if SILENCES:
+        if ZERO_DEAD_KEYS:
             if key < start:
-                silence(k_left.index(slot), key, start, stop)
-        _hand_over(weights, rescale, handed, weights_shared, factors_shared, weighed, taken)
+                zero_dead_keys(k_left.index(slot), key, start, stop)
+        _hand_over(weights, rescale, handed, weights_shared, factors_shared, weights_ready, weights_free)
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, VALUES))[:, None]
         acc = warpgroup_mma(weights_shared, k_left.index(slot), acc, is_async=True)
         handed += 1
@@ -171,10 +177,10 @@ def attend_left(
         key = (last - 1) * TILE
         slot = loaded % 2
         weights, rescale, total, peak = _weigh(scores, total, peak, scale_log2, key, full_from, full_to, row_lo, row_hi)
-        if SILENCES:
+        if ZERO_DEAD_KEYS:
             if (key < start) | (key + TILE > stop):
-                silence(k_left.index(slot), key, start, stop)
-        _hand_over(weights, rescale, handed, weights_shared, factors_shared, weighed, taken)
+                zero_dead_keys(k_left.index(slot), key, start, stop)
+        _hand_over(weights, rescale, handed, weights_shared, factors_shared, weights_ready, weights_free)
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, VALUES))[:, None]
         acc = warpgroup_mma(weights_shared, k_left.index(slot), acc, is_async=True)
         acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
@@ -186,10 +192,10 @@ def attend_left(
     empty = total == 0.0
     log2 = gl.where(empty, float("-inf"), peak + gl.log2(total))
     factor = 1.0 / gl.where(empty, 1.0, total)
-    mbarrier.wait(taken, handed % 2 ^ 1)
+    mbarrier.wait(weights_free, handed % 2 ^ 1)
     factors_shared.store(factor)
     tl.debug_barrier()
-    mbarrier.arrive(weighed)
+    mbarrier.arrive(weights_ready)
     handed += 1
     acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, VALUES))[:, None]
     return acc, log2, loaded, handed
@@ -198,32 +204,32 @@ def attend_left(
 @gluon.jit
 def attend_right(
     k_right, right_ready, right_free, handing, loaded, handed, first, last, start, stop,
-    R: gl.constexpr, SILENCES: gl.constexpr,
+    R: gl.constexpr, ZERO_DEAD_KEYS: gl.constexpr,
 ):  # fmt: skip
     """Accumulates the right half of the output over tiles [first, last), with the weights that are handed over.
 
     Returns the normalised half and the new counts, as `attend_left` does.
     """
-    weights_shared, factors_shared, weighed, taken = handing
+    weights_shared, factors_shared, weights_ready, weights_free = handing
     acc = gl.zeros([TILE, R // 2], gl.float32, layout=VALUES)
     for tile in range(first, last):
         slot = loaded % 2
         mbarrier.wait(right_ready.index(slot), loaded // 2 % 2)
-        mbarrier.wait(weighed, handed % 2)
+        mbarrier.wait(weights_ready, handed % 2)
         rescale = factors_shared.load(gl.SliceLayout(1, VALUES))
-        if SILENCES:
+        if ZERO_DEAD_KEYS:
             if (tile * TILE < start) | (tile * TILE + TILE > stop):
-                silence(k_right.index(slot), tile * TILE, start, stop)
+                zero_dead_keys(k_right.index(slot), tile * TILE, start, stop)
         acc = warpgroup_mma(weights_shared, k_right.index(slot), acc * rescale[:, None], is_async=True)
         acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
         tl.debug_barrier()
-        mbarrier.arrive(taken)
+        mbarrier.arrive(weights_free)
         mbarrier.arrive(right_free.index(slot))
         loaded += 1
         handed += 1
-    mbarrier.wait(weighed, handed % 2)
+    mbarrier.wait(weights_ready, handed % 2)
     factor = factors_shared.load(gl.SliceLayout(1, VALUES))
     tl.debug_barrier()
-    mbarrier.arrive(taken)
+    mbarrier.arrive(weights_free)
     handed += 1
     return acc * factor[:, None], loaded, handed

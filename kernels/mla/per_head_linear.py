@@ -8,7 +8,7 @@ import triton.language as tl
 
 from kernels import dispatch
 from kernels.mla.reference import per_head_linear as reference
-from kernels.overlap import overlapped, start_successor, wait_for_predecessor
+from kernels.overlap import pdl_options, start_successor, wait_for_predecessor
 
 MAX_ROWS = 16  # the least that tensor cores take; more rows go to a library
 
@@ -52,14 +52,14 @@ def _each_head_kernel(
     head_product(x, out, w, x_n, x_h, out_n, out_h, head, b, N, A, B, BLOCK_N, BLOCK_A)
 
 
-def head_blocks(A: int, most: int, dtype: torch.dtype) -> dict[str, int]:
-    """Chooses the tile of a kernel around `head_product`: all of A, and at most `most` columns.
+def head_blocks(A: int, max_columns: int, dtype: torch.dtype) -> dict[str, int]:
+    """Chooses the tile of a kernel around `head_product`: all of A, and at most `max_columns` columns.
 
     fp32, which has no tensor cores at full precision, gets few columns.
     """
     block_a = max(16, triton.next_power_of_2(A))
     widest = max(16, (8192 if dtype == torch.float32 else 16384) // block_a)
-    return dict(BLOCK_N=MAX_ROWS, BLOCK_A=block_a, BLOCK_B=min(most, widest))
+    return dict(BLOCK_N=MAX_ROWS, BLOCK_A=block_a, BLOCK_B=min(max_columns, widest))
 
 
 def per_head_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -82,6 +82,6 @@ def per_head_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | N
     blocks = head_blocks(A, 16, x.dtype)
     _each_head_kernel[(heads * triton.cdiv(B, blocks["BLOCK_B"]),)](
         x, weight, out, *x.stride()[:2], *weight.stride(), *out.stride()[:2], N,
-        A=A, B=B, **blocks, num_warps=4, **overlapped(x),
+        A=A, B=B, **blocks, num_warps=4, **pdl_options(x),
     )  # fmt: skip
     return out

@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 
 from kernels import dispatch
+from kernels.attention.dequantized_prefill import attend_dequantized
 from kernels.attention.paged_tiles import tiles_read_whole
 from kernels.attention.split_prefill import attend_split, tile_of_segment, tiles_of_rows, tiles_of_split
-from kernels.attention.unpacked_prefill import attend_unpacked
-from kernels.mla import prefill_chosen_sm90
+from kernels.mla import prefill_selected_sm90
 from kernels.mla.latent_tiles import attend_latents, latent_tile
 from kernels.mla.reference import mla_prefill as reference
 from kernels.paged_keys import PagedKeys
@@ -131,10 +131,10 @@ def mla_prefill(
 
     few = keys.rope is not None
     if few and keys.page_size == keys.latent_scale_page:
-        attend_unpacked(q, keys, cu_q, max_q, max_k, out, lse, mla_prefill)
+        attend_dequantized(q, keys, cu_q, max_q, max_k, out, lse, mla_prefill)
         return out, lse
-    if q.is_cuda and prefill_chosen_sm90.fits(q, keys, len(cu_q) - 1):
-        prefill_chosen_sm90.launch(q, keys, out, lse)
+    if q.is_cuda and prefill_selected_sm90.fits(q, keys, len(cu_q) - 1):
+        prefill_selected_sm90.launch(q, keys, out, lse)
         return out, lse
     tile = latent_tile(max_q * Hq, latent, P, q.dtype, few)
     tiles, segments = tiles_of_rows(N * Hq, max_q * Hq, len(cu_q) - 1, tile["BLOCK_M"])

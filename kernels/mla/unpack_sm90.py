@@ -54,14 +54,14 @@ def _fetch(
     c = gl.arange(0, 16, layout=gl.SliceLayout(0, LOADED))
     slot = tile * TILE % PAGE + n
     rows = latents + page.to(gl.int64) * page_stride + ((slot * (R // 4))[:, None] + (column // 4 + c)[None, :])
-    of_group = scales + (page.to(gl.int64) * (R // GROUP) + column // GROUP) * PAGE + slot
+    group_scale = scales + (page.to(gl.int64) * (R // GROUP) + column // GROUP) * PAGE + slot
     return (
         gl.load(rows),
         gl.load(rows + 16),
         gl.load(rows + 32),
         gl.load(rows + 48),
-        gl.load(of_group),
-        gl.load(of_group + PAGE),
+        gl.load(group_scale),
+        gl.load(group_scale + PAGE),
     )
 
 

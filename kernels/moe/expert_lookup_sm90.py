@@ -20,7 +20,7 @@ def _popcount(x):
 
 
 @gluon.jit
-def touched_experts(ids, P, first, EXPERTS: gl.constexpr, BLOCK_P: gl.constexpr):
+def active_experts(ids, P, first, EXPERTS: gl.constexpr, BLOCK_P: gl.constexpr):
     """Finds each local expert's index among those with tokens, or -1, in vectors of 32; also their number."""
     LAYOUT: gl.constexpr = _alike(BLOCK_P)
     p = gl.arange(0, BLOCK_P, layout=LAYOUT)
@@ -30,22 +30,22 @@ def touched_experts(ids, P, first, EXPERTS: gl.constexpr, BLOCK_P: gl.constexpr)
     lane = gl.arange(0, 32, layout=_alike(32))
     below = (gl.full_like(lane, 1) << lane) - 1
     count = 0
-    places = ()
+    indices = ()
     for w in gl.static_range((EXPERTS + 31) // 32):
         word = gl.reduce_or(gl.where(word_of == w, bit, 0), 0)
-        place = count + _popcount(word & below)
-        places = places + (gl.where(((word >> lane) & 1) != 0, place, -1),)  # type: ignore[assignment]  # noqa: RUF005
+        index = count + _popcount(word & below)
+        indices = indices + (gl.where(((word >> lane) & 1) != 0, index, -1),)  # type: ignore[assignment]  # noqa: RUF005
         count += _popcount(word)
-    return places, count
+    return indices, count
 
 
 @gluon.jit
-def nth_expert(places, j, EXPERTS: gl.constexpr):
+def nth_expert(indices, j, EXPERTS: gl.constexpr):
     """Finds the j-th local expert with tokens."""
     lane = gl.arange(0, 32, layout=_alike(32))
     found = gl.full_like(lane, 0)
     for w in gl.static_range((EXPERTS + 31) // 32):
-        found = gl.where(places[w] == j, lane + w * 32, found)
+        found = gl.where(indices[w] == j, lane + w * 32, found)
     return gl.max(found, 0)
 
 

@@ -33,12 +33,12 @@ from kernels.dense.silu_mul import clamped_swiglu, swiglu
 from kernels.moe import experts_many_sm90, experts_scaled_sm90, experts_sm90
 from kernels.moe.pair_order import pair_order
 from kernels.moe.reference import moe as reference
-from kernels.overlap import overlapped, sm_count, start_successor, wait_for_predecessor
-from kernels.peers.mailbox import DTYPES, SumTarget, send_sum, sum_boxes, sum_shape, sum_words, turn
+from kernels.overlap import pdl_options, sm_count, start_successor, wait_for_predecessor
+from kernels.peers.ll_protocol import DTYPES, SumTarget, epoch, send_sum, sum_ll_buffers, sum_shape, sum_words
 from kernels.scaled import ScaledMatrix
 
-Way = Literal["few", "some", "many"]
-ENOUGH = 1.8  # programs per SM with which a launch fills the GPU
+Strategy = Literal["few", "some", "many"]
+MIN_PROGRAMS_PER_SM = 1.8  # programs per SM with which a launch fills the GPU
 
 
 @triton.jit
@@ -108,10 +108,10 @@ def _words_of(n, first, dtype: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexp
 
 @triton.jit
 def _down_few_kernel(
-    h, ids, weights, down, scales, bias, addend, out, peers, turns, first, rank,
+    h, ids, weights, down, scales, bias, addend, out, peers, epochs, first, rank,
     TOP_K: tl.constexpr, EXPERTS: tl.constexpr, H: tl.constexpr, F: tl.constexpr, GROUP: tl.constexpr,
     GROUPS: tl.constexpr, BEGIN: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr, RUN: tl.constexpr, BIAS: tl.constexpr, PLUS: tl.constexpr,
+    BLOCK_K: tl.constexpr, RUN: tl.constexpr, BIAS: tl.constexpr, ADDEND: tl.constexpr,
     RANKS: tl.constexpr, PIECES: tl.constexpr, SIZE: tl.constexpr, TWO_SHOT: tl.constexpr,
     EARLY: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -119,14 +119,14 @@ def _down_few_kernel(
     r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     row = tl.minimum(r, H - 1)
     if RANKS > 0:
-        tag = turn(turns)
+        tag = epoch(epochs)
         piece, w, in_row = _words_of(n, tl.program_id(1) * BLOCK_R, h.dtype.element_ty, H, BLOCK_R, SIZE)
-        boxes = sum_boxes(peers, piece, RANKS, TWO_SHOT)
+        ll_buffers = sum_ll_buffers(peers, piece, RANKS, TWO_SHOT)
     # Ids and weights are older than the predecessor: only h has to be waited for.
     slot = tl.arange(0, BLOCK_S)
     expert = tl.load(ids + n * TOP_K + slot, mask=slot < TOP_K, other=-1) - first
     local = (expert >= 0) & (expert < EXPERTS) & (slot < TOP_K)
-    place = tl.where(local, tl.cumsum(local.to(tl.int32), 0), 0) - 1
+    index = tl.where(local, tl.cumsum(local.to(tl.int32), 0), 0) - 1
     count = tl.sum(local.to(tl.int32), 0)
     if count >= 0:  # Always true: without it the compiler moves the wait to before the ids.
         wait_for_predecessor(PDL)
@@ -138,7 +138,7 @@ def _down_few_kernel(
     chunks: tl.constexpr = (F + BLOCK_K - 1) // BLOCK_K
     acc = tl.zeros([BLOCK_R, BLOCK_K // RUN], tl.float32)
     for i in tl.range(0, count * chunks, num_stages=STAGES):
-        here = place == i // chunks
+        here = index == i // chunks
         e = tl.sum(tl.where(here, expert, 0), 0)
         pair = n * TOP_K + tl.sum(tl.where(here, slot, 0), 0)
         begin = i % chunks * BLOCK_K
@@ -159,11 +159,11 @@ def _down_few_kernel(
         weight = tl.load(weights + n * TOP_K + slot, mask=local, other=0.0)
         biases = tl.load(bias + expert[:, None] * H + row[None, :], mask=local[:, None], other=0.0).to(tl.float32)
         y += tl.sum(weight[:, None] * biases, 0)
-    if PLUS:
+    if ADDEND:
         y += tl.load(addend + n * H + row).to(tl.float32)
     if RANKS > 0:
         words = sum_words(y, h.dtype.element_ty)
-        send_sum(boxes, words, piece, w, tag, rank, in_row, RANKS, PIECES, SIZE)
+        send_sum(ll_buffers, words, piece, w, tag, rank, in_row, RANKS, PIECES, SIZE)
     else:
         tl.store(out + n * H + r, y, mask=r < H)
 
@@ -171,12 +171,13 @@ def _down_few_kernel(
 @triton.jit
 def _expert_pairs(
     block, ids, bounds, block_ends, P, first, shares,
-    EXPERTS: tl.constexpr, ALWAYS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
+    EXPERTS: tl.constexpr, SHARED_EXPERTS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_E: tl.constexpr,
     SORTED: tl.constexpr,
 ):  # fmt: skip
     """Finds a program's local expert and its pairs: a block of sorted ones, or all of an expert.
 
-    Unsorted, `shares` programs divide the many pairs of each of the first ALWAYS experts.
+    Unsorted, `shares` programs divide the many pairs of each of the first SHARED_EXPERTS experts.
 
     Returns the expert, the begin and end of its pairs and, unsorted, the running count of the expert's pairs.
     """
@@ -191,13 +192,13 @@ def _expert_pairs(
     else:
         p = tl.arange(0, BLOCK_P)
         expert, share, last = block, 0, 0
-        if ALWAYS:
-            many = block < ALWAYS * shares
-            expert = tl.where(many, block // shares, block - ALWAYS * (shares - 1))
+        if SHARED_EXPERTS:
+            many = block < SHARED_EXPERTS * shares
+            expert = tl.where(many, block // shares, block - SHARED_EXPERTS * (shares - 1))
             share, last = tl.where(many, block % shares, 0), tl.where(many, shares - 1, 0)
         mine = (tl.load(ids + p, mask=p < P, other=first - 1) == first + expert).to(tl.int32)
         begin, stop = share * BLOCK_N, tl.sum(mine, 0)
-        if ALWAYS:
+        if SHARED_EXPERTS:
             stop = tl.where(share < last, tl.minimum(stop, begin + BLOCK_N), stop)
         return expert, begin, stop, tl.cumsum(mine, 0)
 
@@ -216,7 +217,7 @@ def _pairs_at(lane, stop, counts, order, SORTED: tl.constexpr):
 @triton.jit(do_not_specialize=["P"], do_not_specialize_on_alignment=["shares"])  # they change from chunk to chunk
 def _gate_up_kernel(
     x, ids, weights, gate_up, scales, bias, h, order, bounds, block_ends, x_n, P, first, shares, clamp_at,
-    TOP_K: tl.constexpr, EXPERTS: tl.constexpr, ALWAYS: tl.constexpr, H: tl.constexpr, F: tl.constexpr,
+    TOP_K: tl.constexpr, EXPERTS: tl.constexpr, SHARED_EXPERTS: tl.constexpr, H: tl.constexpr, F: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, BEGIN: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
     BIAS: tl.constexpr, CLAMPED: tl.constexpr, SORTED: tl.constexpr, EARLY: tl.constexpr, STAGES: tl.constexpr,
@@ -228,7 +229,19 @@ def _gate_up_kernel(
     if EARLY:  # as above; down's programs look for their pairs
         start_successor(PDL)
     expert, begin, stop, counts = _expert_pairs(
-        tl.program_id(1), ids, bounds, block_ends, P, first, shares, EXPERTS, ALWAYS, BLOCK_P, BLOCK_N, BLOCK_E, SORTED
+        tl.program_id(1),
+        ids,
+        bounds,
+        block_ends,
+        P,
+        first,
+        shares,
+        EXPERTS,
+        SHARED_EXPERTS,
+        BLOCK_P,
+        BLOCK_N,
+        BLOCK_E,
+        SORTED,
     )
     for at in range(begin, stop, BLOCK_N):
         lane = at + tl.arange(0, BLOCK_N)
@@ -257,7 +270,7 @@ def _gate_up_kernel(
 @triton.jit(do_not_specialize=["P"], do_not_specialize_on_alignment=["shares"])  # they change from chunk to chunk
 def _down_kernel(
     h, ids, weights, down, scales, bias, outputs, order, bounds, block_ends, P, first, shares,
-    EXPERTS: tl.constexpr, ALWAYS: tl.constexpr, H: tl.constexpr, F: tl.constexpr,
+    EXPERTS: tl.constexpr, SHARED_EXPERTS: tl.constexpr, H: tl.constexpr, F: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, BEGIN: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
     TILES: tl.constexpr, BIAS: tl.constexpr, SORTED: tl.constexpr, STAGES: tl.constexpr, ROUNDS: tl.constexpr,
@@ -271,7 +284,19 @@ def _down_kernel(
     c = tl.arange(0, BLOCK_K // PACK)
     # The pairs depend only on data older than the predecessor.
     expert, begin, stop, counts = _expert_pairs(
-        tl.program_id(1), ids, bounds, block_ends, P, first, shares, EXPERTS, ALWAYS, BLOCK_P, BLOCK_N, BLOCK_E, SORTED
+        tl.program_id(1),
+        ids,
+        bounds,
+        block_ends,
+        P,
+        first,
+        shares,
+        EXPERTS,
+        SHARED_EXPERTS,
+        BLOCK_P,
+        BLOCK_N,
+        BLOCK_E,
+        SORTED,
     )
     for at in range(begin, stop, BLOCK_N):
         lane = at + tl.arange(0, BLOCK_N)
@@ -285,9 +310,9 @@ def _down_kernel(
         for i in tl.range(0, tiles * chunks, num_stages=STAGES):
             r = (tile + i // chunks) * BLOCK_R + tl.arange(0, BLOCK_R)
             row = tl.minimum(r, H - 1)
-            place = i % chunks * BLOCK_K  # from the beginning of the first group
-            column = place - BEGIN + k
-            byte = (place - BEGIN) // PACK + c
+            index = i % chunks * BLOCK_K  # from the beginning of the first group
+            column = index - BEGIN + k
+            byte = (index - BEGIN) // PACK + c
             w_at = down + expert.to(tl.int64) * (H * F // PACK) + (row * (F // PACK))[:, None] + byte[None, :]
             w = tl.load(w_at, mask=inside(byte, 0, F // PACK, BEGIN)[None, :], other=0.0)
             h_at = h + (pair * F)[None, :] + column[:, None]
@@ -295,7 +320,7 @@ def _down_kernel(
             scales_at = scales
             if GROUPS > 0:
                 scales_at += expert.to(tl.int64) * (GROUPS * H) + row
-            acc = add_product(acc, w, hs, scales_at, place // GROUP, H, GROUP, GROUPS, ROUNDS)
+            acc = add_product(acc, w, hs, scales_at, index // GROUP, H, GROUP, GROUPS, ROUNDS)
             if i % chunks == chunks - 1:
                 acc = finish(acc, scales_at, GROUPS)
                 if BIAS:
@@ -308,8 +333,8 @@ def _down_kernel(
 
 @triton.jit
 def _sum_kernel(
-    outputs, place_of, ids, addend, out, peers, turns, first, rank,
-    TOP_K: tl.constexpr, EXPERTS: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, PLUS: tl.constexpr,
+    outputs, inverse_order, ids, addend, out, peers, epochs, first, rank,
+    TOP_K: tl.constexpr, EXPERTS: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, ADDEND: tl.constexpr,
     RANKS: tl.constexpr, PIECES: tl.constexpr, SIZE: tl.constexpr, TWO_SHOT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)
@@ -321,16 +346,16 @@ def _sum_kernel(
         expert = tl.load(ids + n * TOP_K + s) - first
         width = tl.where((expert >= 0) & (expert < EXPERTS), H, 0)  # unwritten outputs may be NaN
         pair = n * TOP_K + s
-        if place_of is not None:
-            pair = tl.load(place_of + pair).to(tl.int64)
+        if inverse_order is not None:
+            pair = tl.load(inverse_order + pair).to(tl.int64)
         acc += tl.load(outputs + pair * H + c, mask=c < width, other=0.0).to(tl.float32)
-    if PLUS:
+    if ADDEND:
         acc += tl.load(addend + n * H + c, mask=c < H).to(tl.float32)
     if RANKS > 0:
         dtype: tl.constexpr = outputs.dtype.element_ty
         piece, w, in_row = _words_of(n, tl.program_id(1) * BLOCK, dtype, H, BLOCK, SIZE)
-        boxes = sum_boxes(peers, piece, RANKS, TWO_SHOT)
-        send_sum(boxes, sum_words(acc, dtype), piece, w, turn(turns), rank, in_row, RANKS, PIECES, SIZE)
+        ll_buffers = sum_ll_buffers(peers, piece, RANKS, TWO_SHOT)
+        send_sum(ll_buffers, sum_words(acc, dtype), piece, w, epoch(epochs), rank, in_row, RANKS, PIECES, SIZE)
     else:
         tl.store(out + n * H + c, acc, mask=c < H)
 
@@ -418,12 +443,16 @@ class RoutedExperts:
             experts_scaled_sm90.launch(*given, h, outputs, columns)
             self._sum(outputs, out)
             return
-        if x.is_cuda and not self._shaped and experts_many_sm90.fits(x, P, self.total_experts or E, gate_up, down):
+        if (
+            x.is_cuda
+            and not self._has_bias_or_clamp
+            and experts_many_sm90.fits(x, P, self.total_experts or E, gate_up, down)
+        ):
             assert isinstance(gate_up, ScaledMatrix) and isinstance(down, ScaledMatrix)
             pairs = pair_order(ids, first, E, experts_many_sm90.PAIRS.value)
             outputs = torch.empty(P, H, dtype=x.dtype, device=x.device)
             experts_many_sm90.launch(x, weights, gate_up, down, pairs, outputs)
-            self._sum(outputs, out, pairs.place_of)
+            self._sum(outputs, out, pairs.inverse_order)
             return
         if x.is_cuda and experts_sm90.fits(x, gate_up, down):
             experts_sm90.launch(*given, self.addend, h, out)
@@ -431,13 +460,13 @@ class RoutedExperts:
         sums = out if isinstance(out, SumTarget) else None
         to = (out, None, None) if sums is None else (None, sums.peers, sums.count)
         rank = sums.rank if sums else 0
-        boxes = sum_shape(sums)
-        shape = dict(EXPERTS=E, H=H, F=F, **overlapped(x))
+        ll_buffers = sum_shape(sums)
+        shape = dict(EXPERTS=E, H=H, F=F, **pdl_options(x))
         clamp = dict(BIAS=self.gate_up_bias is not None, CLAMPED=self.clamp_at is not None)
         bound = 0.0 if self.clamp_at is None else self.clamp_at
-        summand = dict(PLUS=self.addend is not None, **boxes)
-        way = way_of(N, top_k, E)
-        if way == "few":
+        summand = dict(ADDEND=self.addend is not None, **ll_buffers)
+        strategy = choose_strategy(N, top_k, E)
+        if strategy == "few":
             tile, down_tile = few_tiles(N, F, run_of(gate_up, RUN), run_of(down, RUN))
             _gate_up_few_kernel[P, triton.cdiv(2 * F, tile["BLOCK_R"])](
                 x, ids, weights, gate_stored, gate_scales, self.gate_up_bias, h, x.stride(0), first, bound,
@@ -450,9 +479,9 @@ class RoutedExperts:
             )  # fmt: skip
             return
 
-        touched = E * (1 - (1 - 1 / (self.total_experts or E)) ** P)  # expected experts with tokens, if uniform
-        tile, down_tile = tiles_of(way, P, E, F, H, x.dtype, touched / sm_count(x.device), gate_stored.dtype)
-        is_sorted = way == "many"
+        num_active = E * (1 - (1 - 1 / (self.total_experts or E)) ** P)  # expected experts with tokens, if uniform
+        tile, down_tile = tiles_of(strategy, P, E, F, H, x.dtype, num_active / sm_count(x.device), gate_stored.dtype)
+        is_sorted = strategy == "many"
         plan: tuple[torch.Tensor | None, ...] = (None, None, None)
         if is_sorted:
             pairs = pair_order(ids, first, E, tile["BLOCK_N"])
@@ -463,7 +492,9 @@ class RoutedExperts:
         else:
             blocks = E + self.shared_count * (shares - 1)
         searched = 1 if is_sorted else triton.next_power_of_2(P)
-        find = dict(ALWAYS=self.shared_count, BLOCK_P=searched, BLOCK_E=triton.next_power_of_2(E), SORTED=is_sorted)
+        find = dict(
+            SHARED_EXPERTS=self.shared_count, BLOCK_P=searched, BLOCK_E=triton.next_power_of_2(E), SORTED=is_sorted
+        )
         outputs = torch.empty(P, H, dtype=x.dtype, device=x.device)
         _gate_up_kernel[triton.cdiv(2 * F, tile["BLOCK_R"]), blocks](
             x, ids, weights, gate_stored, gate_scales, self.gate_up_bias, h, *plan, x.stride(0), P, first, shares,
@@ -476,23 +507,23 @@ class RoutedExperts:
         self._sum(outputs, out)
 
     @property
-    def _shaped(self) -> bool:
+    def _has_bias_or_clamp(self) -> bool:
         """True if experts have biases or clamps."""
         return any(given is not None for given in (self.gate_up_bias, self.down_bias, self.clamp_at))
 
-    def _sum(self, outputs: torch.Tensor, out: torch.Tensor | SumTarget, places: torch.Tensor | None = None) -> None:
-        """Adds up the outputs [N k, H] of each token's local experts, of pair i at `places[i]` if these are given."""
+    def _sum(self, outputs: torch.Tensor, out: torch.Tensor | SumTarget, indices: torch.Tensor | None = None) -> None:
+        """Adds up the outputs [N k, H] of each token's local experts, of pair i at `indices[i]` if these are given."""
         (N, H), E = self.x.shape, len(self.down)
         sums = out if isinstance(out, SumTarget) else None
         to = (out, None, None) if sums is None else (None, sums.peers, sums.count)
         _sum_kernel[N, triton.cdiv(H, 1024)](
-            outputs, places, self.ids, self.addend, *to, self.first, sums.rank if sums else 0, TOP_K=self.ids.shape[1],
-            EXPERTS=E, H=H, BLOCK=1024, PLUS=self.addend is not None, num_warps=4, **sum_shape(sums),
-            **overlapped(self.x),
+            outputs, indices, self.ids, self.addend, *to, self.first, sums.rank if sums else 0, TOP_K=self.ids.shape[1],
+            EXPERTS=E, H=H, BLOCK=1024, ADDEND=self.addend is not None, num_warps=4, **sum_shape(sums),
+            **pdl_options(self.x),
         )  # fmt: skip
 
 
-def way_of(N: int, top_k: int, E: int) -> Way:
+def choose_strategy(N: int, top_k: int, E: int) -> Strategy:
     """Chooses the algorithm for N tokens over E local experts, by H200 timings.
 
     "few" wins unless most programs meet another rank's expert, or one that a neighbour has already read.
@@ -505,35 +536,42 @@ def way_of(N: int, top_k: int, E: int) -> Way:
 
 def few_tiles(N: int, F: int, run: int = RUN, down_run: int = RUN) -> tuple[dict[str, int], dict[str, int]]:
     """Chooses launch options of the two products of a few tokens, by H200 timings."""
-    least = N <= 2
-    warps, rows, down_warps = (2, 4, 2) if least else (1, 8, 1)
-    gate_up = dict(BLOCK_R=4, BLOCK_K=warps * 32 * run, RUN=run, STAGES=3 if least else 1, num_warps=warps)
+    few_tokens = N <= 2
+    warps, rows, down_warps = (2, 4, 2) if few_tokens else (1, 8, 1)
+    gate_up = dict(BLOCK_R=4, BLOCK_K=warps * 32 * run, RUN=run, STAGES=3 if few_tokens else 1, num_warps=warps)
     block_k = min(down_warps * 32 * down_run, max(2 * down_run, triton.next_power_of_2(F)))
     down = dict(BLOCK_R=rows, BLOCK_K=block_k, RUN=down_run, STAGES=3, num_warps=down_warps)
-    early = dict(EARLY=least)  # successors of more programs would crowd on some SMs
+    early = dict(EARLY=few_tokens)  # successors of more programs would crowd on some SMs
     return gate_up | early, down | early
 
 
 def tiles_of(
-    way: Way, P: int, E: int, F: int, H: int, dtype: torch.dtype, touched: float, weights: torch.dtype = torch.bfloat16
+    strategy: Strategy,
+    P: int,
+    E: int,
+    F: int,
+    H: int,
+    dtype: torch.dtype,
+    num_active: float,
+    weights: torch.dtype = torch.bfloat16,
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Chooses launch options of both products of P pairs for "some" and "many"; `touched`: experts in use per SM.
+    """Chooses launch options of both products of P pairs for "some" and "many"; `num_active`: experts in use per SM.
 
     They are bound by reading weights, and for many pairs by multiplications. For "some", a program of down takes up to
-    200 KB of rows, so that fewer programs look for pairs, as long as ENOUGH remain. With that many, down starts early;
-    fewer would crowd on the SMs that are free first. No step over weights of a few bits is wider than 128 columns, the
-    least group of e4m3.
+    200 KB of rows, so that fewer programs look for pairs, as long as MIN_PROGRAMS_PER_SM remain. With that many, down
+    starts early; fewer would crowd on the SMs that are free first. No step over weights of a few bits is wider than
+    128 columns, the least group of e4m3.
     """
     if dtype == torch.float32:
         tile = dict(BLOCK_R=32, BLOCK_N=16, BLOCK_K=32, STAGES=2, ROUNDS=False, num_warps=4)
         return tile | dict(EARLY=False), tile | dict(TILES=2)
-    if way == "some":
+    if strategy == "some":
         tile = dict(BLOCK_R=64, BLOCK_N=16, BLOCK_K=128, STAGES=3 if weights.itemsize > 1 else 5, num_warps=4)
         tile |= dict(ROUNDS=False)
         rows = 64
-        while rows < H and 2 * rows * F <= 100 << 10 and touched * triton.cdiv(H, 2 * rows) >= ENOUGH:
+        while rows < H and 2 * rows * F <= 100 << 10 and num_active * triton.cdiv(H, 2 * rows) >= MIN_PROGRAMS_PER_SM:
             rows *= 2
-        early = touched * triton.cdiv(H, rows) >= ENOUGH
+        early = num_active * triton.cdiv(H, rows) >= MIN_PROGRAMS_PER_SM
         return tile | dict(EARLY=early), tile | dict(TILES=rows // 64)
     if weights == torch.float8_e4m3fn and P >= 128 * E:  # each weight is converted for as many pairs as fit
         tile = dict(BLOCK_R=128, BLOCK_N=256, BLOCK_K=64, STAGES=3, ROUNDS=True, num_warps=8)

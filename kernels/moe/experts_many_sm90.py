@@ -36,7 +36,7 @@ ROWS, HALF, PAIRS, BLOCK_K = gl.constexpr(256), gl.constexpr(128), gl.constexpr(
 STAGES = gl.constexpr(6)  # of 32 KB
 BEHIND = gl.constexpr(2)  # steps that are on their way while the next one is sent for
 RUN = 6  # tiles of down that a program multiplies one after the other
-LEAST = 48  # pairs of each expert
+MIN_PAIRS = 48  # pairs of each expert
 WEIGHTS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2))
 WEIGHT_TILES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=5))
 PRODUCT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
@@ -126,12 +126,12 @@ def _multiply(
 ):  # fmt: skip
     """Multiplies a half of each tile's rows, and stores what comes of them, in a group of four warps."""
     BLOCKS: gl.constexpr = (BEGIN + K + 2 * BLOCK_K - 1) // (2 * BLOCK_K)
-    OF_ROWS: gl.constexpr = gl.SliceLayout(1, CONVERTED)
-    OF_PAIRS: gl.constexpr = gl.SliceLayout(0, RESULT)
+    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, CONVERTED)
+    PAIR_LAYOUT: gl.constexpr = gl.SliceLayout(0, RESULT)
     dtype: gl.constexpr = x_shared.dtype
     step = 0
     for tile in range(first_tile, first_tile + tiles):
-        row, inside = _weight_rows(tile, PART, R, GATED, OF_ROWS)
+        row, inside = _weight_rows(tile, PART, R, GATED, ROW_LAYOUT)
         scales_at = scales + expert.to(gl.int64) * (GROUPS * R) + row
         scale = gl.load(scales_at, mask=inside, other=0.0)
         y = gl.zeros([HALF, PAIRS], gl.float32, layout=PRODUCT)
@@ -153,7 +153,7 @@ def _multiply(
         both = gl.permute(gl.reshape(y, [HALF // 16, 2, 8, PAIRS]), (0, 2, 3, 1))
         left, right = gl.split(gl.reshape(both, [HALF // 2, PAIRS, 2]))
         left, right = gl.convert_layout(left, RESULT), gl.convert_layout(right, RESULT)
-        lane = begin + gl.arange(0, PAIRS, layout=OF_PAIRS)
+        lane = begin + gl.arange(0, PAIRS, layout=PAIR_LAYOUT)
         column = tile * (ROWS // 2) + PART * (HALF // 2) + gl.arange(0, HALF // 2, layout=gl.SliceLayout(1, RESULT))
         live = (column < R // 2)[:, None] & (lane < stop)[None, :]
         cell = column[:, None] + (lane * (R // 2))[None, :]
@@ -237,7 +237,7 @@ def fits(x: torch.Tensor, P: int, total: int, gate_up: Matrix, down: Matrix) -> 
     (_, H, F), K = down.shape, BLOCK_K.value
     return (
         not (gate_up.packed or down.packed)
-        and LEAST * total <= P
+        and MIN_PAIRS * total <= P
         and P * max(H // 2, F) < 1 << 31 > len(x) * x.stride(0)  # numbers of cells
         # Whole steps of x's columns, and what TMA wants strides and coordinates to be multiples of.
         and H % K == gate_up.begin % K == F % 16 == down.begin % 16 == 0
@@ -268,16 +268,18 @@ def launch(
     """
     (E, H, F), P, top_k = down.shape, len(pairs.order), weights.shape[1]
     h = torch.empty(P, F, dtype=x.dtype, device=x.device)
-    box = [1, ROWS.value // 16, 2, 8, BLOCK_K.value]
-    of_gates = TensorDescriptor(
-        gate_up.data, [E, F // 8, 2, 8, H], [2 * F * H, 8 * H, F * H, H, 1], box, WEIGHT_TILES.value
+    block_shape = [1, ROWS.value // 16, 2, 8, BLOCK_K.value]
+    gate_up_tiles = TensorDescriptor(
+        gate_up.data, [E, F // 8, 2, 8, H], [2 * F * H, 8 * H, F * H, H, 1], block_shape, WEIGHT_TILES.value
     )
-    of_down = TensorDescriptor(down.data, [E, H // 16, 2, 8, F], [H * F, 16 * F, F, 2 * F, 1], box, WEIGHT_TILES.value)
+    down_tiles = TensorDescriptor(
+        down.data, [E, H // 16, 2, 8, F], [H * F, 16 * F, F, 2 * F, 1], block_shape, WEIGHT_TILES.value
+    )
     rows = TensorDescriptor(h, [P, F], [F, 1], [PAIRS.value, BLOCK_K.value], SHARED.value)
     blocks = P // PAIRS.value + E  # upper bound: all full ones, and the last of each expert
     for w, matrix, given, x_n, out, R, K in (
-        (of_gates, gate_up, x, x.stride(0) // 8, h, 2 * F, H),
-        (of_down, down, rows, 0, outputs, H, F),
+        (gate_up_tiles, gate_up, x, x.stride(0) // 8, h, 2 * F, H),
+        (down_tiles, down, rows, 0, outputs, H, F),
     ):
         tiles = triton.cdiv(R, ROWS.value)
         runs = tiles if matrix is gate_up else triton.cdiv(tiles, RUN)

@@ -26,15 +26,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.dense.scaled_rows import stored
 from kernels.dense.silu_mul import clamped_swiglu, swiglu
-from kernels.dense.tree_sum_sm90 import workspace
-from kernels.moe.expert_lookup_sm90 import nth_expert, pairs_with, slots, touched_experts
-from kernels.moe.experts_sm90 import meet_sharers, share_of
+from kernels.dense.split_k_reduce_sm90 import workspace
+from kernels.moe.expert_lookup_sm90 import active_experts, nth_expert, pairs_with, slots
+from kernels.moe.experts_sm90 import reduce_sharers, share_of
 from kernels.overlap import sm_count
 from kernels.scaled import ScaledMatrix
 from kernels.sm90 import SHARED, add
 
-MOST_TOKENS, MOST_PAIRS = 128, 2048
-MOST_COLUMNS = 32  # pairs of a block
+MAX_TOKENS, MAX_PAIRS = 128, 2048
+MAX_COLUMNS = 32  # pairs of a block
 MIN_WIDTH = 128  # columns of an expert: a group's
 WARPS, ROWS, HALF = gl.constexpr(4), gl.constexpr(64), gl.constexpr(32)
 BLOCK_K = gl.constexpr(128)  # columns of a product
@@ -109,9 +109,9 @@ def _list_pairs(row, block, local, ends, BLOCK_P: gl.constexpr, COLUMNS: gl.cons
     gl.store(row + COLUMNS, expert)
     tl.debug_barrier()
     mine = local == expert
-    place = gl.associative_scan(mine.to(gl.int32), 0, add) - 1 - (block - before) * COLUMNS
+    index = gl.associative_scan(mine.to(gl.int32), 0, add) - 1 - (block - before) * COLUMNS
     p = gl.arange(0, BLOCK_P, layout=local.type.layout)
-    gl.store(row + place, p, mask=mine & (place >= 0) & (place < COLUMNS))
+    gl.store(row + index, p, mask=mine & (index >= 0) & (index < COLUMNS))
 
 
 @gluon.jit
@@ -125,7 +125,7 @@ def locate(at, first_block, GATE: gl.constexpr, H: gl.constexpr, F: gl.constexpr
 
 
 @gluon.jit
-def of_block(block, of, FEW: gl.constexpr, COLUMNS: gl.constexpr):
+def select_pair(block, of, FEW: gl.constexpr, COLUMNS: gl.constexpr):
     """Returns what belongs to one of the program's blocks: of few pairs one of two values, else from its list."""
     if FEW:
         return gl.where(block > 0, of[1], of[0])
@@ -165,12 +165,12 @@ def _copy_rows(pair, column, x, x_n, to, GATE: gl.constexpr, TOP_K: gl.constexpr
 
 @gluon.jit
 def _copy_scales(
-    tile, e, place, scales, to, GATE: gl.constexpr, H: gl.constexpr, F: gl.constexpr,
+    tile, e, index, scales, to, GATE: gl.constexpr, H: gl.constexpr, F: gl.constexpr,
     GROUP: gl.constexpr, GROUPS: gl.constexpr, SPAN: gl.constexpr,
 ):  # fmt: skip
-    """Copies the scales of a step's rows, whose groups begin `place` columns after the first."""
+    """Copies the scales of a step's rows, whose groups begin `index` columns after the first."""
     c = gl.arange(0, to.shape[0], layout=gl.BlockedLayout([to.shape[0] // 128], [32], [4], [0]))
-    i, group = c % ROWS, (place + c // ROWS * SPAN) // GROUP
+    i, group = c % ROWS, (index + c // ROWS * SPAN) // GROUP
     if GATE:
         f = tile * HALF + i // 16 * 8 + i % 8
         r, inside = i // 8 % 2 * F + f, f < F
@@ -259,7 +259,7 @@ def _moe_scaled_sm90_kernel(
     if GATE:
         gdc_wait()  # for ids
     if FEW:
-        places, blocks = touched_experts(ids, P, first, EXPERTS, BLOCK_P)
+        indices, blocks = active_experts(ids, P, first, EXPERTS, BLOCK_P)
     else:
         local, ends = _pairs_of(ids, P, first, EXPERTS, BLOCK_P, COLUMNS)
         blocks = gl.max(ends, 0)
@@ -267,7 +267,7 @@ def _moe_scaled_sm90_kernel(
     steps = end - begin
     first_block = begin // (STEPS * TILES)
     if FEW:
-        experts = nth_expert(places, first_block, EXPERTS), nth_expert(places, first_block + 1, EXPERTS)
+        experts = nth_expert(indices, first_block, EXPERTS), nth_expert(indices, first_block + 1, EXPERTS)
     else:
         lists += gl.program_id(0) * (LISTS * (COLUMNS + 8))
         if steps > 0:
@@ -277,13 +277,13 @@ def _moe_scaled_sm90_kernel(
         experts = lists + COLUMNS
     for s in range(gl.minimum(steps, STAGES - 1)):
         tile, block, column = locate(begin + s, first_block, GATE, H, F, BEGIN, PARTS)
-        _load_weights(tile, of_block(block, experts, FEW, COLUMNS), column, w, w_shared, s, ready, GATE)
-    place = gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, COPIED))
+        _load_weights(tile, select_pair(block, experts, FEW, COLUMNS), column, w, w_shared, s, ready, GATE)
+    index = gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, COPIED))
     if FEW:
-        of = slots(ids, place, P // TOP_K, TOP_K)
-        pairs = pairs_with(of, place, experts[0] + first, TOP_K), pairs_with(of, place, experts[1] + first, TOP_K)
+        of = slots(ids, index, P // TOP_K, TOP_K)
+        pairs = pairs_with(of, index, experts[0] + first, TOP_K), pairs_with(of, index, experts[1] + first, TOP_K)
     else:
-        pairs = lists + place
+        pairs = lists + index
     if not GATE:
         gdc_wait()
     if steps < STAGES:
@@ -291,7 +291,7 @@ def _moe_scaled_sm90_kernel(
     for s in range(STAGES - 1):
         if s < steps:
             tile, block, column = locate(begin + s, first_block, GATE, H, F, BEGIN, PARTS)
-            pair, e = of_block(block, pairs, FEW, COLUMNS), of_block(block, experts, FEW, COLUMNS)
+            pair, e = select_pair(block, pairs, FEW, COLUMNS), select_pair(block, experts, FEW, COLUMNS)
             _copy_rows(pair, column, x, x_n, x_shared.index(s), GATE, TOP_K, K)
             _copy_scales(tile, e, column + BEGIN, scales, scales_shared.index(s), GATE, H, F, GROUP, GROUPS, SPAN)
         async_copy.commit_group()
@@ -302,7 +302,7 @@ def _moe_scaled_sm90_kernel(
         for _ in range(at, stop):
             slot, ahead = step % STAGES, step - 1 + STAGES
             tile, block, column = locate(gl.minimum(begin + ahead, end - 1), first_block, GATE, H, F, BEGIN, PARTS)
-            pair, e = of_block(block, pairs, FEW, COLUMNS), of_block(block, experts, FEW, COLUMNS)
+            pair, e = select_pair(block, pairs, FEW, COLUMNS), select_pair(block, experts, FEW, COLUMNS)
             for part in gl.static_range(PARTS):
                 mbarrier.wait(ready[part].index(slot), step // STAGES % 2)
             async_copy.wait_group(STAGES - 2)
@@ -310,12 +310,12 @@ def _moe_scaled_sm90_kernel(
             hopper.fence_async_shared()
             x_slot, scales_slot = x_shared.index(slot), scales_shared.index(slot)
             one = acc
-            sums, kept, factors = (), (), ()
+            sums, deps, factors = (), (), ()
             for part in gl.static_range(PARTS):
                 one, part_w, factor = _multiply(
                     w_shared, slot, x_slot, scales_slot, one if PACKED else acc, part, PACKED, PRODUCT
                 )
-                sums, kept, factors = sums + (one,), kept + (part_w,), factors + (factor,)  # type: ignore[assignment]  # noqa: RUF005
+                sums, deps, factors = sums + (one,), deps + (part_w,), factors + (factor,)  # type: ignore[assignment]  # noqa: RUF005
             if ahead < steps:
                 into = ahead % STAGES
                 _load_weights(tile, e, column, w, w_shared, into, ready, GATE)
@@ -327,18 +327,18 @@ def _moe_scaled_sm90_kernel(
                     gdc_launch_dependents()
             async_copy.commit_group()
             if PARTS == 4:
-                acc, _, _, _, _ = hopper.warpgroup_mma_wait(0, [one, kept[0], kept[1], kept[2], kept[3]])  # type: ignore[misc]
+                acc, _, _, _, _ = hopper.warpgroup_mma_wait(0, [one, deps[0], deps[1], deps[2], deps[3]])  # type: ignore[misc]
             elif PACKED:
-                acc, _, _ = hopper.warpgroup_mma_wait(0, [one, kept[0], kept[1]])  # type: ignore[misc]
+                acc, _, _ = hopper.warpgroup_mma_wait(0, [one, deps[0], deps[1]])  # type: ignore[misc]
             else:
-                one, two, _, _ = hopper.warpgroup_mma_wait(0, [sums[0], sums[1], kept[0], kept[1]])  # type: ignore[misc]
+                one, two, _, _ = hopper.warpgroup_mma_wait(0, [sums[0], sums[1], deps[0], deps[1]])  # type: ignore[misc]
                 acc += factors[0][:, None] * one + factors[1][:, None] * two  # type: ignore[misc]
             step += 1
         if PACKED:
             acc *= LIFT
         whole = at // STEPS
         tile, block, _ = locate(at, first_block, GATE, H, F, BEGIN, PARTS)
-        pair, e = of_block(block, pairs, FEW, COLUMNS), of_block(block, experts, FEW, COLUMNS)
+        pair, e = select_pair(block, pairs, FEW, COLUMNS), select_pair(block, experts, FEW, COLUMNS)
         if GATE:
             y = gl.permute(gl.reshape(acc, [HALF // 8, 2, 8, COLUMNS]), (0, 2, 3, 1))
             y, up = gl.split(gl.reshape(y, [HALF, COLUMNS, 2]))
@@ -354,7 +354,7 @@ def _moe_scaled_sm90_kernel(
         if GATE or BIAS:
             weight = gl.load(weights + pair, mask=pair >= 0, other=0.0)
         cell = (i[:, None] * COLUMNS) + n[None, :]
-        y, up, live = meet_sharers(y, up, live, words, cell, whole, STEPS, active, total, GATE)
+        y, up, live = reduce_sharers(y, up, live, words, cell, whole, STEPS, active, total, GATE)
         if GATE:
             if BIAS:
                 y += gl.load(bias + e * (2 * F) + r, mask=r < F, other=0.0).to(gl.float32)[:, None]
@@ -370,7 +370,7 @@ def _moe_scaled_sm90_kernel(
 
 def columns_of(pairs: int, experts: int) -> int:
     """Chooses the pairs of a block: twice what each of all experts has at the mean, so that few are read twice."""
-    return min(MOST_COLUMNS, max(8, triton.next_power_of_2(2 * pairs // experts)))
+    return min(MAX_COLUMNS, max(8, triton.next_power_of_2(2 * pairs // experts)))
 
 
 def parts_of(columns: int, packed: bool) -> int:
@@ -403,8 +403,8 @@ def fits(
     (N, H), F = x.shape, down.shape[2]
     run = 32 if down.packed else 16  # what TMA wants rows to be a multiple of
     return (
-        0 < N <= MOST_TOKENS
-        and ids.numel() <= MOST_PAIRS
+        0 < N <= MAX_TOKENS
+        and ids.numel() <= MAX_PAIRS
         and F >= MIN_WIDTH
         and H % run == F % run == 0
         and x.dtype == torch.bfloat16
@@ -447,8 +447,10 @@ def launch(
     programs = programs_of(columns, a_word == 8) * sm_count(x.device)
     few = are_few(N, P, columns, programs)
     block_p = max(32 if few else 128, triton.next_power_of_2(P))
-    most = 0 if few else triton.cdiv(min(block_p, E + block_p // columns), programs) + 2  # blocks that a program lists
-    lists = torch.empty(2, programs, most, columns + 8, dtype=torch.int32, device=x.device)
+    max_blocks = (
+        0 if few else triton.cdiv(min(block_p, E + block_p // columns), programs) + 2
+    )  # blocks that a program lists
+    lists = torch.empty(2, programs, max_blocks, columns + 8, dtype=torch.int32, device=x.device)
     sums = workspace(x.device, programs * HALF.value * columns)
     both = (
         (True, gates, gate_scales, gate_groups, x, gate_up_bias, h),
@@ -459,6 +461,6 @@ def launch(
             w, scales, xs, ids, weights, bias, y, sums if gate else sums.view(torch.int32), lists[int(gate)],
             xs.stride(0) // 8, P, first, clamp_at if clamp_at is not None else 0.0,
             TOP_K=k, EXPERTS=E, H=H, F=F, BLOCK_P=block_p, **groups, COLUMNS=columns,
-            PARTS=parts_of(columns, a_word == 8), STAGES=stages_of(columns, a_word == 8), LISTS=most,
+            PARTS=parts_of(columns, a_word == 8), STAGES=stages_of(columns, a_word == 8), LISTS=max_blocks,
             GATE=gate, BIAS=bias is not None, CLAMPED=clamp_at is not None, num_warps=WARPS.value, launch_pdl=True,
         )  # fmt: skip

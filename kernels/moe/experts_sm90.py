@@ -28,10 +28,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.dense.scaled_rows import stored
 from kernels.dense.silu_mul import clamped_swiglu, swiglu
-from kernels.dense.tree_sum_sm90 import meet, pairs, send_pairs, workspace
-from kernels.moe.expert_lookup_sm90 import nth_expert, pairs_with, slots, touched_experts, weights_of
+from kernels.dense.split_k_reduce_sm90 import pairs, reduce_node, send_pairs, workspace
+from kernels.moe.expert_lookup_sm90 import active_experts, nth_expert, pairs_with, slots, weights_of
 from kernels.overlap import sm_count
-from kernels.peers.mailbox import TURN, SumTarget, sum_shape
+from kernels.peers.ll_protocol import EPOCH_UNITS, SumTarget, sum_shape
 from kernels.scaled import ScaledMatrix
 from kernels.sm90 import COPIED, SHARED
 
@@ -82,7 +82,7 @@ def sharers(tile, steps, active, total):
 
 
 @gluon.jit
-def meet_sharers(y, up, live, words, offset, tile, steps, active, total, GATE: gl.constexpr):
+def reduce_sharers(y, up, live, words, offset, tile, steps, active, total, GATE: gl.constexpr):
     """Adds other programs' sums of a tile; elements stay live in the program that has their total."""
     begin, count = sharers(tile, steps, active, total)
     me = gl.program_id(0) - begin
@@ -90,7 +90,7 @@ def meet_sharers(y, up, live, words, offset, tile, steps, active, total, GATE: g
         if (me ^ 1) < count:
             right = begin + ((me | 1) << level)
             at = words + right.to(gl.int64) * offset.shape[0] * offset.shape[1] + offset
-            y, up, live = meet(at, y, up, live, GATE)
+            y, up, live = reduce_node(at, y, up, live, GATE)
         me = me >> 1
         count = (count + 1) >> 1
     return y, up, live
@@ -98,33 +98,34 @@ def meet_sharers(y, up, live, words, offset, tile, steps, active, total, GATE: g
 
 @gluon.jit
 def _step(
-    at, places, count, GATE: gl.constexpr, EXPERTS: gl.constexpr, H: gl.constexpr, F: gl.constexpr, BEGIN: gl.constexpr,
+    at, indices, count, GATE: gl.constexpr, EXPERTS: gl.constexpr, H: gl.constexpr, F: gl.constexpr,
+    BEGIN: gl.constexpr,
     PARTS: gl.constexpr,
 ):  # fmt: skip
     """Locates a step: its tile (of one expert in gate and up, of all in down), local expert and first column.
 
     A step is PARTS blocks of columns; the first begins with the first group, BEGIN columns before the weight's own.
     """
-    COLUMNS_A_STEP: gl.constexpr = PARTS * BLOCK_K
-    STEPS: gl.constexpr = (BEGIN + (H if GATE else F) + COLUMNS_A_STEP - 1) // COLUMNS_A_STEP
+    COLUMNS_PER_STEP: gl.constexpr = PARTS * BLOCK_K
+    STEPS: gl.constexpr = (BEGIN + (H if GATE else F) + COLUMNS_PER_STEP - 1) // COLUMNS_PER_STEP
     if GATE:
         TILES: gl.constexpr = (F + HALF - 1) // HALF
         tile = at // STEPS
-        return tile % TILES, nth_expert(places, tile // TILES, EXPERTS), at % STEPS * COLUMNS_A_STEP - BEGIN
+        return tile % TILES, nth_expert(indices, tile // TILES, EXPERTS), at % STEPS * COLUMNS_PER_STEP - BEGIN
     else:
         tile = at // (count * STEPS)
         rest = at % (count * STEPS)
-        return tile, nth_expert(places, rest // STEPS, EXPERTS), rest % STEPS * COLUMNS_A_STEP - BEGIN
+        return tile, nth_expert(indices, rest // STEPS, EXPERTS), rest % STEPS * COLUMNS_PER_STEP - BEGIN
 
 
 @gluon.jit
 def _ask(
-    step, begin, w, places, count, w_shared, ready,
+    step, begin, w, indices, count, w_shared, ready,
     GATE: gl.constexpr, EXPERTS: gl.constexpr, H: gl.constexpr, F: gl.constexpr, BEGIN: gl.constexpr,
     PARTS: gl.constexpr,
 ):  # fmt: skip
     """Starts the load of a step's weights."""
-    tile, e, column = _step(begin + step, places, count, GATE, EXPERTS, H, F, BEGIN, PARTS)
+    tile, e, column = _step(begin + step, indices, count, GATE, EXPERTS, H, F, BEGIN, PARTS)
     here = ready.index(step % STAGES)
     mbarrier.expect(here, PARTS * ROWS * BLOCK_K * w.dtype.primitive_bitwidth // 8)
     for part in gl.static_range(PARTS):
@@ -138,12 +139,12 @@ def _ask(
 
 @gluon.jit
 def _bring(
-    step, begin, x, x_n, of, first, places, count, x_shared,
+    step, begin, x, x_n, of, first, indices, count, x_shared,
     GATE: gl.constexpr, TOP_K: gl.constexpr, EXPERTS: gl.constexpr, H: gl.constexpr, F: gl.constexpr,
     BEGIN: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """Copies the rows of x, or of h, that a step multiplies; zeros for tokens without the expert."""
-    _, e, column = _step(begin + step, places, count, GATE, EXPERTS, H, F, BEGIN, PARTS)
+    _, e, column = _step(begin + step, indices, count, GATE, EXPERTS, H, F, BEGIN, PARTS)
     n = gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, COPIED))
     k = column + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, COPIED))
     pair = pairs_with(of, n, e + first, TOP_K)
@@ -164,12 +165,12 @@ def _bring(
 
 @gluon.jit
 def _bring_scales(
-    step, begin, scales, places, count, scales_shared,
+    step, begin, scales, indices, count, scales_shared,
     GATE: gl.constexpr, EXPERTS: gl.constexpr, H: gl.constexpr, F: gl.constexpr,
     GROUP: gl.constexpr, GROUPS: gl.constexpr, BEGIN: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """Copies the scales of a step's rows."""
-    tile, e, column = _step(begin + step, places, count, GATE, EXPERTS, H, F, BEGIN, PARTS)
+    tile, e, column = _step(begin + step, indices, count, GATE, EXPERTS, H, F, BEGIN, PARTS)
     i = gl.arange(0, ROWS, layout=EACH_ROW)
     if GATE:
         f = tile * HALF + i // 16 * 8 + i % 8
@@ -195,10 +196,10 @@ def _multiply(w_shared, x_shared, scales_shared, dtype: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["x_n", "N", "first", "rank"])
 def _moe_sm90_kernel(
-    w, scales, x, ids, weights, bias, addend, out, words, peers, turns, x_n, N, first, clamp_at, rank,
+    w, scales, x, ids, weights, bias, addend, out, words, peers, epochs, x_n, N, first, clamp_at, rank,
     TOP_K: gl.constexpr, EXPERTS: gl.constexpr, H: gl.constexpr, F: gl.constexpr, BLOCK_P: gl.constexpr,
     GROUP: gl.constexpr, GROUPS: gl.constexpr, BEGIN: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr,
-    PLUS: gl.constexpr, CLAMPED: gl.constexpr,
+    ADDEND: gl.constexpr, CLAMPED: gl.constexpr,
     RANKS: gl.constexpr, PIECES: gl.constexpr, SIZE: gl.constexpr, TWO_SHOT: gl.constexpr,
 ):  # fmt: skip
     SENDS: gl.constexpr = RANKS > 0  # of two rows of down, in a word
@@ -217,7 +218,7 @@ def _moe_sm90_kernel(
     program, programs = gl.program_id(0), gl.num_programs(0)
     if GATE:
         gdc_wait()
-    places, count = touched_experts(ids, N * TOP_K, first, EXPERTS, BLOCK_P)
+    indices, count = active_experts(ids, N * TOP_K, first, EXPERTS, BLOCK_P)
     if GATE:
         tiles, tile_steps = count * ((F + HALF - 1) // HALF), (BEGIN + H + PARTS * BLOCK_K - 1) // (PARTS * BLOCK_K)
     else:
@@ -227,21 +228,21 @@ def _moe_sm90_kernel(
     steps = end - begin
     of = slots(ids, gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, COPIED)), N, TOP_K)
     for s in range(gl.minimum(steps, STAGES - 1)):
-        _ask(s, begin, w, places, count, w_shared, ready, GATE, EXPERTS, H, F, BEGIN, PARTS)
+        _ask(s, begin, w, indices, count, w_shared, ready, GATE, EXPERTS, H, F, BEGIN, PARTS)
     if not GATE:
         gdc_wait()
     if SENDS:
-        tag = gl.load(turns) // TURN + 1
+        tag = gl.load(epochs) // EPOCH_UNITS + 1
         ROW_PIECES: gl.constexpr = (H // 2 + SIZE - 1) // SIZE
     if steps <= STAGES - 1:
         gdc_launch_dependents()
 
     for s in gl.static_range(X_STAGES - 1):
         if s < steps:
-            _bring(s, begin, x, x_n, of, first, places, count, x_shared, GATE, TOP_K, EXPERTS, H, F, BEGIN, PARTS)
+            _bring(s, begin, x, x_n, of, first, indices, count, x_shared, GATE, TOP_K, EXPERTS, H, F, BEGIN, PARTS)
             if SCALED:
                 _bring_scales(
-                    s, begin, scales, places, count, scales_shared, GATE, EXPERTS, H, F, GROUP, GROUPS, BEGIN, PARTS
+                    s, begin, scales, indices, count, scales_shared, GATE, EXPERTS, H, F, GROUP, GROUPS, BEGIN, PARTS
                 )  # fmt: skip
         async_copy.commit_group()
     at, step = begin, 0
@@ -251,7 +252,7 @@ def _moe_sm90_kernel(
         extra = acc
         for here in range(at, stop):
             if BIAS and not GATE:
-                tile, e, column = _step(here, places, count, GATE, EXPERTS, H, F, BEGIN, PARTS)
+                tile, e, column = _step(here, indices, count, GATE, EXPERTS, H, F, BEGIN, PARTS)
                 if column == -BEGIN:
                     n = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, PRODUCT))
                     r = tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, PRODUCT))
@@ -274,17 +275,17 @@ def _moe_sm90_kernel(
                 columns = x_shared.index(x_slot).permute((1, 0))
                 acc = hopper.warpgroup_mma(w_shared.index(slot), columns, acc, is_async=True)
             if step - 1 + STAGES < steps:
-                _ask(step - 1 + STAGES, begin, w, places, count, w_shared, ready, GATE, EXPERTS, H, F, BEGIN, PARTS)
+                _ask(step - 1 + STAGES, begin, w, indices, count, w_shared, ready, GATE, EXPERTS, H, F, BEGIN, PARTS)
                 if step + STAGES == steps:  # the last load has been issued
                     gdc_launch_dependents()
             ahead = step - 1 + X_STAGES
             if ahead < steps:
                 _bring(
-                    ahead, begin, x, x_n, of, first, places, count, x_shared, GATE, TOP_K, EXPERTS, H, F, BEGIN, PARTS
+                    ahead, begin, x, x_n, of, first, indices, count, x_shared, GATE, TOP_K, EXPERTS, H, F, BEGIN, PARTS
                 )
                 if SCALED:
                     _bring_scales(
-                        ahead, begin, scales, places, count, scales_shared, GATE, EXPERTS, H, F,
+                        ahead, begin, scales, indices, count, scales_shared, GATE, EXPERTS, H, F,
                         GROUP, GROUPS, BEGIN, PARTS,
                     )  # fmt: skip
             async_copy.commit_group()
@@ -295,7 +296,7 @@ def _moe_sm90_kernel(
                 acc = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[acc])
             step += 1
         whole = at // tile_steps
-        tile, e, _ = _step(at, places, count, GATE, EXPERTS, H, F, BEGIN, PARTS)
+        tile, e, _ = _step(at, indices, count, GATE, EXPERTS, H, F, BEGIN, PARTS)
         if GATE:
             y = gl.permute(gl.reshape(acc, [HALF // 8, 2, 8, COLUMNS]), (0, 2, 3, 1))
             y, up = gl.split(gl.reshape(y, [HALF, COLUMNS, 2]))
@@ -322,29 +323,29 @@ def _moe_sm90_kernel(
         else:
             live = (r < H)[:, None] & (n < N)[None, :]
             cell = (n * H)[None, :] + r[:, None]
-            if PLUS:
+            if ADDEND:
                 summand = gl.load(addend + cell, mask=live, other=0.0).to(gl.float32)
                 if SENDS:
                     odd_summand = gl.load(addend + cell + 1, mask=live, other=0.0).to(gl.float32)
             if SENDS:
                 column = r[:, None] // 2 + (n * 0)[None, :]
                 piece = column // SIZE + n[None, :] * ROW_PIECES
-                boxes = gl.load(peers + (piece % RANKS if TWO_SHOT else 0))
+                ll_buffers = gl.load(peers + (piece % RANKS if TWO_SHOT else 0))
         offset = i[:, None] * COLUMNS + n[None, :]
-        y, up, live = meet_sharers(y, up, live, words, offset, whole, tile_steps, active, total, GATE or SENDS)
+        y, up, live = reduce_sharers(y, up, live, words, offset, whole, tile_steps, active, total, GATE or SENDS)
         if GATE:
             if BIAS:
                 y += gate_bias[:, None]
                 up += up_bias[:, None]
             y = clamped_swiglu(y, up, clamp_at) if CLAMPED else swiglu(y, up)
             y *= weight[None, :]
-        if PLUS:
+        if ADDEND:
             y += summand
             if SENDS:
                 up += odd_summand
         if SENDS:
             w_at = column % SIZE
-            send_pairs(y, up, live, piece, w_at, boxes, peers, tag, rank, dtype, RANKS, PIECES, SIZE, TWO_SHOT)
+            send_pairs(y, up, live, piece, w_at, ll_buffers, peers, tag, rank, dtype, RANKS, PIECES, SIZE, TWO_SHOT)
         else:
             gl.store(out + cell, y.to(dtype), mask=live)
         at = stop
@@ -355,25 +356,25 @@ def _moe_sm90_kernel(
             VALUES: gl.constexpr = 2 if SENDS else 1
             c = gl.arange(0, 128, layout=FLAT)
             for i in range(program * 128, N * H // VALUES, programs * 128):
-                place = i + c
-                left = place < N * H // VALUES
+                index = i + c
+                left = index < N * H // VALUES
                 nothing = gl.zeros([128], dtype, layout=FLAT)
                 more = nothing
-                if PLUS:
-                    nothing = gl.load(addend + place * VALUES, mask=left, other=0.0)
+                if ADDEND:
+                    nothing = gl.load(addend + index * VALUES, mask=left, other=0.0)
                 if SENDS:
-                    if PLUS:
-                        more = gl.load(addend + place * VALUES + 1, mask=left, other=0.0)
-                    column = place % (H // 2)
-                    piece = column // SIZE + place // (H // 2) * ROW_PIECES
-                    boxes = gl.load(peers + (piece % RANKS if TWO_SHOT else 0))
+                    if ADDEND:
+                        more = gl.load(addend + index * VALUES + 1, mask=left, other=0.0)
+                    column = index % (H // 2)
+                    piece = column // SIZE + index // (H // 2) * ROW_PIECES
+                    ll_buffers = gl.load(peers + (piece % RANKS if TWO_SHOT else 0))
                     even, odd = nothing.to(gl.float32), more.to(gl.float32)
                     w_at = column % SIZE
                     send_pairs(
-                        even, odd, left, piece, w_at, boxes, peers, tag, rank, dtype, RANKS, PIECES, SIZE, TWO_SHOT
+                        even, odd, left, piece, w_at, ll_buffers, peers, tag, rank, dtype, RANKS, PIECES, SIZE, TWO_SHOT
                     )  # fmt: skip
                 else:
-                    gl.store(out + place, nothing, mask=left)
+                    gl.store(out + index, nothing, mask=left)
 
 
 def fits(x: torch.Tensor, gate_up: torch.Tensor | ScaledMatrix, down: torch.Tensor | ScaledMatrix) -> bool:
@@ -427,6 +428,6 @@ def launch(
             words if gate or to else words.view(torch.int32), *(to.peers, to.count) if to else (None, None),
             xs.stride(0) // 8, N, first, clamp_at if clamp_at is not None else 0.0, to.rank if to else 0,
             TOP_K=k, EXPERTS=E, H=H, F=F, BLOCK_P=max(32, triton.next_power_of_2(N * k)), **groups, GATE=gate,
-            BIAS=bias is not None, PLUS=summand is not None, CLAMPED=clamp_at is not None, **sum_shape(to),
+            BIAS=bias is not None, ADDEND=summand is not None, CLAMPED=clamp_at is not None, **sum_shape(to),
             num_warps=4, launch_pdl=True,
         )  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.overlap import overlapped, start_successor, wait_for_predecessor
+from kernels.overlap import pdl_options, start_successor, wait_for_predecessor
 
 BLOCK = 1024  # pairs of a program
 
@@ -23,13 +23,13 @@ class PairOrder(NamedTuple):
 
     Attributes:
         order: [P] int32, pairs; behind those of local experts anything.
-        place_of: [P] int32, the place of each pair of a local expert in `order`.
+        inverse_order: [P] int32, the place of each pair of a local expert in `order`.
         bounds: [E + 1] int32, begin of each expert's pairs, and the end of all.
         block_ends: [E] int32, end of each expert's blocks, of a number of pairs each, among those of all.
     """
 
     order: torch.Tensor
-    place_of: torch.Tensor
+    inverse_order: torch.Tensor
     bounds: torch.Tensor
     block_ends: torch.Tensor
 
@@ -52,8 +52,8 @@ def _count_pairs_kernel(ids, counts, P, first, E, BLOCK: tl.constexpr, BINS: tl.
 
 
 @triton.jit(do_not_specialize=["P", "first", "E", "each"])
-def _place_pairs_kernel(
-    ids, counts, taken, order, place_of, bounds, block_ends, P, first, E, each,
+def _order_pairs_kernel(
+    ids, counts, next_index, order, inverse_order, bounds, block_ends, P, first, E, each,
     BLOCK: tl.constexpr, BINS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -69,9 +69,9 @@ def _place_pairs_kernel(
         tl.store(block_ends + e, tl.cumsum((count + each - 1) // each, 0), mask=e < E)
     local = expert < E
     begin = tl.gather(end - count, expert, 0)
-    place = begin + tl.atomic_add(taken + expert, 1, mask=local, sem="relaxed")
-    tl.store(order + place, p, mask=local)
-    tl.store(place_of + p, place, mask=local)
+    index = begin + tl.atomic_add(next_index + expert, 1, mask=local, sem="relaxed")
+    tl.store(order + index, p, mask=local)
+    tl.store(inverse_order + p, index, mask=local)
 
 
 def pair_order(ids: torch.Tensor, first: int, E: int, each: int) -> PairOrder:
@@ -88,8 +88,8 @@ def pair_order(ids: torch.Tensor, first: int, E: int, each: int) -> PairOrder:
 
     found = PairOrder(empty(P), empty(P), empty(E + 1), empty(E))
     counts = torch.zeros(2, E, dtype=torch.int32, device=ids.device)
-    shape = dict(BLOCK=BLOCK, BINS=triton.next_power_of_2(E + 1), num_warps=8, **overlapped(ids))
+    shape = dict(BLOCK=BLOCK, BINS=triton.next_power_of_2(E + 1), num_warps=8, **pdl_options(ids))
     grid = (max(1, triton.cdiv(P, BLOCK)),)
     _count_pairs_kernel[grid](ids, counts[0], P, first, E, **shape)
-    _place_pairs_kernel[grid](ids, *counts, *found, P, first, E, each, **shape)
+    _order_pairs_kernel[grid](ids, *counts, *found, P, first, E, each, **shape)
     return found

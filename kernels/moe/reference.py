@@ -33,8 +33,8 @@ def route(
         weights = weights.softmax(-1)
     if normalise:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    everyone = torch.arange(shared_count, device=ids.device).expand(len(ids), -1)
-    return torch.cat([ids + shared_count, everyone], 1).int(), F.pad(weights * scale, (0, shared_count), value=1.0)
+    shared_ids = torch.arange(shared_count, device=ids.device).expand(len(ids), -1)
+    return torch.cat([ids + shared_count, shared_ids], 1).int(), F.pad(weights * scale, (0, shared_count), value=1.0)
 
 
 def _top(scores: Tensor, k: int) -> Tensor:

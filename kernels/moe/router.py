@@ -10,7 +10,7 @@ import triton.language as tl
 
 from kernels import dispatch
 from kernels.moe.reference import route as reference
-from kernels.overlap import overlapped, start_successor, wait_for_predecessor
+from kernels.overlap import pdl_options, start_successor, wait_for_predecessor
 
 Scoring = Literal["softmax", "top_softmax", "sigmoid"]
 
@@ -33,7 +33,8 @@ def _route_kernel(
     logits, choice_bias, ids, weights, logits_n, scale,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
     GROUP_SCORE: tl.constexpr, SCORING: tl.constexpr, BIAS: tl.constexpr, NORMALISE: tl.constexpr,
-    ALWAYS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    SHARED_EXPERTS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Routes one token per program; scores are compared as integers, whose maximum a warp finds in one instruction."""
     n = tl.program_id(0)
@@ -64,34 +65,36 @@ def _route_kernel(
         best_key = tl.max(numbers, 1)
         best = _score(best_key)
         if GROUP_SCORE == 2:
-            place = tl.min(tl.where(numbers == best_key[:, None], member[None, :], nowhere), 1)
-            best += _score(tl.max(tl.where(member[None, :] == place[:, None], never, numbers), 1))
+            index = tl.min(tl.where(numbers == best_key[:, None], member[None, :], nowhere), 1)
+            best += _score(tl.max(tl.where(member[None, :] == index[:, None], never, numbers), 1))
         group_keys = tl.where(group < GROUPS, _ordered(best), never)
-        kept = group < 0
+        is_kept = group < 0
         for _ in tl.static_range(TOP_GROUPS):
-            place = tl.min(tl.where(group_keys == tl.max(group_keys, 0), group, nowhere), 0)
-            kept |= group == place
-            group_keys = tl.where(group == place, never, group_keys)
-        keys = tl.where(kept[:, None], keys, never)
+            index = tl.min(tl.where(group_keys == tl.max(group_keys, 0), group, nowhere), 0)
+            is_kept |= group == index
+            group_keys = tl.where(group == index, never, group_keys)
+        keys = tl.where(is_kept[:, None], keys, never)
 
     keys = tl.ravel(keys)
     lane = tl.arange(0, BLOCK_G * BLOCK_E)
     slot = tl.arange(0, BLOCK_K)
     lanes = tl.zeros([BLOCK_K], tl.int32)  # of the chosen experts
     for s in tl.static_range(TOP_K):
-        place = tl.min(tl.where(keys == tl.max(keys, 0), lane, nowhere), 0)
-        lanes = tl.where(slot == s, place, lanes)
-        keys = tl.where(lane == place, never, keys)
-    chosen = lanes // BLOCK_E * size + lanes % BLOCK_E
+        index = tl.min(tl.where(keys == tl.max(keys, 0), lane, nowhere), 0)
+        lanes = tl.where(slot == s, index, lanes)
+        keys = tl.where(lane == index, never, keys)
+    selected = lanes // BLOCK_E * size + lanes % BLOCK_E
     weight = tl.where(slot < TOP_K, tl.gather(tl.ravel(scores), lanes, 0), float("-inf"))
     if SCORING == "top_softmax":
         weight = tl.exp(weight - tl.max(weight, 0))
         weight /= tl.sum(weight, 0)
     if NORMALISE:
         weight /= tl.sum(tl.where(slot < TOP_K, weight, 0.0), 0) + 1e-20
-    at = n.to(tl.int64) * (TOP_K + ALWAYS) + slot
-    tl.store(ids + at, tl.where(slot < TOP_K, chosen + ALWAYS, slot - TOP_K), mask=slot < TOP_K + ALWAYS)
-    tl.store(weights + at, tl.where(slot < TOP_K, weight * scale, 1.0), mask=slot < TOP_K + ALWAYS)
+    at = n.to(tl.int64) * (TOP_K + SHARED_EXPERTS) + slot
+    tl.store(
+        ids + at, tl.where(slot < TOP_K, selected + SHARED_EXPERTS, slot - TOP_K), mask=slot < TOP_K + SHARED_EXPERTS
+    )
+    tl.store(weights + at, tl.where(slot < TOP_K, weight * scale, 1.0), mask=slot < TOP_K + SHARED_EXPERTS)
 
 
 def route(
@@ -143,8 +146,8 @@ def route(
         _route_kernel[(N,)](
             logits, bias, ids, weights, logits.stride(0), scale,
             EXPERTS=logits.shape[1], TOP_K=top_k, GROUPS=groups, TOP_GROUPS=top_groups, GROUP_SCORE=group_score,
-            SCORING=scoring, BIAS=bias is not None, NORMALISE=normalise, ALWAYS=shared_count,
+            SCORING=scoring, BIAS=bias is not None, NORMALISE=normalise, SHARED_EXPERTS=shared_count,
             BLOCK_G=triton.next_power_of_2(groups), BLOCK_E=triton.next_power_of_2(size),
-            BLOCK_K=triton.next_power_of_2(top_k + shared_count), num_warps=1, **overlapped(logits),
+            BLOCK_K=triton.next_power_of_2(top_k + shared_count), num_warps=1, **pdl_options(logits),
         )  # fmt: skip
     return ids, weights

@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.overlap import overlapped, start_successor, wait_for_predecessor
-from kernels.peers.mailbox import box, boxes_of, end_turn, patience, receive, send, turn
+from kernels.overlap import pdl_options, start_successor, wait_for_predecessor
+from kernels.peers.ll_protocol import end_epoch, epoch, ll_buffer, peer_ll_buffers, poll_limit, receive, send
 
 SLICE_WORDS = 256
 
@@ -23,20 +23,20 @@ def _all_gather_kernel(
     piece = tl.program_id(0)
     w = tl.arange(0, SIZE)
     at = piece * SIZE + w
-    tag = turn(count)
+    tag = epoch(count)
     if PHASES & 1:
         words = tl.load(x + at, mask=at < n, other=0)
         for step in tl.static_range(RANKS):
             to = (rank + 1 + step) % RANKS
-            send(box(boxes_of(peers, to), tag, rank, piece, RANKS, PIECES, SIZE) + w, words, tag, at < n)
+            send(ll_buffer(peer_ll_buffers(peers, to), tag, rank, piece, RANKS, PIECES, SIZE) + w, words, tag, at < n)
     if PHASES & 4:
         source = tl.arange(0, BLOCK_RANKS)
         inside = (source < RANKS)[:, None] & (at < n)[None, :]
-        here = box(boxes_of(peers, rank), tag, source, piece, RANKS, PIECES, SIZE)[:, None] + w[None, :]
-        words = receive(here, tag, inside, source[:, None], status, patience(status, spins))
+        here = ll_buffer(peer_ll_buffers(peers, rank), tag, source, piece, RANKS, PIECES, SIZE)[:, None] + w[None, :]
+        words = receive(here, tag, inside, source[:, None], status, poll_limit(status, spins))
         to = at // row_words * (RANKS * row_words) + at % row_words
         tl.store(out + source[:, None] * row_words + to[None, :], words, mask=inside)
-        end_turn(count, piece, tl.num_programs(0))
+        end_epoch(count, piece, tl.num_programs(0))
 
 
 def all_gather(
@@ -48,7 +48,7 @@ def all_gather(
     rank: int,
     pieces: int,
     spins: int,
-    beside: bool = False,
+    interleave: bool = False,
     phases: int = 7,
 ) -> torch.Tensor:
     """Gathers x of every rank, in rank order.
@@ -64,14 +64,14 @@ def all_gather(
         [W, *x.shape]; side by side [N, W, ...].
     """
     ranks = len(peers)
-    words, rows = x.numel() * x.itemsize // 4, len(x) if beside else 1
-    out = x.new_empty(rows, ranks, *x.shape[1:]) if beside else x.new_empty(ranks, *x.shape)
+    words, rows = x.numel() * x.itemsize // 4, len(x) if interleave else 1
+    out = x.new_empty(rows, ranks, *x.shape[1:]) if interleave else x.new_empty(ranks, *x.shape)
     assert x.is_contiguous() and words * 4 == x.numel() * x.itemsize and triton.cdiv(words, SLICE_WORDS) <= pieces
     assert words % rows == 0
     _all_gather_kernel[(triton.cdiv(words, SLICE_WORDS),)](
         x.view(-1).view(torch.int32), out.view(-1).view(torch.int32), peers, count, status,
         rank, words, words // rows, spins,
         RANKS=ranks, BLOCK_RANKS=triton.next_power_of_2(ranks), PIECES=pieces, SIZE=SLICE_WORDS, PHASES=phases,
-        num_warps=4, **overlapped(x),
+        num_warps=4, **pdl_options(x),
     )  # fmt: skip
     return out

@@ -11,8 +11,20 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.overlap import overlapped, start_successor, wait_for_predecessor
-from kernels.peers.mailbox import DTYPES, box, boxes_of, end_turn, high, low, pack, patience, receive, send, turn
+from kernels.overlap import pdl_options, start_successor, wait_for_predecessor
+from kernels.peers.ll_protocol import (
+    DTYPES,
+    end_epoch,
+    epoch,
+    high,
+    ll_buffer,
+    low,
+    pack,
+    peer_ll_buffers,
+    poll_limit,
+    receive,
+    send,
+)
 
 SLICE_WORDS = 256
 
@@ -39,44 +51,53 @@ def _all_reduce_norm_kernel(
     column = piece % SLICES * SIZE + w  # of words
     inside = column < ROW_WORDS
     at = n * ROW_WORDS + column
-    tag = turn(count)
-    looks = patience(status, spins)
+    tag = epoch(count)
+    polls = poll_limit(status, spins)
     source = tl.arange(0, BLOCK_RANKS)
     owner = piece % RANKS
     # Loads that do not depend on a peer.
-    gain = tl.load(weight + column, mask=inside, other=0)
-    kept = tl.load(residual + at, mask=inside, other=0) if RESIDUAL else gain
+    norm_weight = tl.load(weight + column, mask=inside, other=0)
+    residual_words = tl.load(residual + at, mask=inside, other=0) if RESIDUAL else norm_weight
 
     if PHASES & 1:
         words = tl.load(x + at, mask=inside, other=0)
         if TWO_SHOT:
-            send(box(boxes_of(peers, owner), tag, rank, piece, RANKS, PIECES, SIZE) + w, words, tag, inside)
+            send(
+                ll_buffer(peer_ll_buffers(peers, owner), tag, rank, piece, RANKS, PIECES, SIZE) + w, words, tag, inside
+            )
         else:
             for step in tl.static_range(RANKS):
                 to = (rank + 1 + step) % RANKS
-                send(box(boxes_of(peers, to), tag, rank, piece, RANKS, PIECES, SIZE) + w, words, tag, inside)
+                send(
+                    ll_buffer(peer_ll_buffers(peers, to), tag, rank, piece, RANKS, PIECES, SIZE) + w, words, tag, inside
+                )
     all_inside = (source < RANKS)[:, None] & inside[None, :]
-    here = box(boxes_of(peers, rank), tag, source, piece, RANKS, PIECES, SIZE)[:, None] + w[None, :]
+    here = ll_buffer(peer_ll_buffers(peers, rank), tag, source, piece, RANKS, PIECES, SIZE)[:, None] + w[None, :]
     if TWO_SHOT:
         if PHASES & 2:
             if owner == rank:
-                words = receive(here, tag, all_inside, source[:, None], status, looks)
+                words = receive(here, tag, all_inside, source[:, None], status, polls)
                 words = pack(tl.sum(low(words, DTYPE), 0), tl.sum(high(words, DTYPE), 0), DTYPE)
                 for step in tl.static_range(RANKS):
                     to = (rank + 1 + step) % RANKS
-                    send(box(boxes_of(peers, RANKS + to), tag, 0, piece, 1, PIECES, SIZE) + w, words, tag, inside)
+                    send(
+                        ll_buffer(peer_ll_buffers(peers, RANKS + to), tag, 0, piece, 1, PIECES, SIZE) + w,
+                        words,
+                        tag,
+                        inside,
+                    )
     if PHASES & 4:
         if TWO_SHOT:
-            sum_at = box(boxes_of(peers, RANKS + rank), tag, 0, piece, 1, PIECES, SIZE) + w
-            words = receive(sum_at, tag, inside, owner, status, looks)
+            sum_at = ll_buffer(peer_ll_buffers(peers, RANKS + rank), tag, 0, piece, 1, PIECES, SIZE) + w
+            words = receive(sum_at, tag, inside, owner, status, polls)
             first, second = low(words, DTYPE), high(words, DTYPE)
         else:
-            words = receive(here, tag, all_inside, source[:, None], status, looks)
+            words = receive(here, tag, all_inside, source[:, None], status, polls)
             words = tl.where(all_inside, words, 0)
             first, second = tl.sum(low(words, DTYPE), 0), tl.sum(high(words, DTYPE), 0)
         if RESIDUAL:
-            first += low(kept, DTYPE)
-            second += high(kept, DTYPE)
+            first += low(residual_words, DTYPE)
+            second += high(residual_words, DTYPE)
         # The sum is rounded to the model's dtype before it is normalised.
         words = pack(first, second, DTYPE)
         if EARLY:
@@ -93,14 +114,14 @@ def _all_reduce_norm_kernel(
             mine = squares + piece - piece % SLICES  # the launch before has ended: its squares have been read
             send(mine + piece % SLICES, square.to(tl.int32, bitcast=True), tag, True)
             s = tl.arange(0, BLOCK_SLICES)
-            bits = receive(mine + s, tag, s < SLICES, rank + 0 * s, status, looks)
+            bits = receive(mine + s, tag, s < SLICES, rank + 0 * s, status, polls)
             square = tl.sum(tl.where(s < SLICES, bits.to(tl.float32, bitcast=True), 0.0), 0)
         scale = tl.rsqrt(square / H + eps)
         # Rounded before the weight is applied, as the models were trained.
         words = pack(first * scale, second * scale, DTYPE)
-        words = pack(low(words, DTYPE) * low(gain, DTYPE), high(words, DTYPE) * high(gain, DTYPE), DTYPE)
+        words = pack(low(words, DTYPE) * low(norm_weight, DTYPE), high(words, DTYPE) * high(norm_weight, DTYPE), DTYPE)
         tl.store(y + at, words, mask=inside)
-        end_turn(count, piece, tl.num_programs(0))
+        end_epoch(count, piece, tl.num_programs(0))
 
 
 def all_reduce_norm(
@@ -158,6 +179,6 @@ def all_reduce_norm(
         ROW_WORDS=words, SLICES=slices, BLOCK_SLICES=triton.next_power_of_2(slices),
         RANKS=ranks, BLOCK_RANKS=triton.next_power_of_2(ranks), PIECES=pieces, SIZE=slice_words,
         DTYPE=DTYPES[x.dtype], RESIDUAL=residual is not None, TWO_SHOT=two_shot, PHASES=phases,
-        num_warps=4, **overlapped(x),
+        num_warps=4, **pdl_options(x),
     )  # fmt: skip
     return y, total

@@ -5,8 +5,9 @@ rank then adds the residual and normalises. Words without tags are half the byte
 behind them with a fence, which is cheap for the 32 KB of a group. The library sends as many bytes, and the norm is a
 kernel of its own behind it.
 
-A box holds one group, and serves every ROOM-th group of a launch: a program looks first whether what the box held
-before has been read on this rank. The owner has read this rank's rows by then, since it has sent their sum. So boxes
+A box holds one group, and serves every NUM_BUFFERS-th group of a launch: a program looks first whether what the box
+held before has been read on this rank. The owner has read this rank's rows by then, since it has sent their sum. So
+boxes
 need no second half: before a rank sends a group, it has the sum of what the box held before, from this launch or the
 last.
 
@@ -21,23 +22,23 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.overlap import overlapped, start_successor, wait_for_predecessor
-from kernels.peers.mailbox import DTYPES, end_turn, patience, turn
+from kernels.overlap import pdl_options, start_successor, wait_for_predecessor
+from kernels.peers.ll_protocol import DTYPES, end_epoch, epoch, poll_limit
 
-BOX = 32 << 10  # bytes
+BUFFER_BYTES = 32 << 10  # bytes
 ROUNDS = tl.constexpr(64)  # uses of a box in a launch, at most
 PARTS, SUMS, PART_FLAGS, SUM_FLAGS = (tl.constexpr(i) for i in range(4))  # rows of `peers`
 
 
 @triton.jit
-def _await_flag(at, tag, source, status, looks):
+def _await_flag(at, tag, source, status, polls):
     """Waits for a flag, so that what was stored before it can be read; returns whether it came.
 
-    If it has not come after `looks` polls, `status` holds 1 + the source. A source of -1 leaves `status` alone: the
+    If it has not come after `polls` polls, `status` holds 1 + the source. A source of -1 leaves `status` alone: the
     flag is this rank's own, and the program that raises it says whom it waits for.
     """
     got = tl.load(at, volatile=True)
-    left = looks
+    left = polls
     while (got != tag) & (left > 0):
         got = tl.load(at, volatile=True)
         left -= 1
@@ -47,93 +48,93 @@ def _await_flag(at, tag, source, status, looks):
 
 
 @triton.jit
-def _flags_of(peers, table: tl.constexpr, rank, RANKS: tl.constexpr):
+def _peer_flags(peers, table: tl.constexpr, rank, RANKS: tl.constexpr):
     return tl.load(peers + table * RANKS + rank).to(tl.pointer_type(tl.int32))
 
 
 @triton.jit
-def _boxes_of(peers, table: tl.constexpr, rank, RANKS: tl.constexpr, DTYPE: tl.constexpr):
+def _peer_buffers(peers, table: tl.constexpr, rank, RANKS: tl.constexpr, DTYPE: tl.constexpr):
     return tl.multiple_of(tl.load(peers + table * RANKS + rank).to(tl.pointer_type(DTYPE)), 16)
 
 
 @triton.jit(do_not_specialize=["rank", "N"])  # one kernel for all chunks
 def _all_reduce_norm_long_kernel(
-    x, residual, weight, y, total, peers, seen, count, status,
+    x, residual, weight, y, total, peers, read_flags, count, status,
     rank, N, eps, spins,
-    H: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, RANKS: tl.constexpr, ROOM: tl.constexpr,
+    H: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, RANKS: tl.constexpr, NUM_BUFFERS: tl.constexpr,
     BLOCK_RANKS: tl.constexpr, SIZE: tl.constexpr, DTYPE: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor(PDL)
     start_successor(PDL)
     group = tl.program_id(0)
-    slot = group % ROOM
-    owner, place = slot % RANKS, slot // RANKS  # ROOM is a multiple of RANKS
+    slot = group % NUM_BUFFERS
+    owner, owner_slot = slot % RANKS, slot // RANKS  # NUM_BUFFERS is a multiple of RANKS
     row, h = tl.arange(0, GROUP)[:, None], tl.arange(0, BLOCK)[None, :]
     inside = (group * GROUP + row < N) & (h < H)
     at = (group.to(tl.int64) * GROUP + row) * H + h
     cell = row * H + h  # in a box
-    tag = turn(count) * ROUNDS + group // ROOM
-    looks = patience(status, spins)
+    tag = epoch(count) * ROUNDS + group // NUM_BUFFERS
+    polls = poll_limit(status, spins)
     part = tl.load(x + at, mask=inside, other=0.0)
     arrived = True
-    if group >= ROOM:
-        arrived = _await_flag(seen + slot, tag - 1, -1, status, looks)
+    if group >= NUM_BUFFERS:
+        arrived = _await_flag(read_flags + slot, tag - 1, -1, status, polls)
     if owner == rank:
         added = tl.zeros([GROUP, BLOCK], tl.float32)
         for source in range(RANKS):  # in their order, so that sums are the same as other transports'
             if source == rank:
                 added += part.to(tl.float32)
             else:
-                here = source * (ROOM // RANKS) + place
-                flag = _flags_of(peers, PART_FLAGS, rank, RANKS) + here
-                arrived &= _await_flag(flag, tag, source, status, looks)
-                box = _boxes_of(peers, PARTS, rank, RANKS, DTYPE) + here.to(tl.int64) * SIZE
-                added += tl.load(box + cell, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+                here = source * (NUM_BUFFERS // RANKS) + owner_slot
+                flag = _peer_flags(peers, PART_FLAGS, rank, RANKS) + here
+                arrived &= _await_flag(flag, tag, source, status, polls)
+                buffer = _peer_buffers(peers, PARTS, rank, RANKS, DTYPE) + here.to(tl.int64) * SIZE
+                added += tl.load(buffer + cell, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
         added = tl.where(arrived, added, float("nan"))
         summed = added.to(DTYPE)
         for step in range(1, RANKS):
             to = (rank + step) % RANKS
-            box = _boxes_of(peers, SUMS, to, RANKS, DTYPE) + slot.to(tl.int64) * SIZE
-            tl.store(box + cell, summed, mask=inside)
+            buffer = _peer_buffers(peers, SUMS, to, RANKS, DTYPE) + slot.to(tl.int64) * SIZE
+            tl.store(buffer + cell, summed, mask=inside)
         to = tl.arange(0, BLOCK_RANKS)
-        flags = _flags_of(peers, SUM_FLAGS, tl.minimum(to, RANKS - 1), RANKS)
+        flags = _peer_flags(peers, SUM_FLAGS, tl.minimum(to, RANKS - 1), RANKS)
         others = (to < RANKS) & (to != rank)
         tl.debug_barrier()
         tl.atomic_xchg(flags + slot, tag + 0 * to, mask=others, sem="release", scope="sys")
     else:
-        here = rank * (ROOM // RANKS) + place
-        tl.store(_boxes_of(peers, PARTS, owner, RANKS, DTYPE) + here.to(tl.int64) * SIZE + cell, part, mask=inside)
+        here = rank * (NUM_BUFFERS // RANKS) + owner_slot
+        tl.store(_peer_buffers(peers, PARTS, owner, RANKS, DTYPE) + here.to(tl.int64) * SIZE + cell, part, mask=inside)
         tl.debug_barrier()
-        tl.atomic_xchg(_flags_of(peers, PART_FLAGS, owner, RANKS) + here, tag, sem="release", scope="sys")
-        arrived &= _await_flag(_flags_of(peers, SUM_FLAGS, rank, RANKS) + slot, tag, owner, status, looks)
-        box = _boxes_of(peers, SUMS, rank, RANKS, DTYPE) + slot.to(tl.int64) * SIZE
-        summed = tl.load(box + cell, mask=inside, other=0.0, cache_modifier=".cg")
+        tl.atomic_xchg(_peer_flags(peers, PART_FLAGS, owner, RANKS) + here, tag, sem="release", scope="sys")
+        arrived &= _await_flag(_peer_flags(peers, SUM_FLAGS, rank, RANKS) + slot, tag, owner, status, polls)
+        buffer = _peer_buffers(peers, SUMS, rank, RANKS, DTYPE) + slot.to(tl.int64) * SIZE
+        summed = tl.load(buffer + cell, mask=inside, other=0.0, cache_modifier=".cg")
         summed = tl.where(arrived, summed, float("nan")).to(DTYPE)
     tl.debug_barrier()
-    tl.atomic_xchg(seen + slot, tag, sem="release")
+    tl.atomic_xchg(read_flags + slot, tag, sem="release")
     value = summed.to(tl.float32)
     if RESIDUAL:
         value += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
     # The sum is rounded to the model's dtype before it is normalised, and the result before the weight is applied.
-    kept = value.to(DTYPE)
-    tl.store(total + at, kept, mask=inside)
-    value = kept.to(tl.float32)
+    rounded = value.to(DTYPE)
+    tl.store(total + at, rounded, mask=inside)
+    value = rounded.to(tl.float32)
     scaled = value * tl.rsqrt(tl.sum(value * value, 1) / H + eps)[:, None]
-    gain = tl.load(weight + h, mask=h < H, other=0.0)
-    tl.store(y + at, scaled.to(DTYPE).to(tl.float32) * gain.to(tl.float32), mask=inside)
-    end_turn(count, group, tl.num_programs(0))
+    norm_weight = tl.load(weight + h, mask=h < H, other=0.0)
+    tl.store(y + at, scaled.to(DTYPE).to(tl.float32) * norm_weight.to(tl.float32), mask=inside)
+    end_epoch(count, group, tl.num_programs(0))
 
 
-def rows_of_group(width: int, itemsize: int, box: int = BOX) -> int:
+def rows_per_buffer(width: int, itemsize: int, buffer_bytes: int = BUFFER_BYTES) -> int:
     """Returns how many rows of `width` values share a box: a power of two, 0 if one does not fit."""
-    fit = box // (width * itemsize)
+    fit = buffer_bytes // (width * itemsize)
     return 1 << fit.bit_length() - 1 if fit else 0
 
 
-def fits(x: torch.Tensor, room: int, box: int = BOX) -> bool:
-    """Returns whether boxes for `room` groups suffice for the sum of rows `x`."""
-    group = rows_of_group(x.shape[1], x.element_size(), box)
-    return group > 0 and x.dtype in DTYPES and -(-len(x) // group) <= ROUNDS.value * room
+def fits(x: torch.Tensor, num_buffers: int, buffer_bytes: int = BUFFER_BYTES) -> bool:
+    """Returns whether boxes for `num_buffers` groups suffice for the sum of rows `x`."""
+    group = rows_per_buffer(x.shape[1], x.element_size(), buffer_bytes)
+    return group > 0 and x.dtype in DTYPES and -(-len(x) // group) <= ROUNDS.value * num_buffers
 
 
 def all_reduce_norm_long(
@@ -142,14 +143,14 @@ def all_reduce_norm_long(
     weight: torch.Tensor,
     eps: float,
     peers: torch.Tensor,
-    seen: torch.Tensor,
+    read_flags: torch.Tensor,
     count: torch.Tensor,
     status: torch.Tensor,
     *,
     rank: int,
-    room: int,
+    num_buffers: int,
     spins: int,
-    box: int = BOX,
+    buffer_bytes: int = BUFFER_BYTES,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes what `kernels.peers.all_reduce_norm.all_reduce_norm` does; arguments not listed are as there.
 
@@ -163,15 +164,15 @@ def all_reduce_norm_long(
         box: bytes of a box.
     """
     N, H = x.shape
-    group, ranks = rows_of_group(H, x.itemsize, box), peers.shape[1]
-    assert N > 0 and fits(x, room, box) and room % ranks == 0 and len(seen) == room
+    group, ranks = rows_per_buffer(H, x.itemsize, buffer_bytes), peers.shape[1]
+    assert N > 0 and fits(x, num_buffers, buffer_bytes) and num_buffers % ranks == 0 and len(read_flags) == num_buffers
     assert x.is_contiguous() and weight.is_contiguous() and (residual is None or residual.is_contiguous())
     y, total = torch.empty_like(x), torch.empty_like(x)
     block = triton.next_power_of_2(H)
     _all_reduce_norm_long_kernel[(-(-N // group),)](
-        x, x if residual is None else residual, weight, y, total, peers, seen, count, status, rank, N, eps, spins,
-        H=H, BLOCK=block, GROUP=group, RANKS=ranks, ROOM=room, BLOCK_RANKS=triton.next_power_of_2(ranks),
-        SIZE=box // x.itemsize, DTYPE=DTYPES[x.dtype], RESIDUAL=residual is not None,
-        num_warps=min(16, max(4, group * block // 1024)), **overlapped(x),
+        x, x if residual is None else residual, weight, y, total, peers, read_flags, count, status, rank, N, eps, spins,
+        H=H, BLOCK=block, GROUP=group, RANKS=ranks, NUM_BUFFERS=num_buffers, BLOCK_RANKS=triton.next_power_of_2(ranks),
+        SIZE=buffer_bytes // x.itemsize, DTYPE=DTYPES[x.dtype], RESIDUAL=residual is not None,
+        num_warps=min(16, max(4, group * block // 1024)), **pdl_options(x),
     )  # fmt: skip
     return y, total

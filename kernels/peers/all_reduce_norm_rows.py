@@ -11,8 +11,20 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.overlap import overlapped, start_successor, wait_for_predecessor
-from kernels.peers.mailbox import DTYPES, box, boxes_of, end_turn, high, low, pack, patience, receive, send, turn
+from kernels.overlap import pdl_options, start_successor, wait_for_predecessor
+from kernels.peers.ll_protocol import (
+    DTYPES,
+    end_epoch,
+    epoch,
+    high,
+    ll_buffer,
+    low,
+    pack,
+    peer_ll_buffers,
+    poll_limit,
+    receive,
+    send,
+)
 
 ROW_WORDS = 4096  # of a box: 8192 values of 16 bits
 MANY_WORDS = 1024  # from which on a program has eight warps
@@ -28,36 +40,46 @@ def _all_reduce_norm_rows_kernel(
     wait_for_predecessor(PDL)
     start_successor(PDL)
     n = tl.program_id(0)
-    owner, place = n % RANKS, n // RANKS  # place among the owner's rows
+    owner, owner_row = n % RANKS, n // RANKS  # place among the owner's rows
     w = tl.arange(0, BLOCK)
     inside = w < WORDS
     at = n.to(tl.int64) * WORDS + w
-    tag = turn(count)
-    looks = patience(status, spins)
+    tag = epoch(count)
+    polls = poll_limit(status, spins)
     if PHASES & 1:
         words = tl.load(x + at, mask=inside, other=0)
-        send(box(boxes_of(peers, owner), tag, rank, place, RANKS, ROWS // RANKS, SIZE) + w, words, tag, inside)
+        send(
+            ll_buffer(peer_ll_buffers(peers, owner), tag, rank, owner_row, RANKS, ROWS // RANKS, SIZE) + w,
+            words,
+            tag,
+            inside,
+        )
     if PHASES & 2:
         if owner == rank:
             first, second = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
             for source in range(RANKS):
-                here = box(boxes_of(peers, rank), tag, source, place, RANKS, ROWS // RANKS, SIZE) + w
-                words = receive(here, tag, inside, source, status, looks)
+                here = ll_buffer(peer_ll_buffers(peers, rank), tag, source, owner_row, RANKS, ROWS // RANKS, SIZE) + w
+                words = receive(here, tag, inside, source, status, polls)
                 first += low(words, DTYPE)
                 second += high(words, DTYPE)
             words = pack(first, second, DTYPE)
             for step in range(RANKS):
                 to = (rank + 1 + step) % RANKS
-                send(box(boxes_of(peers, RANKS + to), tag, 0, n, 1, ROWS, SIZE) + w, words, tag, inside)
+                send(ll_buffer(peer_ll_buffers(peers, RANKS + to), tag, 0, n, 1, ROWS, SIZE) + w, words, tag, inside)
     if PHASES & 4:
         words = receive(
-            box(boxes_of(peers, RANKS + rank), tag, 0, n, 1, ROWS, SIZE) + w, tag, inside, owner, status, looks
+            ll_buffer(peer_ll_buffers(peers, RANKS + rank), tag, 0, n, 1, ROWS, SIZE) + w,
+            tag,
+            inside,
+            owner,
+            status,
+            polls,
         )
         first, second = low(words, DTYPE), high(words, DTYPE)
         if RESIDUAL:
-            kept = tl.load(residual + at, mask=inside, other=0)
-            first += low(kept, DTYPE)
-            second += high(kept, DTYPE)
+            residual_words = tl.load(residual + at, mask=inside, other=0)
+            first += low(residual_words, DTYPE)
+            second += high(residual_words, DTYPE)
         # The sum is rounded to the model's dtype before it is normalised, and the result before the weight is applied.
         words = pack(first, second, DTYPE)
         tl.store(total + at, words, mask=inside)
@@ -65,10 +87,10 @@ def _all_reduce_norm_rows_kernel(
         second = tl.where(inside, high(words, DTYPE), 0.0)
         scale = tl.rsqrt(tl.sum(first * first + second * second, 0) / H + eps)
         words = pack(first * scale, second * scale, DTYPE)
-        gain = tl.load(weight + w, mask=inside, other=0)
-        words = pack(low(words, DTYPE) * low(gain, DTYPE), high(words, DTYPE) * high(gain, DTYPE), DTYPE)
+        norm_weight = tl.load(weight + w, mask=inside, other=0)
+        words = pack(low(words, DTYPE) * low(norm_weight, DTYPE), high(words, DTYPE) * high(norm_weight, DTYPE), DTYPE)
         tl.store(y + at, words, mask=inside)
-        end_turn(count, n, tl.num_programs(0))
+        end_epoch(count, n, tl.num_programs(0))
 
 
 def all_reduce_norm_rows(
@@ -110,6 +132,6 @@ def all_reduce_norm_rows(
         peers, count, status, rank, H, eps, spins,
         WORDS=words, BLOCK=triton.next_power_of_2(words), RANKS=ranks, ROWS=rows, SIZE=row_words,
         DTYPE=DTYPES[x.dtype], RESIDUAL=residual is not None, PHASES=phases,
-        num_warps=8 if words >= MANY_WORDS else 4, **overlapped(x),
+        num_warps=8 if words >= MANY_WORDS else 4, **pdl_options(x),
     )  # fmt: skip
     return y, total

@@ -6,10 +6,22 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.overlap import overlapped, start_successor, wait_for_predecessor
-from kernels.peers.mailbox import DTYPES, box, boxes_of, end_turn, high, low, pack, patience, receive, send, turn
+from kernels.overlap import pdl_options, start_successor, wait_for_predecessor
+from kernels.peers.ll_protocol import (
+    DTYPES,
+    end_epoch,
+    epoch,
+    high,
+    ll_buffer,
+    low,
+    pack,
+    peer_ll_buffers,
+    poll_limit,
+    receive,
+    send,
+)
 
-IN_GROUP = 1 << 16  # offset in `status` of a rank in the group, to tell it from a rank of the world
+GROUP_RANK_OFFSET = 1 << 16  # offset in `status` of a rank in the group, to tell it from a rank of the world
 PIECE_WORDS = 264  # one head's output and LSE: head dim 256 in fp32 and a word, padded to 64 bytes
 
 
@@ -35,7 +47,7 @@ def _exchange_kernel(
     out_n, out_h, lse_n, lse_h, rank, lanes, spins,
     RANKS: tl.constexpr, BLOCK_RANKS: tl.constexpr, PIECES: tl.constexpr, SIZE: tl.constexpr,
     WORDS: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr, PUSH: tl.constexpr, WAIT: tl.constexpr,
-    IN_GROUP: tl.constexpr, PDL: tl.constexpr,
+    GROUP_RANK_OFFSET: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor(PDL)
     start_successor(PDL)
@@ -49,32 +61,32 @@ def _exchange_kernel(
         live = head < tl.load(starts + to + 1)
         words = tl.load(out + n * out_n + head * out_h + w, mask=live & (w < WORDS), other=0)
         log = tl.load(lse + n * lse_n + head * lse_h, mask=live, other=float("-inf"))
-        tag = turn(sent)
-        there = box(boxes_of(peers, to), tag, rank, piece, RANKS, PIECES, SIZE)
+        tag = epoch(sent)
+        there = ll_buffer(peer_ll_buffers(peers, to), tag, rank, piece, RANKS, PIECES, SIZE)
         send(there + w, words, tag, w < WORDS)
         send(there + WORDS, log.to(tl.int32, bitcast=True), tag, True)
-        end_turn(sent, piece * RANKS + tl.program_id(1), tl.num_programs(0) * RANKS)
+        end_epoch(sent, piece * RANKS + tl.program_id(1), tl.num_programs(0) * RANKS)
     if WAIT:
         if to == rank:
-            expected = turn(received)
+            expected = epoch(received)
             source = tl.arange(0, BLOCK_RANKS)
             real = source < RANKS
-            here = box(boxes_of(peers, rank), expected, source, piece, RANKS, PIECES, SIZE)
-            looks = patience(status, spins)
+            here = ll_buffer(peer_ll_buffers(peers, rank), expected, source, piece, RANKS, PIECES, SIZE)
+            polls = poll_limit(status, spins)
             parts = receive(
                 here[:, None] + w[None, :],
                 expected,
                 real[:, None] & (w < WORDS)[None, :],
-                source[:, None] + IN_GROUP,
+                source[:, None] + GROUP_RANK_OFFSET,
                 status,
-                looks,
+                polls,
             )
-            logs = receive(here + WORDS, expected, real, source + IN_GROUP, status, looks)
+            logs = receive(here + WORDS, expected, real, source + GROUP_RANK_OFFSET, status, polls)
             words = combine(parts, logs, real, DTYPE)
             mine = tl.load(starts + rank + 1) - tl.load(starts + rank)
             at = result + (n * mine + lane) * WORDS + w
             tl.store(at, words, mask=(lane < mine) & (w < WORDS))
-            end_turn(received, piece, tl.num_programs(0))
+            end_epoch(received, piece, tl.num_programs(0))
 
 
 def exchange(
@@ -102,7 +114,8 @@ def exchange(
         starts: [K + 1] int32, the first head of each rank of the group.
         peers: [K] int64, addresses of the group's boxes: int64 [2, K, pieces, PIECE_WORDS], zeroed before first use.
         counts: two zeroed int64 [1], counters of turns: sent and received.
-        status: [1] int32, set to 1 + IN_GROUP + a rank of the group whose words do not arrive within `spins` polls.
+        status: [1] int32, set to 1 + GROUP_RANK_OFFSET + a rank of the group whose words do not arrive within `spins`
+            polls.
         rank: this rank in the group.
         lanes: the most heads that a rank owns.
         pieces: room in the boxes, at least N * lanes.
@@ -122,6 +135,6 @@ def exchange(
         *out_words.stride()[:2], *lse.stride(), rank, lanes, spins,
         RANKS=ranks, BLOCK_RANKS=triton.next_power_of_2(ranks), PIECES=pieces, SIZE=PIECE_WORDS,
         WORDS=words, BLOCK=triton.next_power_of_2(words), DTYPE=DTYPES[out.dtype], PUSH=push, WAIT=wait,
-        IN_GROUP=IN_GROUP, num_warps=1, **overlapped(out),
+        GROUP_RANK_OFFSET=GROUP_RANK_OFFSET, num_warps=1, **pdl_options(out),
     )  # fmt: skip
     return result

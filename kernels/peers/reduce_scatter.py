@@ -6,8 +6,20 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.overlap import overlapped, start_successor, wait_for_predecessor
-from kernels.peers.mailbox import DTYPES, box, boxes_of, end_turn, high, low, pack, patience, receive, send, turn
+from kernels.overlap import pdl_options, start_successor, wait_for_predecessor
+from kernels.peers.ll_protocol import (
+    DTYPES,
+    end_epoch,
+    epoch,
+    high,
+    ll_buffer,
+    low,
+    pack,
+    peer_ll_buffers,
+    poll_limit,
+    receive,
+    send,
+)
 
 SLICE_WORDS = 256
 
@@ -23,20 +35,20 @@ def _reduce_scatter_kernel(
     piece = tl.program_id(0)
     w = tl.arange(0, SIZE)
     at = piece * SIZE + w
-    tag = turn(count)
+    tag = epoch(count)
     if PHASES & 1:
         for step in tl.static_range(RANKS):
             to = (rank + 1 + step) % RANKS
             words = tl.load(x + to * n + at, mask=at < n, other=0)
-            send(box(boxes_of(peers, to), tag, rank, piece, RANKS, PIECES, SIZE) + w, words, tag, at < n)
+            send(ll_buffer(peer_ll_buffers(peers, to), tag, rank, piece, RANKS, PIECES, SIZE) + w, words, tag, at < n)
     if PHASES & 4:
         source = tl.arange(0, BLOCK_RANKS)
         inside = (source < RANKS)[:, None] & (at < n)[None, :]
-        here = box(boxes_of(peers, rank), tag, source, piece, RANKS, PIECES, SIZE)[:, None] + w[None, :]
-        words = receive(here, tag, inside, source[:, None], status, patience(status, spins))
+        here = ll_buffer(peer_ll_buffers(peers, rank), tag, source, piece, RANKS, PIECES, SIZE)[:, None] + w[None, :]
+        words = receive(here, tag, inside, source[:, None], status, poll_limit(status, spins))
         words = tl.where(inside, words, 0)
         tl.store(out + at, pack(tl.sum(low(words, DTYPE), 0), tl.sum(high(words, DTYPE), 0), DTYPE), mask=at < n)
-        end_turn(count, piece, tl.num_programs(0))
+        end_epoch(count, piece, tl.num_programs(0))
 
 
 def reduce_scatter(
@@ -68,6 +80,6 @@ def reduce_scatter(
     _reduce_scatter_kernel[(triton.cdiv(words, SLICE_WORDS),)](
         x.view(-1).view(torch.int32), out.view(-1).view(torch.int32), peers, count, status, rank, words, spins,
         RANKS=ranks, BLOCK_RANKS=triton.next_power_of_2(ranks), PIECES=pieces, SIZE=SLICE_WORDS,
-        DTYPE=DTYPES[x.dtype], PHASES=phases, num_warps=4, **overlapped(x),
+        DTYPE=DTYPES[x.dtype], PHASES=phases, num_warps=4, **pdl_options(x),
     )  # fmt: skip
     return out

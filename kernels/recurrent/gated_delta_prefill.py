@@ -14,7 +14,7 @@ import triton.language as tl
 from kernels import dispatch
 from kernels.gated_delta import DeltaInput, DeltaState, GatedDelta
 from kernels.overlap import sm_count
-from kernels.recurrent.convolved import convolved, gate, norm_scale
+from kernels.recurrent.convolution import convolve, gate, norm_scale
 from kernels.recurrent.reference import CHUNK as _CHUNK
 from kernels.recurrent.reference import gated_delta_prefill as reference
 
@@ -23,7 +23,7 @@ BLOCK = tl.constexpr(16)  # rows of a system that are solved one by one; blocks 
 COLUMNS = 32  # of a state in a program
 # Columns of a tile of keys and of values. ptxas (12.8) compiles a second product of 64 x 64 by 64 x 32 halves wrong:
 # the words of its descriptors are taken from the register of the loop's counter in `_inverse`.
-LEAST_KEYS, LEAST_VALUES = 32, 64
+MIN_KEYS, MIN_VALUES = 32, 64
 
 
 @triton.jit
@@ -43,7 +43,8 @@ def _chunk(cu_q, index, sequences, BLOCK_S: tl.constexpr):
 
 @triton.jit
 def _inputs_kernel(
-    qkv, gates, conv, a_log, dt_bias, ring, slots, positions, cu_q, q, k, v, totals, betas, qkv_n, gates_n, n, q_scale,
+    qkv, gates, conv, a_log, dt_bias, ring, req_indices, positions, cu_q, q, k, v, totals, betas, qkv_n, gates_n, n,
+    q_scale,
     KEYS: tl.constexpr, VALUES: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, W: tl.constexpr,
     RING: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -52,29 +53,29 @@ def _inputs_kernel(
         return
     head = tl.program_id(1)
     width: tl.constexpr = 2 * KEYS * DK + VALUES * DV
-    slot = tl.load(slots + sequence).to(tl.int64)
+    req_idx = tl.load(req_indices + sequence).to(tl.int64)
     position = tl.load(positions + first)
     t = begin + tl.arange(0, CHUNK).to(tl.int64)
     there = t < end
     p = position + (t - first)
-    mine, rows = ring + slot * (RING * width), qkv + first.to(tl.int64) * qkv_n
+    mine, rows = ring + req_idx * (RING * width), qkv + first.to(tl.int64) * qkv_n
     if head < 2 * KEYS:
         d = tl.arange(0, BLOCK_K)
-        keys = convolved(mine, rows, conv, p, position, there, head * DK, qkv_n, d, DK, width, W, RING)
+        keys = convolve(mine, rows, conv, p, position, there, head * DK, qkv_n, d, DK, width, W, RING)
         scale = norm_scale(keys)
         to = q
         if head >= KEYS:
             to = k
         else:
             scale *= q_scale
-        of_key = (t * KEYS + head % KEYS)[:, None] * DK + d[None, :]
-        tl.store(to + of_key, keys * scale[:, None], mask=there[:, None] & (d < DK)[None, :])
+        key_at = (t * KEYS + head % KEYS)[:, None] * DK + d[None, :]
+        tl.store(to + key_at, keys * scale[:, None], mask=there[:, None] & (d < DK)[None, :])
     else:
         e, of = tl.arange(0, BLOCK_V), head - 2 * KEYS
         at_v = 2 * KEYS * DK + of * DV
-        values = convolved(mine, rows, conv, p, position, there, at_v, qkv_n, e, DV, width, W, RING)
-        of_value = (t * VALUES + of)[:, None] * DV + e[None, :]
-        tl.store(v + of_value, values, mask=there[:, None] & (e < DV)[None, :])
+        values = convolve(mine, rows, conv, p, position, there, at_v, qkv_n, e, DV, width, W, RING)
+        values_at = (t * VALUES + of)[:, None] * DV + e[None, :]
+        tl.store(v + values_at, values, mask=there[:, None] & (e < DV)[None, :])
         b = tl.load(gates + t * gates_n + of, mask=there, other=0.0)
         a = tl.load(gates + t * gates_n + VALUES + of, mask=there, other=0.0)
         g, beta = gate(a, b, tl.exp(tl.load(a_log + of)), tl.load(dt_bias + of))
@@ -117,8 +118,8 @@ def _systems_kernel(
     t = begin + tl.arange(0, CHUNK).to(tl.int64)
     there = t < end
     d, e = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
-    of_keys = there[:, None] & (d < DK)[None, :]
-    keys = tl.load(k + (t * KEYS + (FIRST + head) // GROUP)[:, None] * DK + d[None, :], mask=of_keys, other=0.0)
+    key_mask = there[:, None] & (d < DK)[None, :]
+    keys = tl.load(k + (t * KEYS + (FIRST + head) // GROUP)[:, None] * DK + d[None, :], mask=key_mask, other=0.0)
     G = tl.load(totals + t * VALUES + head, mask=there, other=0.0)
     beta = tl.load(betas + t * VALUES + head, mask=there, other=0.0)
     r = tl.arange(0, CHUNK)
@@ -130,17 +131,17 @@ def _systems_kernel(
     tl.store(
         w + at * DK + d[None, :],
         tl.dot((T * tl.exp(G)[None, :]).to(dtype), keys, input_precision="tf32x3"),
-        mask=of_keys,
+        mask=key_mask,
     )
-    of_values = there[:, None] & (e < DV)[None, :]
+    value_mask = there[:, None] & (e < DV)[None, :]
     values = v + at * DV + e[None, :]
-    given = tl.load(values, mask=of_values, other=0.0)
-    tl.store(values, tl.dot(T.to(dtype), given, input_precision="tf32x3"), mask=of_values)
+    given = tl.load(values, mask=value_mask, other=0.0)
+    tl.store(values, tl.dot(T.to(dtype), given, input_precision="tf32x3"), mask=value_mask)
 
 
 @triton.jit
 def _chunks_kernel(
-    qkv, q, k, u, w, totals, state, ring, slots, positions, cu_q, out, qkv_n,
+    qkv, q, k, u, w, totals, state, ring, req_indices, positions, cu_q, out, qkv_n,
     KEYS: tl.constexpr, VALUES: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, W: tl.constexpr,
     GROUP: tl.constexpr, FIRST: tl.constexpr, RING: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -149,24 +150,24 @@ def _chunks_kernel(
     key_head = (FIRST + head) // GROUP
     width: tl.constexpr = 2 * KEYS * DK + VALUES * DV
     dtype: tl.constexpr = k.dtype.element_ty
-    slot = tl.load(slots + sequence).to(tl.int64)
+    req_idx = tl.load(req_indices + sequence).to(tl.int64)
     first, end = tl.load(cu_q + sequence).to(tl.int64), tl.load(cu_q + sequence + 1).to(tl.int64)
     d, e, r = tl.arange(0, BLOCK_K), part * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, CHUNK)
-    whole = (d < DK)[:, None] & (e < DV)[None, :] & (slot >= 0)
-    states = state + (slot * VALUES + head) * (DK * DV) + d[:, None] * DV + e[None, :]
+    whole = (d < DK)[:, None] & (e < DV)[None, :] & (req_idx >= 0)
+    states = state + (req_idx * VALUES + head) * (DK * DV) + d[:, None] * DV + e[None, :]
     S = tl.load(states, mask=whole, other=0.0)
     for begin in range(first, end, CHUNK):
         t, last = begin + r, tl.minimum(begin + CHUNK, end) - 1
         there = t <= last
-        of_keys, of_values = there[:, None] & (d < DK)[None, :], there[:, None] & (e < DV)[None, :]
+        key_mask, value_mask = there[:, None] & (d < DK)[None, :], there[:, None] & (e < DV)[None, :]
         at = (t * VALUES + head)[:, None]
-        from_state = tl.load(w + at * DK + d[None, :], mask=of_keys, other=0.0)
-        values = tl.load(u + at * DV + e[None, :], mask=of_values, other=0.0).to(tl.float32)
+        from_state = tl.load(w + at * DK + d[None, :], mask=key_mask, other=0.0)
+        values = tl.load(u + at * DV + e[None, :], mask=value_mask, other=0.0).to(tl.float32)
         row = (t * KEYS + key_head)[:, None] * DK + d[None, :]
-        queries = tl.load(q + row, mask=of_keys, other=0.0)
-        keys = tl.load(k + row, mask=of_keys, other=0.0)
+        queries = tl.load(q + row, mask=key_mask, other=0.0)
+        keys = tl.load(k + row, mask=key_mask, other=0.0)
         G = tl.load(totals + tl.minimum(t, last) * VALUES + head)
-        of_chunk = tl.load(totals + last * VALUES + head)
+        chunk_total = tl.load(totals + last * VALUES + head)
         rounded = S.to(dtype)
         delta = values - tl.dot(from_state, rounded, input_precision="tf32x3")
         o = tl.dot(queries, rounded, input_precision="tf32x3") * tl.exp(G)[:, None]
@@ -174,24 +175,24 @@ def _chunks_kernel(
         decay = tl.exp(tl.where(lower, G[:, None] - G[None, :], 0.0))
         scores = tl.dot(queries, tl.trans(keys), input_precision="tf32x3") * decay
         o += tl.dot(tl.where(lower, scores, 0.0).to(dtype), delta.to(dtype), input_precision="tf32x3")
-        tl.store(out + at * DV + e[None, :], o, mask=of_values)
-        left = (delta * tl.exp(of_chunk - G)[:, None]).to(dtype)
-        S = S * tl.exp(of_chunk) + tl.dot(tl.trans(keys), left, input_precision="tf32x3")
+        tl.store(out + at * DV + e[None, :], o, mask=value_mask)
+        left = (delta * tl.exp(chunk_total - G)[:, None]).to(dtype)
+        S = S * tl.exp(chunk_total) + tl.dot(tl.trans(keys), left, input_precision="tf32x3")
     tl.store(states, S, mask=whole)
 
     # The last rows, which the next convolution reads; the first kernel has read what was in their places.
     t = end - (W - 1) + tl.arange(0, BLOCK_W)
-    there = (t >= first) & (t < end) & (slot >= 0)
-    place = (tl.load(positions + first, mask=first < end) + t - first + RING * W) % RING  # of a positive number
-    mine = ring + slot * (RING * width) + place[:, None] * width
+    there = (t >= first) & (t < end) & (req_idx >= 0)
+    ring_index = (tl.load(positions + first, mask=first < end) + t - first + RING * W) % RING  # of a positive number
+    mine = ring + req_idx * (RING * width) + ring_index[:, None] * width
     rows = qkv + t[:, None] * qkv_n
     at_v, mask = 2 * KEYS * DK + head * DV + e[None, :], there[:, None] & (e < DV)[None, :]
     tl.store(mine + at_v, tl.load(rows + at_v, mask=mask, other=0.0), mask=mask)
     if (part == 0) & ((head == 0) | ((FIRST + head) % GROUP == 0)):
-        at_q, of_key = key_head * DK + d[None, :], there[:, None] & (d < DK)[None, :]
-        tl.store(mine + at_q, tl.load(rows + at_q, mask=of_key, other=0.0), mask=of_key)
+        at_q, key_inside = key_head * DK + d[None, :], there[:, None] & (d < DK)[None, :]
+        tl.store(mine + at_q, tl.load(rows + at_q, mask=key_inside, other=0.0), mask=key_inside)
         at_k = KEYS * DK + at_q
-        tl.store(mine + at_k, tl.load(rows + at_k, mask=of_key, other=0.0), mask=of_key)
+        tl.store(mine + at_k, tl.load(rows + at_k, mask=key_inside, other=0.0), mask=key_inside)
 
 
 @triton.jit
@@ -204,13 +205,18 @@ def _gated_norm_kernel(
     at = h[:, None] * DV + e[None, :]
     o = tl.load(out + n * (VALUES * DV) + at, mask=inside, other=0.0).to(tl.float32)
     gated = tl.load(z + n * z_n + at, mask=inside, other=0.0).to(tl.float32)
-    gain = tl.load(norm + e, mask=e < DV, other=0.0).to(tl.float32)
-    o *= tl.rsqrt(tl.sum(o * o, 1) / DV + eps)[:, None] * gain[None, :] * gated / (1.0 + tl.exp(-gated))
+    norm_weight = tl.load(norm + e, mask=e < DV, other=0.0).to(tl.float32)
+    o *= tl.rsqrt(tl.sum(o * o, 1) / DV + eps)[:, None] * norm_weight[None, :] * gated / (1.0 + tl.exp(-gated))
     tl.store(out + n * (VALUES * DV) + at, o, mask=inside)
 
 
 def gated_delta_prefill(
-    x: DeltaInput, p: GatedDelta, kept: DeltaState, slots: torch.Tensor, positions: torch.Tensor, cu_q: torch.Tensor
+    x: DeltaInput,
+    p: GatedDelta,
+    cache: DeltaState,
+    req_indices: torch.Tensor,
+    positions: torch.Tensor,
+    cu_q: torch.Tensor,
 ) -> torch.Tensor:
     """Computes the outputs of prompt chunks, hands their states on, and keeps each chunk's last W - 1 rows.
 
@@ -223,31 +229,31 @@ def gated_delta_prefill(
         [N, V dv] in x's dtype.
     """
     if not dispatch.on_gpu(x.z):
-        return reference(x, p, kept, slots, positions, cu_q)
-    (N, n), conv_width, ring = (len(x.z), len(slots)), p.conv.shape[0], kept.qkv.shape[1]
-    _, values, key_dim, value_dim = kept.state.shape
+        return reference(x, p, cache, req_indices, positions, cu_q)
+    (N, n), conv_width, ring = (len(x.z), len(req_indices)), p.conv.shape[0], cache.qkv.shape[1]
+    _, values, key_dim, value_dim = cache.state.shape
     assert x.qkv.stride(1) == x.gates.stride(1) == x.z.stride(1) == 1
-    assert all(t.is_contiguous() for t in (kept.state, kept.qkv, p.conv))
+    assert all(t.is_contiguous() for t in (cache.state, cache.qkv, p.conv))
     q, k = (x.qkv.new_empty(N, p.key_heads, key_dim) for _ in range(2))
     v, w = (x.qkv.new_empty(N, values, width) for width in (value_dim, key_dim))
     totals, betas = (x.qkv.new_empty(N, values, dtype=torch.float32) for _ in range(2))
     out = x.qkv.new_empty(N, values * value_dim)
     heads = {"KEYS": p.key_heads, "VALUES": values, "DK": key_dim, "DV": value_dim}
-    block_k = triton.next_power_of_2(max(key_dim, LEAST_KEYS))
-    block_v = triton.next_power_of_2(max(value_dim, LEAST_VALUES))
-    of_chunk = {"BLOCK_S": triton.next_power_of_2(n), "BLOCK_K": block_k, "BLOCK_V": block_v}
+    block_k = triton.next_power_of_2(max(key_dim, MIN_KEYS))
+    block_v = triton.next_power_of_2(max(value_dim, MIN_VALUES))
+    chunk_total = {"BLOCK_S": triton.next_power_of_2(n), "BLOCK_K": block_k, "BLOCK_V": block_v}
     chunks = N // _CHUNK + n  # at least as many as there are
     _inputs_kernel[chunks, 2 * p.key_heads + values](
-        x.qkv, x.gates, p.conv, p.a_log, p.dt_bias, kept.qkv, slots, positions, cu_q, q, k, v, totals, betas,
-        x.qkv.stride(0), x.gates.stride(0), n, key_dim**-0.5, W=conv_width, RING=ring, **heads, **of_chunk,
+        x.qkv, x.gates, p.conv, p.a_log, p.dt_bias, cache.qkv, req_indices, positions, cu_q, q, k, v, totals, betas,
+        x.qkv.stride(0), x.gates.stride(0), n, key_dim**-0.5, W=conv_width, RING=ring, **heads, **chunk_total,
         num_warps=8, maxnreg=128,
     )  # fmt: skip
     groups = {"GROUP": p.group, "FIRST": p.first}
-    _systems_kernel[chunks, values](k, v, w, totals, betas, cu_q, n, **heads, **groups, **of_chunk, num_warps=4)
+    _systems_kernel[chunks, values](k, v, w, totals, betas, cu_q, n, **heads, **groups, **chunk_total, num_warps=4)
     # With three stages chunks are loaded ahead, and a program of 16-bit rows takes most of an SM.
     roomy = out.itemsize == 2 and triton.cdiv(value_dim, COLUMNS) * values <= sm_count(out.device)
     _chunks_kernel[triton.cdiv(value_dim, COLUMNS), values, n](
-        x.qkv, q, k, v, w, totals, kept.state, kept.qkv, slots, positions, cu_q, out, x.qkv.stride(0),
+        x.qkv, q, k, v, w, totals, cache.state, cache.qkv, req_indices, positions, cu_q, out, x.qkv.stride(0),
         W=conv_width, RING=ring, BLOCK_W=triton.next_power_of_2(max(conv_width - 1, 1)), BLOCK_K=block_k,
         BLOCK_V=COLUMNS, **heads, **groups, num_warps=4,
         num_stages=3 if roomy else 2,

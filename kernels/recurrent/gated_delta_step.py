@@ -18,8 +18,8 @@ import triton.language as tl
 
 from kernels import dispatch
 from kernels.gated_delta import DeltaInput, DeltaState, GatedDelta
-from kernels.overlap import overlapped, prefetch, sm_count, start_successor, store_in_place, wait_for_predecessor
-from kernels.recurrent.convolved import convolved, gate, norm_scale
+from kernels.overlap import pdl_options, prefetch, sm_count, start_successor, store_in_place, wait_for_predecessor
+from kernels.recurrent.convolution import convolve, gate, norm_scale
 from kernels.recurrent.reference import gated_delta_step as reference
 
 TWO_ON_AN_SM = 128  # registers of a thread
@@ -36,7 +36,7 @@ def _prefetch_taps(
     conv, ring, begin, channel, d,
     D: tl.constexpr, WIDTH: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
-    """Prefetches what `convolved` will read of the weights, and of the rows before position `begin`."""
+    """Prefetches what `convolve` will read of the weights, and of the rows before position `begin`."""
     w, column = tl.minimum(tl.arange(0, BLOCK_W), W - 1)[:, None], channel + tl.minimum(d, D - 1)[None, :]
     prefetch(conv + w * WIDTH + column)
     prefetch(ring + (begin - (W - 1) + w + RING * W) % RING * WIDTH + column)
@@ -117,10 +117,11 @@ def _with_rows(
 
 @triton.jit
 def _gated_delta_step_kernel(
-    qkv, gates, z, conv, a_log, dt_bias, norm, state, ring, kept_rows, kept_decays, accepted, slots, positions, live,
+    qkv, gates, z, conv, a_log, dt_bias, norm, state, ring, cached_rows, cached_decays, accepted, req_indices,
+    positions, live,
     work, out, qkv_n, gates_n, z_n, eps, q_scale,
     ROWS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    W: tl.constexpr, GROUP: tl.constexpr, FIRST: tl.constexpr, RING: tl.constexpr, MOST: tl.constexpr,
+    W: tl.constexpr, GROUP: tl.constexpr, FIRST: tl.constexpr, RING: tl.constexpr, MAX_ROWS: tl.constexpr,
     SYSTEM: tl.constexpr, WORK: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -133,30 +134,30 @@ def _gated_delta_step_kernel(
     at_q, at_k, at_v = key_head * DK, (KEYS + key_head) * DK, 2 * KEYS * DK + head * DV
     outs = out + (n + r)[:, None] * (VALUES * DV) + head * DV + e[None, :]
     new = r < ROWS
-    of_key, inside = new[:, None] & (d < DK)[None, :], new[:, None] & (e < DV)[None, :]
+    key_mask, inside = new[:, None] & (d < DK)[None, :], new[:, None] & (e < DV)[None, :]
     if tl.load(live + n) == 0:
         wait_for_predecessor(PDL)
         tl.store(outs, tl.zeros((BLOCK_R, BLOCK_V), out.dtype.element_ty), mask=inside)
         return
 
     # What is older than the predecessor.
-    slot = tl.load(slots + i).to(tl.int64)
+    req_idx = tl.load(req_indices + i).to(tl.int64)
     begin = tl.load(positions + n)
-    count = tl.load(accepted + slot)
+    count = tl.load(accepted + req_idx)
     row: tl.constexpr = VALUES * (DK + DV)  # from row to row
-    last_rows = kept_rows + slot * (MOST * row) + head * (DK + DV)
-    last_decays = kept_decays + slot * (MOST * VALUES) + head
-    mine = ring + slot * (RING * width)
+    last_rows = cached_rows + req_idx * (MAX_ROWS * row) + head * (DK + DV)
+    last_decays = cached_decays + req_idx * (MAX_ROWS * VALUES) + head
+    mine = ring + req_idx * (RING * width)
     if PDL:
         _prefetch_taps(conv, mine, begin, at_q, d, DK, width, W, BLOCK_W, RING)
         _prefetch_taps(conv, mine, begin, at_k, d, DK, width, W, BLOCK_W, RING)
         _prefetch_taps(conv, mine, begin, at_v, e, DV, width, W, BLOCK_W, RING)
         line = tl.arange(0, triton.next_power_of_2(triton.cdiv(DK + DV, LINE)))
-        prefetch(last_rows + tl.minimum(r, MOST - 1)[:, None] * row + tl.minimum(line * LINE, DK + DV - 1)[None, :])
+        prefetch(last_rows + tl.minimum(r, MAX_ROWS - 1)[:, None] * row + tl.minimum(line * LINE, DK + DV - 1)[None, :])
     # The tile's shape of two dims has one layout in all releases of Triton: a warp for each VI columns.
     h, c = tl.arange(0, BLOCK_K // RUN // KI * (BLOCK_V // VI))[:, None], tl.arange(0, KI * VI)[None, :]
     key, value = (h // (BLOCK_V // VI) * KI + c // VI) * RUN, h % (BLOCK_V // VI) * VI + c % VI
-    states = state + (slot * VALUES + head) * (DK * DV) + key * DV + value
+    states = state + (req_idx * VALUES + head) * (DK * DV) + key * DV + value
     whole = (key < DK) & (value < DV)
     whole1, whole2, whole3 = whole, whole, whole
     if DK // RUN * RUN != DK:  # the last run is not whole
@@ -170,12 +171,12 @@ def _gated_delta_step_kernel(
     S3 = tl.reshape(tl.load(states + 3 * DV, mask=whole3, other=0.0), tile)
     d4 = tl.arange(0, tile[0])[:, None, None, None] * (RUN * KI) + tl.arange(0, KI)[None, None, :, None] * RUN
     e4 = tl.arange(0, tile[1])[None, :, None, None] * VI + tl.arange(0, VI)[None, None, None, :]
-    pair: tl.constexpr = 1 if MOST == 1 else 2  # rows whose loads are under way at once
+    pair: tl.constexpr = 1 if MAX_ROWS == 1 else 2  # rows whose loads are under way at once
     aligned: tl.constexpr = PDL and DK % RUN == 0 and DV % RUN == 0
     if count > 0:
         last = tl.load(last_decays + (count - 1) * VALUES)
-        kept = tl.exp(last)
-        S0, S1, S2, S3 = S0 * kept, S1 * kept, S2 * kept, S3 * kept
+        factor = tl.exp(last)
+        S0, S1, S2, S3 = S0 * factor, S1 * factor, S2 * factor, S3 * factor
         for x in range(0, count, pair):
             S0, S1, S2, S3 = _with_rows(
                 (S0, S1, S2, S3), last_rows, last_decays, x, count, last, d4, e4, DK, DV, row, VALUES,
@@ -186,26 +187,26 @@ def _gated_delta_step_kernel(
         tl.store(states + 2 * DV, tl.reshape(S2, flat), mask=whole2)
         tl.store(states + 3 * DV, tl.reshape(S3, flat), mask=whole3)
     decay, bias = tl.exp(tl.load(a_log + head)), tl.load(dt_bias + head)
-    gain = tl.load(norm + e, mask=e < DV, other=0.0).to(tl.float32)
+    norm_weight = tl.load(norm + e, mask=e < DV, other=0.0).to(tl.float32)
 
     wait_for_predecessor(PDL)
     p = begin + r
     given = qkv + n * qkv_n
-    q = convolved(mine, given, conv, p, begin, new, at_q, qkv_n, d, DK, width, W, RING)
-    k = convolved(mine, given, conv, p, begin, new, at_k, qkv_n, d, DK, width, W, RING)
-    v = convolved(mine, given, conv, p, begin, new, at_v, qkv_n, e, DV, width, W, RING)
+    q = convolve(mine, given, conv, p, begin, new, at_q, qkv_n, d, DK, width, W, RING)
+    k = convolve(mine, given, conv, p, begin, new, at_k, qkv_n, d, DK, width, W, RING)
+    v = convolve(mine, given, conv, p, begin, new, at_v, qkv_n, e, DV, width, W, RING)
     b = tl.load(gates + (n + r) * gates_n + head, mask=new, other=0.0)
     a = tl.load(gates + (n + r) * gates_n + VALUES + head, mask=new, other=0.0)
     gated = tl.load(z + (n + r)[:, None] * z_n + head * DV + e[None, :], mask=inside, other=0.0).to(tl.float32)
     # No program reads these places of the ring in this step.
-    place = (p % RING)[:, None] * width
+    ring_index = (p % RING)[:, None] * width
     raw = tl.load(given + r[:, None] * qkv_n + at_v + e[None, :], mask=inside, other=0.0)
-    tl.store(mine + place + at_v + e[None, :], raw, mask=inside)
+    tl.store(mine + ring_index + at_v + e[None, :], raw, mask=inside)
     if (head == 0) | ((FIRST + head) % GROUP == 0):
-        raw_q = tl.load(given + r[:, None] * qkv_n + at_q + d[None, :], mask=of_key, other=0.0)
-        raw_k = tl.load(given + r[:, None] * qkv_n + at_k + d[None, :], mask=of_key, other=0.0)
-        tl.store(mine + place + at_q + d[None, :], raw_q, mask=of_key)
-        tl.store(mine + place + at_k + d[None, :], raw_k, mask=of_key)
+        raw_q = tl.load(given + r[:, None] * qkv_n + at_q + d[None, :], mask=key_mask, other=0.0)
+        raw_k = tl.load(given + r[:, None] * qkv_n + at_k + d[None, :], mask=key_mask, other=0.0)
+        tl.store(mine + ring_index + at_q + d[None, :], raw_q, mask=key_mask)
+        tl.store(mine + ring_index + at_k + d[None, :], raw_k, mask=key_mask)
     q *= (norm_scale(q) * q_scale)[:, None]
     k *= norm_scale(k)[:, None]
     g, beta = gate(a, b, decay, bias)
@@ -214,33 +215,33 @@ def _gated_delta_step_kernel(
     since = total  # the decay from there on
     if ROWS > SYSTEM:
         since -= tl.sum(tl.where(r[None, :] == first[:, None] - 1, total[None, :], 0.0), 1)
-    kept_since = tl.exp(since)
+    decay_since = tl.exp(since)
     ours = work + (n * VALUES + head) * WORK  # of each row: q, beta v, its output, factors
-    of_row = ours + r[:, None] * (VALUES * WORK)
-    factors = of_row + DK + 2 * DV  # of deltas in its delta and in its output; of S^T q and of S^T k
+    row_work = ours + r[:, None] * (VALUES * WORK)
+    factors = row_work + DK + 2 * DV  # of deltas in its delta and in its output; of S^T q and of S^T k
     tl.debug_barrier()  # All warps have read the last step's rows.
-    tl.store(last_rows + r[:, None] * row + d[None, :], k, mask=of_key)
+    tl.store(last_rows + r[:, None] * row + d[None, :], k, mask=key_mask)
     tl.store(last_decays + r * VALUES, total, mask=new)
-    tl.store(of_row + d[None, :], q, mask=of_key)
-    tl.store(of_row + DK + e[None, :], beta[:, None] * v, mask=inside)
-    tl.store(factors + 2 * SYSTEM, kept_since[:, None], mask=new[:, None])
-    tl.store(factors + 2 * SYSTEM + 1, (beta * kept_since)[:, None], mask=new[:, None])
+    tl.store(row_work + d[None, :], q, mask=key_mask)
+    tl.store(row_work + DK + e[None, :], beta[:, None] * v, mask=inside)
+    tl.store(factors + 2 * SYSTEM, decay_since[:, None], mask=new[:, None])
+    tl.store(factors + 2 * SYSTEM + 1, (beta * decay_since)[:, None], mask=new[:, None])
     tl.debug_barrier()
     together: tl.constexpr = ROWS if ROWS < SYSTEM else SYSTEM
     if ROWS > 1:
         j8 = tl.arange(0, SYSTEM)[None, :]
-        of_deltas = tl.zeros((BLOCK_R, SYSTEM), tl.float32)
-        of_outs = tl.zeros((BLOCK_R, SYSTEM), tl.float32)
+        delta_products = tl.zeros((BLOCK_R, SYSTEM), tl.float32)
+        out_products = tl.zeros((BLOCK_R, SYSTEM), tl.float32)
         for j in tl.static_range(together):
             other = (first + j)[:, None]
-            k_j = tl.load(last_rows + other * row + d[None, :], mask=of_key & (other < ROWS), other=0.0)
-            of_deltas = tl.where(j8 == j, tl.sum(k * k_j, 1)[:, None], of_deltas)
-            of_outs = tl.where(j8 == j, tl.sum(q * k_j, 1)[:, None], of_outs)
+            k_j = tl.load(last_rows + other * row + d[None, :], mask=key_mask & (other < ROWS), other=0.0)
+            delta_products = tl.where(j8 == j, tl.sum(k * k_j, 1)[:, None], delta_products)
+            out_products = tl.where(j8 == j, tl.sum(q * k_j, 1)[:, None], out_products)
         other = first[:, None] + j8
         then = tl.load(last_decays + other * VALUES, mask=other < ROWS, other=0.0)
-        kept_then = tl.exp(tl.minimum(total[:, None] - then, 0.0))
-        tl.store(factors + j8, of_deltas * -beta[:, None] * kept_then, mask=new[:, None])
-        tl.store(factors + SYSTEM + j8, of_outs * kept_then, mask=new[:, None])
+        decay_between = tl.exp(tl.minimum(total[:, None] - then, 0.0))
+        tl.store(factors + j8, delta_products * -beta[:, None] * decay_between, mask=new[:, None])
+        tl.store(factors + SYSTEM + j8, out_products * decay_between, mask=new[:, None])
     for x0 in range(0, ROWS, SYSTEM):
         by_keys, by_queries, wanted, seen, deltas, outputs = (), (), (), (), (), ()
         in_delta, in_output = (), ()
@@ -273,20 +274,26 @@ def _gated_delta_step_kernel(
         if ROWS > SYSTEM:
             end = tl.minimum(x0 + SYSTEM, ROWS)
             last = tl.load(last_decays + (end - 1) * VALUES)
-            kept = tl.exp(last - tl.load(last_decays + (x0 - 1) * VALUES, mask=x0 > 0, other=0.0))
+            factor = tl.exp(last - tl.load(last_decays + (x0 - 1) * VALUES, mask=x0 > 0, other=0.0))
             S0, S1, S2, S3 = _with_rows(
-                (S0 * kept, S1 * kept, S2 * kept, S3 * kept), last_rows, last_decays, x0, end, last, d4, e4, DK, DV,
+                (S0 * factor, S1 * factor, S2 * factor, S3 * factor), last_rows, last_decays, x0, end, last, d4, e4, DK,
+                DV,
                 row, VALUES, SYSTEM, aligned,
             )  # fmt: skip
     start_successor(PDL)
     tl.debug_barrier()
-    o = tl.load(of_row + DK + DV + e[None, :], mask=inside, other=0.0)
-    o *= tl.rsqrt(tl.sum(o * o, 1) / DV + eps)[:, None] * gain[None, :] * gated / (1.0 + tl.exp(-gated))
+    o = tl.load(row_work + DK + DV + e[None, :], mask=inside, other=0.0)
+    o *= tl.rsqrt(tl.sum(o * o, 1) / DV + eps)[:, None] * norm_weight[None, :] * gated / (1.0 + tl.exp(-gated))
     tl.store(outs, o, mask=inside)
 
 
 def gated_delta_step(
-    x: DeltaInput, p: GatedDelta, kept: DeltaState, slots: torch.Tensor, positions: torch.Tensor, live: torch.Tensor
+    x: DeltaInput,
+    p: GatedDelta,
+    cache: DeltaState,
+    req_indices: torch.Tensor,
+    positions: torch.Tensor,
+    live: torch.Tensor,
 ) -> torch.Tensor:
     """Applies the accepted rows of the last step to the states, then computes this step's outputs and keeps its rows.
 
@@ -299,31 +306,32 @@ def gated_delta_step(
         [N, V dv] in x's dtype.
     """
     if not dispatch.on_gpu(x.z):
-        return reference(x, p, kept, slots, positions, live)
-    n, rows = len(slots), len(positions) // len(slots)
-    _, values, key_dim, value_dim = kept.state.shape
-    ring, most, conv_width = kept.qkv.shape[1], kept.rows.shape[1], p.conv.shape[0]
-    assert rows <= most and conv_width - 1 + most <= ring
+        return reference(x, p, cache, req_indices, positions, live)
+    n, rows = len(req_indices), len(positions) // len(req_indices)
+    _, values, key_dim, value_dim = cache.state.shape
+    ring, max_rows, conv_width = cache.qkv.shape[1], cache.rows.shape[1], p.conv.shape[0]
+    assert rows <= max_rows and conv_width - 1 + max_rows <= ring
     assert x.qkv.stride(1) == x.gates.stride(1) == x.z.stride(1) == 1
-    assert all(t.is_contiguous() for t in (kept.state, kept.qkv, kept.rows, kept.decays, p.conv))
-    block_r = triton.next_power_of_2(most)
+    assert all(t.is_contiguous() for t in (cache.state, cache.qkv, cache.rows, cache.decays, p.conv))
+    block_r = triton.next_power_of_2(max_rows)
     crowded = n * values > sm_count(x.z.device)
     system = min(block_r, SYSTEM // 2 if crowded and rows >= HALVED_FROM else SYSTEM)
     width = key_dim + 2 * value_dim + triton.cdiv(2 * system + 2, RUN.value) * RUN.value  # of a row: runs are aligned
     work = torch.empty(len(x.z), values, width, dtype=torch.float32, device=x.z.device)
     out = torch.empty(len(x.z), values * value_dim, dtype=x.z.dtype, device=x.z.device)
     _gated_delta_step_kernel[n, values](
-        x.qkv, x.gates, x.z, p.conv, p.a_log, p.dt_bias, p.norm, kept.state, kept.qkv, kept.rows, kept.decays,
-        kept.accepted, slots, positions, live, work, out, x.qkv.stride(0), x.gates.stride(0), x.z.stride(0), p.eps,
+        x.qkv, x.gates, x.z, p.conv, p.a_log, p.dt_bias, p.norm, cache.state, cache.qkv, cache.rows, cache.decays,
+        cache.accepted, req_indices, positions, live, work, out, x.qkv.stride(0), x.gates.stride(0), x.z.stride(0),
+        p.eps,
         key_dim**-0.5,
         ROWS=rows, KEYS=p.key_heads, VALUES=values, DK=key_dim, DV=value_dim, W=conv_width, GROUP=p.group,
-        FIRST=p.first, RING=ring, MOST=most, BLOCK_W=triton.next_power_of_2(conv_width),
+        FIRST=p.first, RING=ring, MAX_ROWS=max_rows, BLOCK_W=triton.next_power_of_2(conv_width),
         # Not by this step's rows: lengths are summed in one order in steps with drafts and without.
         BLOCK_R=block_r,
         SYSTEM=system,
         WORK=width,
         BLOCK_K=triton.next_power_of_2(max(key_dim, RUN.value * KI.value)),
         BLOCK_V=triton.next_power_of_2(max(value_dim, VI.value)),
-        num_warps=8, maxnreg=TWO_ON_AN_SM if crowded else None, **overlapped(out),
+        num_warps=8, maxnreg=TWO_ON_AN_SM if crowded else None, **pdl_options(out),
     )  # fmt: skip
     return out

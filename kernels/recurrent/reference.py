@@ -12,24 +12,31 @@ L2_EPS = 1e-6  # added to the squared length of queries and keys
 
 
 def gated_delta_step(
-    x: DeltaInput, p: GatedDelta, kept: DeltaState, slots: torch.Tensor, positions: torch.Tensor, live: torch.Tensor
+    x: DeltaInput,
+    p: GatedDelta,
+    cache: DeltaState,
+    req_indices: torch.Tensor,
+    positions: torch.Tensor,
+    live: torch.Tensor,
 ) -> torch.Tensor:
     """Runs a decode step; shapes as in `kernels.recurrent.gated_delta_step.gated_delta_step`."""
-    rows, before = len(positions) // len(slots), p.conv.shape[0] - 1
+    rows, before = len(positions) // len(req_indices), p.conv.shape[0] - 1
     out = torch.zeros_like(x.z)
-    for i, slot in enumerate(slots.tolist()):
+    for i, req_idx in enumerate(req_indices.tolist()):
         mine = slice(i * rows, (i + 1) * rows)
         if not live[mine.start]:
             continue
-        begin, count = int(positions[mine.start]), int(kept.accepted[slot])
+        begin, count = int(positions[mine.start]), int(cache.accepted[req_idx])
         if count:
-            kept.state[slot] = with_rows(kept.state[slot], kept.rows[slot, :count], kept.decays[slot, :count])
-        inputs = convolve(torch.cat((recent(kept, slot, begin - before, begin), x.qkv[mine])), p)
+            cache.state[req_idx] = with_rows(
+                cache.state[req_idx], cache.rows[req_idx, :count], cache.decays[req_idx, :count]
+            )
+        inputs = convolve(torch.cat((recent(cache, req_idx, begin - before, begin), x.qkv[mine])), p)
         q, k, v, g, beta = heads(inputs, x.gates[mine], p)
-        seen, deltas, _ = recurrent(kept.state[slot], q, k, v, g, beta)
+        seen, deltas, _ = recurrent(cache.state[req_idx], q, k, v, g, beta)
         out[mine] = gated_norm(seen, x.z[mine], p)
-        remember(kept, slot, begin, x.qkv[mine])
-        kept.rows[slot, :rows], kept.decays[slot, :rows] = torch.cat((k, deltas), -1), g.cumsum(0)
+        remember(cache, req_idx, begin, x.qkv[mine])
+        cache.rows[req_idx, :rows], cache.decays[req_idx, :rows] = torch.cat((k, deltas), -1), g.cumsum(0)
     return out
 
 
@@ -41,31 +48,36 @@ def with_rows(state: torch.Tensor, rows: torch.Tensor, decays: torch.Tensor) -> 
 
 
 def gated_delta_prefill(
-    x: DeltaInput, p: GatedDelta, kept: DeltaState, slots: torch.Tensor, positions: torch.Tensor, cu_q: torch.Tensor
+    x: DeltaInput,
+    p: GatedDelta,
+    cache: DeltaState,
+    req_indices: torch.Tensor,
+    positions: torch.Tensor,
+    cu_q: torch.Tensor,
 ) -> torch.Tensor:
     """Runs a prefill step; shapes as in `kernels.recurrent.gated_delta_prefill.gated_delta_prefill`."""
     out, before, ends = torch.zeros_like(x.z), p.conv.shape[0] - 1, cu_q.tolist()
-    for slot, begin, end in zip(slots.tolist(), ends, ends[1:], strict=False):
-        if slot < 0:
+    for req_idx, begin, end in zip(req_indices.tolist(), ends, ends[1:], strict=False):
+        if req_idx < 0:
             continue
         mine, position = slice(begin, end), int(positions[begin])
-        inputs = convolve(torch.cat((recent(kept, slot, position - before, position), x.qkv[mine])), p)
-        seen, kept.state[slot] = chunked(kept.state[slot], *heads(inputs, x.gates[mine], p))
+        inputs = convolve(torch.cat((recent(cache, req_idx, position - before, position), x.qkv[mine])), p)
+        seen, cache.state[req_idx] = chunked(cache.state[req_idx], *heads(inputs, x.gates[mine], p))
         out[mine] = gated_norm(seen, x.z[mine], p)
         last = max(begin, end - before)
-        remember(kept, slot, position + last - begin, x.qkv[last:end])
+        remember(cache, req_idx, position + last - begin, x.qkv[last:end])
     return out
 
 
-def recent(kept: DeltaState, slot: int, begin: int, end: int) -> torch.Tensor:
+def recent(cache: DeltaState, req_idx: int, begin: int, end: int) -> torch.Tensor:
     """Returns a sequence's input rows at positions [begin, end); zeros before its first."""
-    at = torch.arange(begin, end, device=kept.qkv.device)
-    return torch.where((at >= 0)[:, None], kept.qkv[slot, at % kept.qkv.shape[1]], 0)
+    at = torch.arange(begin, end, device=cache.qkv.device)
+    return torch.where((at >= 0)[:, None], cache.qkv[req_idx, at % cache.qkv.shape[1]], 0)
 
 
-def remember(kept: DeltaState, slot: int, begin: int, qkv: torch.Tensor) -> None:
+def remember(cache: DeltaState, req_idx: int, begin: int, qkv: torch.Tensor) -> None:
     """Keeps input rows from position `begin` on."""
-    kept.qkv[slot, torch.arange(begin, begin + len(qkv), device=qkv.device) % kept.qkv.shape[1]] = qkv
+    cache.qkv[req_idx, torch.arange(begin, begin + len(qkv), device=qkv.device) % cache.qkv.shape[1]] = qkv
 
 
 def convolve(rows: torch.Tensor, p: GatedDelta) -> torch.Tensor:
@@ -77,12 +89,12 @@ def heads(inputs: torch.Tensor, gates: torch.Tensor, p: GatedDelta) -> tuple[tor
     """Computes q, k [n, V, dk], v [n, V, dv], g and beta [n, V], fp32, of convolved rows [n, C] and gates [n, 2 V]."""
     values, width = len(p.a_log), len(p.norm)
     q, k = inputs[:, : inputs.shape[1] - values * width].unflatten(1, (2, p.key_heads, -1)).unbind(1)
-    of_value = (p.first + torch.arange(values, device=inputs.device)) // p.group
+    key_head_of = (p.first + torch.arange(values, device=inputs.device)) // p.group
     q, k = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + L2_EPS) for t in (q, k))
     v = inputs[:, inputs.shape[1] - values * width :].unflatten(1, (values, width))
     b, a = gates.float().chunk(2, 1)
     g = -p.a_log.exp() * F.softplus(a + p.dt_bias)
-    return q[:, of_value] * q.shape[-1] ** -0.5, k[:, of_value], v, g, b.sigmoid()
+    return q[:, key_head_of] * q.shape[-1] ** -0.5, k[:, key_head_of], v, g, b.sigmoid()
 
 
 def recurrent(
@@ -111,8 +123,8 @@ def chunked(
     d_j, and S = exp(G_n) S + sum of exp(G_n - G_j) k_j d_j^T.
     """
     out, rows = [], (t.transpose(0, 1).split(CHUNK, 1) for t in (q, k, v, g, beta))
-    for of_chunk in zip(*rows, strict=True):
-        q, k, v, g, beta = of_chunk
+    for chunk in zip(*rows, strict=True):
+        q, k, v, g, beta = chunk
         total = g.cumsum(1)  # [V, n]
         decay = (total[:, :, None] - total[:, None, :]).tril().exp().tril()
         system = (beta[..., None] * (k @ k.mT) * decay).tril(-1)

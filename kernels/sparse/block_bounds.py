@@ -17,17 +17,17 @@ SLOTS = 32  # slots of a page per iteration
 def _fold_blocks_kernel(
     k_cache, k_scales, block_bounds, part_bounds, tables, starts, before, after, tables_n,
     k_layer, k_page, k_slot, k_head, s_layer, s_page, s_head, b_layer, b_page, b_head, b_kind,
-    p_layer, p_page, p_head, p_part, p_kind, MOST,
+    p_layer, p_page, p_head, p_part, p_kind, MAX_PAGES,
     KVP: tl.constexpr, RANK: tl.constexpr, BLOCK_TOKENS: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    n = tl.program_id(0) // MOST
+    n = tl.program_id(0) // MAX_PAGES
     head = tl.program_id(1)
     layer = tl.program_id(2).to(tl.int64)
     start = tl.load(starts + n)
     full = local_length(tl.load(before + n), start, KVP, RANK, BLOCK_TOKENS) // PAGE
     stop = local_length(tl.load(after + n), start, KVP, RANK, BLOCK_TOKENS) // PAGE
-    at = full + tl.program_id(0) % MOST
+    at = full + tl.program_id(0) % MAX_PAGES
     if at < stop:
         page = tl.load(tables + n.to(tl.int64) * tables_n + at).to(tl.int64)
         d = tl.arange(0, BLOCK_D)
@@ -42,15 +42,15 @@ def _fold_blocks_kernel(
             if k_scales is not None:
                 at_scales = k_scales + layer * s_layer + page * s_page + head * s_head + begin + slot
                 k *= tl.load(at_scales, mask=begin + slot < PAGE, other=0.0)[:, None]
-            most = tl.max(tl.where(inside, k, float("-inf")), 0)
-            least = tl.min(tl.where(inside, k, float("inf")), 0)
+            max_pages = tl.max(tl.where(inside, k, float("-inf")), 0)
+            min_value = tl.min(tl.where(inside, k, float("inf")), 0)
             no_number = tl.sum(tl.where(k != k, 1.0, 0.0), 0)
             if part_bounds is not None:  # a part is SLOTS keys
                 to = part_bounds + layer * p_layer + page * p_page + head * p_head + begin // SLOTS * p_part + d
-                tl.store(to, tl.where(no_number > 0, float("nan"), most), mask=d < D)
-                tl.store(to + p_kind, tl.where(no_number > 0, float("nan"), least), mask=d < D)
-            one = tl.maximum(one, most)
-            two = tl.minimum(two, least)
+                tl.store(to, tl.where(no_number > 0, float("nan"), max_pages), mask=d < D)
+                tl.store(to + p_kind, tl.where(no_number > 0, float("nan"), min_value), mask=d < D)
+            one = tl.maximum(one, max_pages)
+            two = tl.minimum(two, min_value)
             broken += no_number
         one = tl.where(broken > 0, float("nan"), one)  # the maximum of a NaN and a number may be the number
         two = tl.where(broken > 0, float("nan"), two)
@@ -67,7 +67,7 @@ def fold_blocks(
     starts: torch.Tensor,
     before: torch.Tensor,
     after: torch.Tensor,
-    most: int,
+    max_pages: int,
     *,
     kvp: int,
     kvp_rank: int,
@@ -101,10 +101,10 @@ def fold_blocks(
     if part_bounds is not None:
         slots, part_strides = page_size // part_bounds.shape[3], [*part_bounds.stride()[:5]]
         assert slots * part_bounds.shape[3] == page_size and part_bounds.stride(5) == 1
-    _fold_blocks_kernel[len(tables) * most, heads, layers](
+    _fold_blocks_kernel[len(tables) * max_pages, heads, layers](
         keys, scales, bounds, part_bounds, tables, starts, before, after, tables.stride(0),
         *keys.stride()[:4], *(scales.stride()[:3] if scales is not None else (0, 0, 0)), *bounds.stride()[:4],
-        *part_strides, most,
+        *part_strides, max_pages,
         KVP=kvp, RANK=kvp_rank, BLOCK_TOKENS=append_block, PAGE=page_size, D=D,
         BLOCK_D=triton.next_power_of_2(D), SLOTS=slots,
     )  # fmt: skip

@@ -28,32 +28,32 @@ def _block_ranges_kernel(
     start = tl.load(starts + n, mask=inside, other=0)
     some = tl.load(live + n, mask=inside, other=0) != 0
     length = tl.where(some, local_length(position + 1, start, KVP, RANK, BLOCK_TOKENS), 0)
-    held = (length + PAGE - 1) // PAGE
+    num_pages = (length + PAGE - 1) // PAGE
     # Tokens of every query's sink, as the tensor that `local_length` expects.
     sinks = local_length(position * 0 + sink * PAGE, start, KVP, RANK, BLOCK_TOKENS)
     window = tl.maximum(position // PAGE - local + 1, 0) * PAGE
-    begin = tl.minimum((sinks + PAGE - 1) // PAGE, held)
+    begin = tl.minimum((sinks + PAGE - 1) // PAGE, num_pages)
     end = tl.minimum(
         local_length(window, start, KVP, RANK, BLOCK_TOKENS), local_length(committed, start, KVP, RANK, BLOCK_TOKENS)
     ) // PAGE  # fmt: skip
-    end = tl.minimum(tl.maximum(end, begin), held)
+    end = tl.minimum(tl.maximum(end, begin), num_pages)
     short = position + 1 < from_tokens
-    begin = tl.where(short, held, begin)
-    end = tl.where(short, held, end)
+    begin = tl.where(short, num_pages, begin)
+    end = tl.where(short, num_pages, end)
     to = ranges + n
     tl.store(to, begin.to(tl.int32), mask=inside)
     tl.store(to + N, end.to(tl.int32), mask=inside)
-    tl.store(to + 2 * N, held.to(tl.int32), mask=inside)
-    left_out = (end - begin) * PARTS - tl.minimum((end - begin) * PARTS, topk)
+    tl.store(to + 2 * N, num_pages.to(tl.int32), mask=inside)
+    num_skipped = (end - begin) * PARTS - tl.minimum((end - begin) * PARTS, topk)
     if PARTS > 1:  # in a table of all pages that are read or candidates
-        looked_at = tl.minimum(end - begin, candidates)
-        left_out = (end - begin) * PARTS - tl.minimum(looked_at * PARTS, topk)
+        num_candidates = tl.minimum(end - begin, candidates)
+        num_skipped = (end - begin) * PARTS - tl.minimum(num_candidates * PARTS, topk)
         tl.store(to + 4 * N, (begin * PARTS).to(tl.int32), mask=inside)
-        tl.store(to + 5 * N, ((begin + looked_at) * PARTS).to(tl.int32), mask=inside)
-        tl.store(to + 6 * N, ((held - (end - begin) + looked_at) * PARTS).to(tl.int32), mask=inside)
+        tl.store(to + 5 * N, ((begin + num_candidates) * PARTS).to(tl.int32), mask=inside)
+        tl.store(to + 6 * N, ((num_pages - (end - begin) + num_candidates) * PARTS).to(tl.int32), mask=inside)
         PART: tl.constexpr = PAGE // PARTS
         tl.store(to + 7 * N, ((length + PART - 1) // PART).to(tl.int32), mask=inside)
-    tl.store(to + 3 * N, (length - left_out * (PAGE // PARTS)).to(tl.int32), mask=inside)
+    tl.store(to + 3 * N, (length - num_skipped * (PAGE // PARTS)).to(tl.int32), mask=inside)
 
 
 def block_ranges(

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from kernels import dispatch
-from kernels.overlap import overlapped, start_successor, wait_for_predecessor
+from kernels.overlap import pdl_options, start_successor, wait_for_predecessor
 from kernels.sparse.reference import NONE
 from kernels.sparse.reference import keep_best as reference
 
@@ -16,7 +16,7 @@ _NONE = tl.constexpr(NONE)
 
 @triton.jit
 def _keep_best_kernel(
-    offered, firsts, starts, table, counted, width, rank, N,
+    candidates, firsts, starts, table, page_counts, width, rank, N,
     HEADS: tl.constexpr, TOPK: tl.constexpr, RANKS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_ALL: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -28,30 +28,30 @@ def _keep_best_kernel(
     start_successor(PDL)
     a = tl.arange(0, BLOCK_ALL)
     source = a // TOPK
-    at = offered + ((source * N + n).to(tl.int64) * HEADS + head) * TOPK * 2 + a % TOPK * 2
+    at = candidates + ((source * N + n).to(tl.int64) * HEADS + head) * TOPK * 2 + a % TOPK * 2
     score = tl.load(at, mask=source < RANKS, other=_NONE)
     # Blocks are dealt round-robin: maps a rank's page to the sequence's block number.
     block = tl.load(at + 1, mask=source < RANKS, other=0) * RANKS + (source - start + RANKS) % RANKS
     i = tl.arange(0, BLOCK_K)
-    mine = offered + ((rank * N + n).to(tl.int64) * HEADS + head) * TOPK * 2 + i * 2
-    own_score = tl.load(mine, mask=i < TOPK, other=_NONE)
-    own_block = tl.load(mine + 1, mask=i < TOPK, other=0) * RANKS + (rank - start + RANKS) % RANKS
-    better = (score[None, :] > own_score[:, None]) | (
-        (score[None, :] == own_score[:, None]) & (block[None, :] < own_block[:, None])
+    mine = candidates + ((rank * N + n).to(tl.int64) * HEADS + head) * TOPK * 2 + i * 2
+    local_score = tl.load(mine, mask=i < TOPK, other=_NONE)
+    local_block = tl.load(mine + 1, mask=i < TOPK, other=0) * RANKS + (rank - start + RANKS) % RANKS
+    better = (score[None, :] > local_score[:, None]) | (
+        (score[None, :] == local_score[:, None]) & (block[None, :] < local_block[:, None])
     )
-    lost = (own_score > _NONE) & (tl.sum(better.to(tl.int32), 1) >= TOPK)
+    lost = (local_score > _NONE) & (tl.sum(better.to(tl.int32), 1) >= TOPK)
     to = table + (n.to(tl.int64) * HEADS + head) * width + begin + i
     tl.store(to, i * 0 - 1, mask=lost)
-    tl.atomic_add(counted, -tl.sum(lost.to(tl.int64), 0), sem="relaxed")
+    tl.atomic_add(page_counts, -tl.sum(lost.to(tl.int64), 0), sem="relaxed")
 
 
 def keep_best(
-    offered: torch.Tensor,
+    candidates: torch.Tensor,
     first: torch.Tensor,
     starts: torch.Tensor,
     table: torch.Tensor,
     kvp_rank: int,
-    counted: torch.Tensor,
+    page_counts: torch.Tensor,
 ) -> None:
     """Drops pages of this rank's choice from its table that are not among the best of all ranks.
 
@@ -63,13 +63,13 @@ def keep_best(
         table: [N, Hkv, width] int32, contiguous; dropped pages become -1.
         counted: [2] int64; the first, pages in tables, is reduced by the dropped pages.
     """
-    if not dispatch.on_gpu(offered):
-        reference(offered, first, starts, table, kvp_rank, counted)
+    if not dispatch.on_gpu(candidates):
+        reference(candidates, first, starts, table, kvp_rank, page_counts)
         return
-    ranks, N, heads, topk, _ = offered.shape
-    assert offered.is_contiguous() and table.is_contiguous() and first.is_contiguous() and starts.is_contiguous()
+    ranks, N, heads, topk, _ = candidates.shape
+    assert candidates.is_contiguous() and table.is_contiguous() and first.is_contiguous() and starts.is_contiguous()
     _keep_best_kernel[N, heads](
-        offered, first, starts, table, counted, table.shape[2], kvp_rank, N, HEADS=heads, TOPK=topk, RANKS=ranks,
+        candidates, first, starts, table, page_counts, table.shape[2], kvp_rank, N, HEADS=heads, TOPK=topk, RANKS=ranks,
         BLOCK_K=triton.next_power_of_2(topk), BLOCK_ALL=triton.next_power_of_2(ranks * topk),
-        num_warps=4, **overlapped(offered),
+        num_warps=4, **pdl_options(candidates),
     )  # fmt: skip

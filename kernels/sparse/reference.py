@@ -12,7 +12,7 @@ NONE = -(2**31)  # below every score
 TILE = 32  # pages of a tile
 FORCED = 0xFFFF  # above every score
 NO_NUMBER = 0xFFFE  # above every other score
-MOST_REACH = 16  # keys; pages of more than one key hold at least as many
+MAX_REACH = 16  # keys; pages of more than one key hold at least as many
 
 
 def full_pages(length: int, start: int, *, kvp: int, kvp_rank: int, append_block: int, page_size: int) -> int:
@@ -107,7 +107,7 @@ def select_blocks(
     pages: torch.Tensor,
     topk: int,
     width: int,
-    counted: torch.Tensor,
+    page_counts: torch.Tensor,
     *,
     candidates: torch.Tensor | None = None,
     stretch: int | None = None,
@@ -124,47 +124,47 @@ def select_blocks(
         row = block_table[n // T].expand(heads, -1)
         if parts > 1:
             row = (row[..., None] * parts + torch.arange(parts, device=row.device)).flatten(1)
-        begin, end, held = int(first[n]), int(last[n]), int(pages[n])
+        begin, end, num_pages = int(first[n]), int(last[n]), int(pages[n])
         found = ordered_fp32(block_scores(q[n], _bounds(bounds, row[:, begin:end].long(), parts)))
-        chosen = torch.cat(
+        selected = torch.cat(
             [at + _best(found[:, at:until], k) for at, until, k in _shares(begin, end, topk, stretch)], 1
         )
         sinks = torch.arange(begin, device=q.device).expand(heads, -1)
-        local = torch.arange(end, held, device=q.device).expand(heads, -1)
-        read = torch.cat([sinks, begin + chosen, local], 1)  # [Hkv, pages read]
+        local = torch.arange(end, num_pages, device=q.device).expand(heads, -1)
+        read = torch.cat([sinks, begin + selected, local], 1)  # [Hkv, pages read]
         table[n, :, : read.shape[1]] = row.gather(1, read)
-        counted += torch.tensor([read.numel(), heads], device=q.device)
+        page_counts += torch.tensor([read.numel(), heads], device=q.device)
         if candidates is not None:
             candidates[n] = NONE
-            candidates[n, :, : chosen.shape[1], 0] = found.gather(1, chosen)
-            candidates[n, :, : chosen.shape[1], 1] = begin + chosen.int()
+            candidates[n, :, : selected.shape[1], 0] = found.gather(1, selected)
+            candidates[n, :, : selected.shape[1], 1] = begin + selected.int()
     return table
 
 
 def keep_best(
-    offered: torch.Tensor,
+    candidates: torch.Tensor,
     first: torch.Tensor,
     starts: torch.Tensor,
     table: torch.Tensor,
     kvp_rank: int,
-    counted: torch.Tensor,
+    page_counts: torch.Tensor,
 ) -> None:
     """Drops pages that are not among the best of all ranks; shapes as in `kernels.sparse.keep_best.keep_best`."""
-    ranks, _, _, topk, _ = offered.shape
-    source = torch.arange(ranks, device=offered.device)[:, None, None, None]
-    score, page = offered.long().unbind(-1)  # [K, N, Hkv, topk]
+    ranks, _, _, topk, _ = candidates.shape
+    source = torch.arange(ranks, device=candidates.device)[:, None, None, None]
+    score, page = candidates.long().unbind(-1)  # [K, N, Hkv, topk]
     block = page * ranks + (source - starts[:, None, None]) % ranks
     # Score and block in one number: of equal scores, the earlier block is better.
     value = score * (1 << 31) - block
-    least = value.permute(1, 2, 0, 3).flatten(2).sort(descending=True).values[..., topk - 1]  # [N, Hkv]
-    lost = (value[kvp_rank] < least[..., None]) & (score[kvp_rank] > NONE)
+    threshold = value.permute(1, 2, 0, 3).flatten(2).sort(descending=True).values[..., topk - 1]  # [N, Hkv]
+    lost = (value[kvp_rank] < threshold[..., None]) & (score[kvp_rank] > NONE)
     n, head, i = lost.nonzero().unbind(1)
     table[n, head, first[n].long() + i] = -1
-    counted[0] -= len(n)
+    page_counts[0] -= len(n)
 
 
 @dataclass(frozen=True)
-class Together:
+class SelectionGroup:
     """Context of a choice among the keys of all ranks that hold parts of the same sequences.
 
     Ties go to the first rank. The `counts` of a call are then the room for a rank's share: unused entries are -1, and
@@ -193,7 +193,7 @@ def select_tokens(
     scores: torch.Tensor,
     score_tables: torch.Tensor,
     block_tables: torch.Tensor,
-    known: torch.Tensor,
+    num_keys: torch.Tensor,
     counts: torch.Tensor,
     sinks: torch.Tensor,
     windows: torch.Tensor,
@@ -202,12 +202,12 @@ def select_tokens(
     tail: int,
     *,
     reach: int = 0,
-    together: Together | None = None,
+    selection_group: SelectionGroup | None = None,
 ) -> None:
     """Writes tables of the best keys' cache slots; shapes as in `kernels.sparse.select_tokens.select_tokens`."""
     page_size, heads = scores.shape[4], table.shape[2]
-    for b in range(len(known)):
-        n, k, first, last = (int(x[b]) for x in (known, counts, sinks, windows))
+    for b in range(len(num_keys)):
+        n, k, first, last = (int(x[b]) for x in (num_keys, counts, sinks, windows))
         if fresh[b]:
             x = torch.ones(len(scores), heads, n, dtype=torch.int32, device=scores.device)
         else:
@@ -217,13 +217,17 @@ def select_tokens(
         if reach and n:
             x = torch.nn.functional.pad(x, (reach, 0)).unfold(-1, reach + 1, 1).amax(-1)
         x[..., :first] = x[..., n - last : n] = FORCED
-        if together is not None:
-            _choose_together(x, block_tables[b], page_size, n, k, int(together.counts[b]), table[:, b], tail, together)
+        if selection_group is not None:
+            _select_jointly(
+                x, block_tables[b], page_size, n, k, int(selection_group.counts[b]), table[:, b], tail, selection_group
+            )
             continue
         # Stable, and backwards: ties go to the latest key.
-        chosen = n - 1 - x.flip(-1).sort(dim=-1, descending=True, stable=True).indices[..., :k].sort(-1).values.flip(-1)
+        selected = (
+            n - 1 - x.flip(-1).sort(dim=-1, descending=True, stable=True).indices[..., :k].sort(-1).values.flip(-1)
+        )
         slots = _slots(block_tables[b], page_size)
-        table[:, b, :, :k] = slots[chosen]
+        table[:, b, :, :k] = slots[selected]
         _write_tail(table[:, b], slots, n, k, tail)
 
 
@@ -238,31 +242,31 @@ def _write_tail(table: torch.Tensor, slots: torch.Tensor, n: int, k: int, tail: 
     table[..., k + len(after) : k + tail] = 0
 
 
-def _choose_together(
+def _select_jointly(
     x: torch.Tensor,
     blocks: torch.Tensor,
     page_size: int,
     n: int,
     room: int,
-    of_all: int,
+    joint_counts: int,
     table: torch.Tensor,
     tail: int,
-    together: Together,
+    selection_group: SelectionGroup,
 ) -> None:
-    """Writes this rank's share [L, heads, width] of the `of_all` best keys; its own score x [L, heads, n]."""
-    most = len(blocks) * page_size
-    own = torch.nn.functional.pad(x.flip(-1), (0, most - n), value=-1)  # the latest first
-    everyone = together.gather(own.contiguous())  # [ranks, L, heads, most]
-    flat = everyone.permute(1, 2, 0, 3).flatten(2)
-    best = flat.sort(dim=-1, descending=True, stable=True).indices[..., :of_all]
-    taken = torch.zeros_like(flat, dtype=torch.bool).scatter(-1, best, True)
-    mine = taken[..., together.rank * most :][..., :n].flip(-1)
+    """Writes this rank's share [L, heads, width] of the `joint_counts` best keys; its own score x [L, heads, n]."""
+    max_keys = len(blocks) * page_size
+    local_scores = torch.nn.functional.pad(x.flip(-1), (0, max_keys - n), value=-1)  # the latest first
+    all_scores = selection_group.gather(local_scores.contiguous())  # [ranks, L, heads, most]
+    flat = all_scores.permute(1, 2, 0, 3).flatten(2)
+    best = flat.sort(dim=-1, descending=True, stable=True).indices[..., :joint_counts]
+    is_selected = torch.zeros_like(flat, dtype=torch.bool).scatter(-1, best, True)
+    mine = is_selected[..., selection_group.rank * max_keys :][..., :n].flip(-1)
     slots = _slots(blocks, page_size)
     table[..., :room] = -1
     for layer, head in ((i, j) for i in range(len(x)) for j in range(x.shape[1])):
-        chosen = slots[:n][mine[layer, head]]
-        table[layer, head, : min(len(chosen), room)] = chosen[:room].int()
-        together.overflow.add_(max(0, len(chosen) - room))
+        selected = slots[:n][mine[layer, head]]
+        table[layer, head, : min(len(selected), room)] = selected[:room].int()
+        selection_group.overflow.add_(max(0, len(selected) - room))
     _write_tail(table, slots, n, room, tail)
 
 

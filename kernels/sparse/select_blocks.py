@@ -19,13 +19,13 @@ import triton.language as tl
 
 from kernels import dispatch
 from kernels.attention.split_kv import item_at, schedule
-from kernels.overlap import overlapped, prefetch, sm_count, start_successor, wait_for_predecessor
+from kernels.overlap import pdl_options, prefetch, sm_count, start_successor, wait_for_predecessor
 from kernels.sparse.reference import TILE
 from kernels.sparse.reference import select_blocks as reference
 
 LANES = 1024  # least number of pages among which a program chooses at once
-MOST_CHOSEN = 128  # pages
-MOST_PAGES = TILE << 14  # of a sequence
+MAX_SELECTED = 128  # pages
+MAX_PAGES = TILE << 14  # of a sequence
 PROGRAMS = 2  # per SM
 STAGES = 3  # one more than tiles of bounds in flight
 
@@ -50,8 +50,8 @@ def _largest(keys, count, k, low):
     """
     biased = keys.to(tl.uint32, bitcast=True) ^ 0x80000000  # as unsigned numbers; _NONE is 0
     high = tl.max(biased, 0)
-    least = tl.min(tl.where(biased > 0, biased, high), 0)
-    mark = tl.where(count > k, tl.maximum(least, low.to(tl.uint32, bitcast=True) ^ 0x80000000), 0)
+    min_key = tl.min(tl.where(biased > 0, biased, high), 0)
+    mark = tl.where(count > k, tl.maximum(min_key, low.to(tl.uint32, bitcast=True) ^ 0x80000000), 0)
     searching = count > k
     while searching:  # at least k reach `mark`, and fewer than k exceed `high`
         width = high - mark
@@ -62,12 +62,14 @@ def _largest(keys, count, k, low):
         reach = (biased >= mark).to(tl.int64) + ((biased >= one).to(tl.int64) << 16)
         reach += ((biased >= two).to(tl.int64) << 32) + ((biased >= three).to(tl.int64) << 48)
         reach = tl.sum(reach, 0)
-        of_one, of_two, of_three = (reach >> 16) & 0xFFFF, (reach >> 32) & 0xFFFF, reach >> 48
+        reach_one, reach_two, reach_three = (reach >> 16) & 0xFFFF, (reach >> 32) & 0xFFFF, reach >> 48
         reached = tl.where(
-            of_three >= k, of_three, tl.where(of_two >= k, of_two, tl.where(of_one >= k, of_one, reach & 0xFFFF))
+            reach_three >= k,
+            reach_three,
+            tl.where(reach_two >= k, reach_two, tl.where(reach_one >= k, reach_one, reach & 0xFFFF)),
         )
-        high = tl.where(of_three >= k, high, tl.where(of_two >= k, three, tl.where(of_one >= k, two, one)) - 1)
-        mark = tl.where(of_three >= k, three, tl.where(of_two >= k, two, tl.where(of_one >= k, one, mark)))
+        high = tl.where(reach_three >= k, high, tl.where(reach_two >= k, three, tl.where(reach_one >= k, two, one)) - 1)
+        mark = tl.where(reach_three >= k, three, tl.where(reach_two >= k, two, tl.where(reach_one >= k, one, mark)))
         searching = (reached > k) & (mark < high)
     above = biased > mark
     equal = (biased == mark) & (biased > 0)
@@ -76,8 +78,8 @@ def _largest(keys, count, k, low):
     until = tl.cumsum(ones + (equal.to(tl.int32) << 16), 0)
     free = k - tl.sum(ones, 0)
     equals = until >> 16
-    place = (until & 0xFFFF) + tl.minimum(equals, free) - 1
-    return above | (equal & (equals <= free)), place, (mark ^ 0x80000000).to(tl.int32, bitcast=True)
+    index = (until & 0xFFFF) + tl.minimum(equals, free) - 1
+    return above | (equal & (equals <= free)), index, (mark ^ 0x80000000).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -91,9 +93,9 @@ def _entry(pages, i, inside, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _read_anyway(pages, to, begin, end, held, k, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+def _write_fixed_pages(pages, to, begin, end, num_pages, k, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     """Writes the always-read pages, before and after the candidates, of one query and KV head."""
-    count = begin + held - end
+    count = begin + num_pages - end
     lane = tl.arange(0, BLOCK)
     for at in range(0, count, BLOCK):
         i = at + lane
@@ -103,7 +105,7 @@ def _read_anyway(pages, to, begin, end, held, k, PARTS: tl.constexpr, BLOCK: tl.
 
 
 @triton.jit
-def _choose(
+def _select_pages(
     scores, best, list_, pages, to, report, begin, end, k,
     LANES: tl.constexpr, BLOCK_G: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, REPORT: tl.constexpr,
 ):  # fmt: skip
@@ -116,20 +118,20 @@ def _choose(
         tiles = tl.cdiv(end, TILE) - begin // TILE
         g = tl.arange(0, BLOCK_G)
         keys = tl.load(best + begin // TILE + g, mask=g < tiles, other=_NONE, cache_modifier=".cg")
-        taken, place, low = _largest(keys, tiles, SEATS, low)
-        tl.store(list_ + place, begin // TILE + g, mask=taken)
+        is_selected, index, low = _largest(keys, tiles, SEATS, low)
+        tl.store(list_ + index, begin // TILE + g, mask=is_selected)
         tl.debug_barrier()
         page = tl.load(list_ + lane // TILE) * TILE + lane % TILE
     inside = (page >= begin) & (page < end)
     keys = tl.load(scores + page, mask=inside, other=_NONE, cache_modifier=".cg")
     entries = _entry(pages, page, inside, PARTS)
-    taken, place, low = _largest(keys, end - begin, k, low)
-    tl.store(to + begin + place, entries, mask=taken)
+    is_selected, index, low = _largest(keys, end - begin, k, low)
+    tl.store(to + begin + index, entries, mask=is_selected)
     if REPORT:
         i = tl.arange(0, LANES)
         tl.store(report + 2 * i, i * 0 + _NONE, mask=(i >= end - begin) & (i < k))
-        tl.store(report + 2 * place, keys, mask=taken)
-        tl.store(report + 2 * place + 1, page, mask=taken)
+        tl.store(report + 2 * index, keys, mask=is_selected)
+        tl.store(report + 2 * index + 1, page, mask=is_selected)
 
 
 @triton.jit
@@ -154,14 +156,14 @@ def _stretch(tile, first, last, k, LANES: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _score_tiles(
-    meets_one, meets_two, block_bounds, pages, firsts, lasts, scores, best, first, last, start, stop,
+    positive_query, negative_query, block_bounds, pages, firsts, lasts, scores, best, first, last, start, stop,
     page_stride, part_stride, kind_stride, score_row, best_row,
     T: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Scores the pages of tiles first..last-1 for an item's queries; stores them and the best of each tile."""
     lane = tl.arange(0, TILE)
-    d = tl.arange(0, meets_one.shape[1])
-    t = tl.arange(0, meets_one.shape[0]) // GROUP
+    d = tl.arange(0, positive_query.shape[1])
+    t = tl.arange(0, positive_query.shape[0]) // GROUP
     # Loaded one iteration ahead, as attention's tables are.
     ahead = first * TILE + lane
     next_page = tl.load(pages + ahead // PARTS, mask=(first < last) & (ahead >= start) & (ahead < stop), other=0)
@@ -174,18 +176,18 @@ def _score_tiles(
         where = (page * page_stride + j % PARTS * part_stride)[:, None] + d[None, :]
         mask = live[:, None] & (d < D)[None, :]
         one = tl.load(block_bounds + where, mask=mask, other=0.0)
-        found = tl.dot(meets_one, tl.trans(one), input_precision="ieee")
+        found = tl.dot(positive_query, tl.trans(one), input_precision="ieee")
         two = tl.load(block_bounds + where + kind_stride, mask=mask, other=0.0)
-        found = tl.dot(meets_two, tl.trans(two), found, input_precision="ieee")
+        found = tl.dot(negative_query, tl.trans(two), found, input_precision="ieee")
         keys = _ordered(found)  # [BLOCK_M, TILE]
         for query_t in tl.static_range(T):
             top = tl.max(tl.where((t == query_t)[:, None], keys, _NONE), 0)
             if T == 1:
-                chooses = live
+                in_range = live
             else:
-                chooses = (j >= tl.load(firsts + query_t)) & (j < tl.load(lasts + query_t))
-            top = tl.where(chooses, top, _NONE)
-            tl.store(scores + query_t * score_row + j, top, mask=chooses)
+                in_range = (j >= tl.load(firsts + query_t)) & (j < tl.load(lasts + query_t))
+            top = tl.where(in_range, top, _NONE)
+            tl.store(scores + query_t * score_row + j, top, mask=in_range)
             tl.store(best + query_t * best_row + tile, tl.max(top, 0))
 
 
@@ -201,7 +203,8 @@ def _prefetch_tile(block_bounds, pages, first, start, stop, page_stride, D: tl.c
 
 @triton.jit
 def _select_blocks_kernel(
-    q, block_bounds, block_table, firsts, lasts, held, scores, tile_best, lists, arrived, table, report, counted,
+    q, block_bounds, block_table, firsts, lasts, num_pages, scores, tile_best, lists, arrived, table, report,
+    page_counts,
     q_n, q_h, page_stride, head_stride, part_stride, kind_stride, table_b, table_h, score_row, best_row, B, topk, width,
     T: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr,
     TILE: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -237,8 +240,8 @@ def _select_blocks_kernel(
         inside = (t < T)[:, None] & (d < D)[None, :]
         at_q = (b * T + t)[:, None] * q_n + (head * GROUP + m % GROUP)[:, None] * q_h + d[None, :]
         query = tl.load(q + at_q, mask=inside, other=0.0)
-        meets_one = tl.maximum(query, 0.0).to(query.dtype)
-        meets_two = tl.minimum(query, 0.0).to(query.dtype)
+        positive_query = tl.maximum(query, 0.0).to(query.dtype)
+        negative_query = tl.minimum(query, 0.0).to(query.dtype)
         pages = block_table + b * table_b + head * table_h
         stretch_end = item_end
         if STRETCHES > 1 and T == 1:
@@ -250,18 +253,18 @@ def _select_blocks_kernel(
         from_tile = start // TILE + at - item_begin
         if LANES > 0:
             _score_tiles(
-                meets_one, meets_two, block_bounds + head * head_stride, pages, firsts + b * T, lasts + b * T,
+                positive_query, negative_query, block_bounds + head * head_stride, pages, firsts + b * T, lasts + b * T,
                 scores + row * score_row, tile_best + row * best_row, from_tile, from_tile + done, start, stop,
                 page_stride, part_stride, kind_stride, score_row, best_row, T, GROUP, D, TILE, PARTS,
             )  # fmt: skip
         if at == item_begin:
             for query_t in range(T):
                 n = b * T + query_t
-                first, last, whole = tl.load(firsts + n), tl.load(lasts + n), tl.load(held + n)
-                _read_anyway(pages, table + (n * HEADS + head) * width, first, last, whole, topk, PARTS, 128)
+                first, last, whole = tl.load(firsts + n), tl.load(lasts + n), tl.load(num_pages + n)
+                _write_fixed_pages(pages, table + (n * HEADS + head) * width, first, last, whole, topk, PARTS, 128)
                 reads = whole - tl.maximum(last - first - topk, 0)
-                tl.atomic_add(counted, reads.to(tl.int64), sem="relaxed")
-                tl.atomic_add(counted + 1, reads.to(tl.int64) * 0 + 1, sem="relaxed")
+                tl.atomic_add(page_counts, reads.to(tl.int64), sem="relaxed")
+                tl.atomic_add(page_counts + 1, reads.to(tl.int64) * 0 + 1, sem="relaxed")
         if LANES > 0 and T == 1:
             tl.debug_barrier()  # all of the program's scores are written
             if STRETCHES > 1:
@@ -269,7 +272,7 @@ def _select_blocks_kernel(
                 before = tl.atomic_add(counter, done, sem="acq_rel")
                 if before + done == until - (stretch_start // TILE - start // TILE):
                     tl.store(counter, 0)
-                    _choose(
+                    _select_pages(
                         scores + row * score_row, tile_best, lists, pages,
                         table + row * width + start + before_it - stretch_start, report, stretch_start, stretch_stop,
                         share, LANES, BLOCK_G, TILE, PARTS, REPORT,
@@ -278,7 +281,7 @@ def _select_blocks_kernel(
                 before = tl.atomic_add(arrived + b * HEADS + head, done, sem="acq_rel")
                 if before + done == item_end - item_begin:
                     tl.store(arrived + b * HEADS + head, 0)
-                    _choose(
+                    _select_pages(
                         scores + row * score_row, tile_best + row * best_row, lists + row * (LANES // TILE), pages,
                         table + row * width, report + row * topk * 2, start, stop, topk, LANES, BLOCK_G, TILE, PARTS,
                         REPORT,
@@ -289,7 +292,7 @@ def _select_blocks_kernel(
 
 
 @triton.jit
-def _choose_kernel(
+def _select_pages_kernel(
     scores, tile_best, lists, block_table, firsts, lasts, table, report, table_b, score_row, best_row, topk, width,
     T: tl.constexpr, HEADS: tl.constexpr, LANES: tl.constexpr, BLOCK_G: tl.constexpr, TILE: tl.constexpr,
     STRETCHES: tl.constexpr, REPORT: tl.constexpr, PDL: tl.constexpr,
@@ -307,12 +310,12 @@ def _choose_kernel(
         each = tl.cdiv(tiles, tl.cdiv(tiles, LANES // TILE))
         _, until, first, last, before, share = _stretch(tl.program_id(2) * each, begin, end, topk, LANES, TILE)
         if tl.program_id(2) * each < until:
-            _choose(
+            _select_pages(
                 scores + row * score_row, tile_best, lists, block_table + b * table_b, to + begin + before - first,
                 report, first, last, share, LANES, BLOCK_G, TILE, 1, REPORT,
             )  # fmt: skip
     else:
-        _choose(
+        _select_pages(
             scores + row * score_row, tile_best + row * best_row, lists + row * (LANES // TILE),
             block_table + b * table_b, to, report + (n * HEADS + head) * topk * 2, begin, end, topk,
             LANES, BLOCK_G, TILE, 1, REPORT,
@@ -345,10 +348,10 @@ def select_blocks(
     pages: torch.Tensor,
     topk: int,
     width: int,
-    counted: torch.Tensor,
+    page_counts: torch.Tensor,
     *,
     candidates: torch.Tensor | None = None,
-    most: int | None = None,
+    max_pages: int | None = None,
     stretches: bool = False,
     sms: int | None = None,
     lane: int = 0,
@@ -368,7 +371,7 @@ def select_blocks(
             query and KV head, which may be younger than `first`, `last` and `pages`.
         first, last, pages: int32 [N], contiguous: of `pages` pages, those before `first` and from `last` on are always
             read.
-        topk: at most MOST_CHOSEN, with `stretches` LANES.
+        topk: at most MAX_SELECTED, with `stretches` LANES.
         width: columns of the result, at least the pages that any query reads.
         counted: [2] int64, incremented by the pages in all tables and by the number of tables.
         candidates: [N, Hkv, topk, 2] int32, contiguous, written if given, not for parts: the score of each chosen page,
@@ -388,7 +391,7 @@ def select_blocks(
     """
     if not dispatch.on_gpu(q):
         return reference(
-            q, bounds, block_table, first, last, pages, topk, width, counted, candidates=candidates,
+            q, bounds, block_table, first, last, pages, topk, width, page_counts, candidates=candidates,
             stretch=LANES if stretches else None,
         )  # fmt: skip
     N, Hq, D = q.shape
@@ -396,34 +399,34 @@ def select_blocks(
     page_stride, head_stride, *part_stride, kind_stride, last_stride = bounds.stride()
     heads, B = bounds.shape[1], len(block_table)
     columns = block_table.shape[-1] * parts
-    most = min(most or columns, columns)
+    max_pages = min(max_pages or columns, columns)
     T, group = N // B, Hq // heads
     assert bounds.dtype == q.dtype and q.stride(2) == last_stride == block_table.stride(-1) == 1
     assert parts == 1 or (T == 1 and candidates is None and block_table.dim() == 3)
-    assert topk <= (LANES if stretches else MOST_CHOSEN) and most <= MOST_PAGES
+    assert topk <= (LANES if stretches else MAX_SELECTED) and max_pages <= MAX_PAGES
     assert not stretches or candidates is None
     assert all(t.is_contiguous() and t.dtype == torch.int32 for t in (first, last, pages))
     table = torch.empty(N, heads, width, dtype=torch.int32, device=q.device)
     lanes = max(LANES, triton.next_power_of_2(topk) * TILE) if topk else 0
-    lanes = LANES if stretches else min(lanes, max(LANES, triton.next_power_of_2(most)))
+    lanes = LANES if stretches else min(lanes, max(LANES, triton.next_power_of_2(max_pages)))
     scores, best, lists = _workspace(q.device, lane, N * heads, columns, lanes // TILE)
     several = triton.cdiv(columns, lanes // 2) if stretches else 1  # all but the last have half as many pages at least
     arrived = _arrivals(q.device, lane, B * heads * several)
     report = table if candidates is None else candidates
     item = dict(
         T=T, HEADS=heads, LANES=lanes, TILE=TILE, BLOCK_G=triton.next_power_of_2(best.shape[1]), STRETCHES=several,
-        REPORT=candidates is not None, num_warps=4, **overlapped(q),
+        REPORT=candidates is not None, num_warps=4, **pdl_options(q),
     )  # fmt: skip
     table_strides = block_table.stride(0), block_table.stride(1) if parts > 1 else 0
     _select_blocks_kernel[(PROGRAMS * (sms or sm_count(q.device)),)](
-        q, bounds, block_table, first, last, pages, scores, best, lists, arrived, table, report, counted,
+        q, bounds, block_table, first, last, pages, scores, best, lists, arrived, table, report, page_counts,
         *q.stride()[:2], page_stride, head_stride, *(part_stride or [0]), kind_stride, *table_strides, scores.stride(0),
         best.stride(0), B, topk, width, PARTS=parts, GROUP=group, D=D, BLOCK_B=triton.next_power_of_2(B),
         BLOCK_M=max(16, triton.next_power_of_2(T * group)), BLOCK_D=max(16, triton.next_power_of_2(D)),
         num_stages=STAGES, **item,
     )  # fmt: skip
     if topk and T > 1:
-        _choose_kernel[(N, heads, several)](
+        _select_pages_kernel[(N, heads, several)](
             scores, best, lists, block_table, first, last, table, report, block_table.stride(0), scores.stride(0),
             best.stride(0), topk, width, **item,
         )  # fmt: skip

@@ -22,14 +22,14 @@ import triton
 import triton.language as tl
 
 from kernels import dispatch
-from kernels.overlap import overlapped, sm_count, start_successor, store_in_place, wait_for_predecessor
-from kernels.sparse.reference import FORCED, MOST_REACH, NO_NUMBER, Together
+from kernels.overlap import pdl_options, sm_count, start_successor, store_in_place, wait_for_predecessor
+from kernels.sparse.reference import FORCED, MAX_REACH, NO_NUMBER, SelectionGroup
 from kernels.sparse.reference import select_tokens as reference
 
 TILE = 4096  # keys of a program per iteration; half as many in the launch that writes
 PROGRAMS = 8  # least per SM
-LEAST_PARTS = 8  # per row: lengths of sequences differ
-MOST_TILES = 7  # per part: each adds up to 32 to a counter of 8 bits
+MIN_PARTS = 8  # per row: lengths of sequences differ
+MAX_TILES = 7  # per part: each adds up to 32 to a counter of 8 bits
 STAGES = 4
 
 _FORCED, _NO_NUMBER = tl.constexpr(FORCED), tl.constexpr(NO_NUMBER)
@@ -97,9 +97,9 @@ def _read_tile(
             else:
                 best = tl.maximum(best, y)
                 for at in tl.static_range(GROUP):
-                    of_x = tl.max(tl.where((i == at)[None, :], x, 0), 1)
-                    of_y = tl.max(tl.where((i == at)[None, :], y, 0), 1)
-                    best = tl.maximum(best, tl.where((i >= at)[None, :], of_x[:, None], of_y[:, None]))
+                    max_x = tl.max(tl.where((i == at)[None, :], x, 0), 1)
+                    max_y = tl.max(tl.where((i == at)[None, :], y, 0), 1)
+                    best = tl.maximum(best, tl.where((i >= at)[None, :], max_x[:, None], max_y[:, None]))
         x = tl.reshape(best, [TILE // SPAN, SPAN])
     if (begin < sinks) | (begin + TILE > n - windows) | (fresh > 0):  # hardly any tile
         x = tl.where((j < sinks) | (j >= n - windows), _FORCED, tl.where(fresh > 0, 1, x))
@@ -168,11 +168,11 @@ def _write_tail(blocks, table, n, columns, tail, PAGE: tl.constexpr, BLOCK: tl.c
 
 @triton.jit
 def _select_tokens_kernel(
-    key_scores, score_tables, block_tables, known, counts, sink_keys, window_keys, fresh, table,
-    row_counts, part_counts, all_counts, equals_before, of_all, overflow, layer_stride, plane_stride, page_stride,
+    key_scores, score_tables, block_tables, num_keys, counts, sink_keys, window_keys, fresh, table,
+    row_counts, part_counts, all_counts, equals_before, joint_counts, overflow, layer_stride, plane_stride, page_stride,
     head_stride, score_tables_b, block_tables_b, table_layer, B, columns, width, tail, parts,
     STAGE: tl.constexpr, GUESS: tl.constexpr, PLANES: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
-    REACH: tl.constexpr, TILE: tl.constexpr, BLOCK_PARTS: tl.constexpr, TOGETHER: tl.constexpr, PDL: tl.constexpr,
+    REACH: tl.constexpr, TILE: tl.constexpr, BLOCK_PARTS: tl.constexpr, JOINT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0) % parts  # one axis: rows of a large batch are more than the second one takes
     row = (tl.program_id(0) // parts).to(tl.int64)
@@ -181,7 +181,7 @@ def _select_tokens_kernel(
     b = row // HEADS % B
     if STAGE == 0 or GUESS:
         wait_for_predecessor(PDL)
-    n, k, room = tl.load(known + b), tl.load(of_all + b), tl.load(counts + b)
+    n, k, room = tl.load(num_keys + b), tl.load(joint_counts + b), tl.load(counts + b)
     sinks, windows, is_fresh = tl.load(sink_keys + b), tl.load(window_keys + b), tl.load(fresh + b).to(tl.int32)
     run = tl.cdiv(tl.cdiv(n, TILE), parts) * TILE
     begin = part * run
@@ -202,7 +202,7 @@ def _select_tokens_kernel(
 
     # Results of earlier launches.
     guessed = tl.minimum(tl.maximum(tl.load(row_counts + _FOUND + 2) - 128, 0), 0xFF00)
-    if STAGE < 3 and not GUESS and not TOGETHER:
+    if STAGE < 3 and not GUESS and not JOINT:
         above = tl.load(row_counts + _ABOVE)
         if (above < k) & (k <= tl.load(row_counts + _ABOVE + 1)):  # the guess was right
             if STAGE == 0:
@@ -242,7 +242,7 @@ def _select_tokens_kernel(
         threshold = tl.load(row_counts + _FOUND) + low
         if part == 0:
             tl.store(row_counts + _FOUND + 2, threshold)
-        if TOGETHER:  # ties go to the first rank
+        if JOINT:  # ties go to the first rank
             equals = tl.load(row_counts + _LOW + low)
             left = tl.minimum(tl.maximum(left - tl.load(equals_before + row * 256 + low), 0), equals)
         skipped = equals - left  # ties: the earlier keys are skipped
@@ -250,20 +250,22 @@ def _select_tokens_kernel(
         reached = part_counts + (q - part) * _SIZE + _LOW + low
         beyond = tl.load(reached + 1, mask=q < part, other=0)
         equal = tl.load(reached, mask=q < part, other=0) - beyond
-        own = tl.load(part_counts + _LOW + low) - tl.load(part_counts + _LOW + low + 1)
+        local_equal = tl.load(part_counts + _LOW + low) - tl.load(part_counts + _LOW + low + 1)
         both = tl.sum((equal.to(tl.int64) << 32) + beyond, 0)  # both in one reduction
         equal, beyond = (both >> 32).to(tl.int32), both.to(tl.int32)
-        # Earlier parts have `equal` keys at the threshold, and `place` chosen keys.
-        place = beyond + tl.maximum(equal - skipped, 0)
+        # Earlier parts have `equal` keys at the threshold, and `index` chosen keys.
+        index = beyond + tl.maximum(equal - skipped, 0)
         bound = threshold - (equal >= skipped).to(tl.int32)  # keys above are chosen
-        is_cut = (equal < skipped) & (equal + own > skipped)  # some of this part's ties are chosen, and some not
-        if TOGETHER and part == 0:
-            of_parts = part_counts + q * _SIZE + _LOW + low + 1
-            chosen_here = left + tl.sum(tl.load(of_parts, mask=q * run < n, other=0), 0)
+        is_cut = (equal < skipped) & (
+            equal + local_equal > skipped
+        )  # some of this part's ties are chosen, and some not
+        if JOINT and part == 0:
+            counts_of_parts = part_counts + q * _SIZE + _LOW + low + 1
+            local_count = left + tl.sum(tl.load(counts_of_parts, mask=q * run < n, other=0), 0)
             for at in range(0, room, 128):
                 i = at + tl.arange(0, 128)
-                tl.store(table + i, i * 0 - 1, mask=(i >= chosen_here) & (i < room))
-            tl.atomic_add(overflow, tl.maximum(chosen_here - room, 0).to(tl.int64), sem="relaxed")
+                tl.store(table + i, i * 0 - 1, mask=(i >= local_count) & (i < room))
+            tl.atomic_add(overflow, tl.maximum(local_count - room, 0).to(tl.int64), sem="relaxed")
 
     STEP: tl.constexpr = TILE // 2 if STAGE == 3 else TILE
     for at in range(begin, end, STEP):
@@ -283,16 +285,16 @@ def _select_tokens_kernel(
             higher += tl.sum(tl.reshape((code > 255).to(tl.int32), [TILE // 32, 32], can_reorder=True), 1)
         else:
             x = tl.reshape(x, [STEP // 8, 8])
-            chosen = (x > bound).to(tl.int32)
+            selected = (x > bound).to(tl.int32)
             if is_cut:
                 at_it = (x == threshold).to(tl.int32)
                 until, count = _ranks(at_it)
-                chosen |= at_it & (equal + until > skipped).to(tl.int32)
+                selected |= at_it & (equal + until > skipped).to(tl.int32)
                 equal += count
-            until, count = _ranks(chosen)
-            to = place + until - 1
-            store_in_place(table + to, slot, (chosen > 0) & (to < room), PDL)
-            place += count
+            until, count = _ranks(selected)
+            to = index + until - 1
+            store_in_place(table + to, slot, (selected > 0) & (to < room), PDL)
+            index += count
         if STAGE <= 1:
             even += _fours(eights & _EVEN, TILE)
             odd += _fours((eights >> 4) & _EVEN, TILE)
@@ -328,7 +330,7 @@ def select_tokens(
     scores: torch.Tensor,
     score_tables: torch.Tensor,
     block_tables: torch.Tensor,
-    known: torch.Tensor,
+    num_keys: torch.Tensor,
     counts: torch.Tensor,
     sinks: torch.Tensor,
     windows: torch.Tensor,
@@ -337,13 +339,13 @@ def select_tokens(
     tail: int,
     *,
     reach: int = 0,
-    together: Together | None = None,
+    selection_group: SelectionGroup | None = None,
 ) -> None:
     """Writes tables of the cache slots of each sequence's best keys, for all layers and KV heads.
 
-    Exactly `counts` of the first `known` local keys are chosen: the first `sinks`, the last `windows`, then those with
-    the highest scores, ties to the latest. Scores compare as fp16; NaN is the highest, so that it surfaces, and -0 is
-    below 0. Slots ascend by local position. The slots of the next `tail` keys follow, which later steps append: 0
+    Exactly `counts` of the first `num_keys` local keys are chosen: the first `sinks`, the last `windows`, then those
+    with the highest scores, ties to the latest. Scores compare as fp16; NaN is the highest, so that it surfaces, and
+    -0 is below 0. Slots ascend by local position. The slots of the next `tail` keys follow, which later steps append: 0
     beyond the block table. No size depends on device data. Deterministic. Calls on one device with equally many rows
     share a workspace, so they must not run concurrently.
 
@@ -354,7 +356,7 @@ def select_tokens(
         score_tables, block_tables: [B, P] int32, rows contiguous: pages of scores and of the KV cache, of equal size. A
             key's slot is `block_tables[b, j // page_size] * page_size + j % page_size`.
         known: [B] int32; contiguous, like all that follow.
-        counts: [B] int32, at most `known`.
+        counts: [B] int32, at most `num_keys`.
         sinks, windows: [B] int32, together at most `counts`.
         fresh: [B] bool: scores are not read and taken as equal, so that the latest keys are chosen.
         table: [L, B, Hkv, width] int32, contiguous in a layer, written: `counts + tail` entries of each row, at most
@@ -372,36 +374,40 @@ def select_tokens(
     assert scores.dtype == torch.float16 and scores.stride(4) == 1
     assert block_tables.shape == score_tables.shape and block_tables.stride(1) == score_tables.stride(1) == 1
     assert table[0].is_contiguous() and table.shape[:3] == (layers, B, heads) and fresh.dtype == torch.bool
-    per_sequence = (known, counts, sinks, windows)
+    per_sequence = (num_keys, counts, sinks, windows)
     assert all(t.is_contiguous() and t.dtype == torch.int32 and t.shape == (B,) for t in per_sequence)
-    assert 0 <= reach <= MOST_REACH and reach & (reach - 1) == 0
+    assert 0 <= reach <= MAX_REACH and reach & (reach - 1) == 0
     if not dispatch.on_gpu(scores):
         reference(
-            scores, score_tables, block_tables, *per_sequence, fresh, table, tail, reach=reach, together=together
+            scores, score_tables, block_tables, *per_sequence, fresh, table, tail, reach=reach,
+            selection_group=selection_group
         )  # fmt: skip
         return
-    assert page_size & (page_size - 1) == 0 and (page_size == 1 or page_size >= MOST_REACH)
+    assert page_size & (page_size - 1) == 0 and (page_size == 1 or page_size >= MAX_REACH)
     rows = layers * B * heads
     tiles = triton.cdiv(columns * page_size, TILE)
-    parts = max(LEAST_PARTS, triton.cdiv(PROGRAMS * sm_count(scores.device), rows))
-    parts = max(min(parts, tiles), triton.cdiv(tiles, MOST_TILES))
+    parts = max(MIN_PARTS, triton.cdiv(PROGRAMS * sm_count(scores.device), rows))
+    parts = max(min(parts, tiles), triton.cdiv(tiles, MAX_TILES))
     row_counts, part_counts = _workspace(scores.device, rows, parts)
     all_counts, equals_before = row_counts, None
-    of_all, overflow = (counts, None) if together is None else (together.counts, together.overflow)
-    if together is not None:
+    joint_counts, overflow = (
+        (counts, None) if selection_group is None else (selection_group.counts, selection_group.overflow)
+    )
+    if selection_group is not None:
         all_counts = torch.empty_like(row_counts)
-        assert of_all.is_contiguous() and of_all.dtype == torch.int32 and of_all.shape == (B,)
-    for stage, guess in [(2, True)] * (together is None) + [(stage, False) for stage in range(STAGES)]:
-        if stage and together is not None:  # each rank's counts of the launch before
+        assert joint_counts.is_contiguous() and joint_counts.dtype == torch.int32 and joint_counts.shape == (B,)
+    for stage, guess in [(2, True)] * (selection_group is None) + [(stage, False) for stage in range(STAGES)]:
+        if stage and selection_group is not None:  # each rank's counts of the launch before
             begin = (0, _SECOND.value, _LOW.value)[stage - 1]
             digits = slice(begin, begin + (256 if stage == 3 else 16))
-            everyone = together.gather(row_counts[:, digits].contiguous())
-            all_counts[:, digits] = everyone.sum(0)
-            equals_before = everyone[: together.rank].sum(0, dtype=torch.int32) if stage == 3 else None
+            all_digits = selection_group.gather(row_counts[:, digits].contiguous())
+            all_counts[:, digits] = all_digits.sum(0)
+            equals_before = all_digits[: selection_group.rank].sum(0, dtype=torch.int32) if stage == 3 else None
         _select_tokens_kernel[(parts * rows,)](
             scores, score_tables, block_tables, *per_sequence, fresh, table, row_counts, part_counts,
-            all_counts, equals_before, of_all, overflow, *scores.stride()[:4], score_tables.stride(0),
+            all_counts, equals_before, joint_counts, overflow, *scores.stride()[:4], score_tables.stride(0),
             block_tables.stride(0), table.stride(0), B, columns, width, tail, parts,
             STAGE=stage, GUESS=guess, PLANES=planes, HEADS=heads, PAGE=page_size, REACH=reach, TILE=TILE,
-            BLOCK_PARTS=triton.next_power_of_2(parts), TOGETHER=together is not None, num_warps=4, **overlapped(scores),
+            BLOCK_PARTS=triton.next_power_of_2(parts), JOINT=selection_group is not None, num_warps=4,
+            **pdl_options(scores),
         )  # fmt: skip

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from kernels import dispatch
-from kernels.overlap import overlapped, start_successor, wait_for_predecessor
+from kernels.overlap import pdl_options, start_successor, wait_for_predecessor
 from kernels.tokens import reference
 from kernels.tokens.best_token import store_best
 from kernels.tokens.commit import before_first
@@ -113,8 +113,8 @@ def _accept_kernel(
         at = q_mass + 2 * (b * G + j)
         q = tl.load(at + 1, mask=inside, other=0).to(tl.float64) / tl.load(at, mask=inside, other=1).to(tl.float64)
         bound *= q
-    own = tl.load(greedy + row * greedy_b + j, mask=inside, other=-1)
-    is_accepted = tl.where(temperature > 0, ((p > 0) & (bound <= p)).to(tl.int32), (d == own).to(tl.int32))
+    greedy_token = tl.load(greedy + row * greedy_b + j, mask=inside, other=-1)
+    is_accepted = tl.where(temperature > 0, ((p > 0) & (bound <= p)).to(tl.int32), (d == greedy_token).to(tl.int32))
     k = before_first((is_accepted == 0) | (d < 0), j, G)
     if part == 0:
         tl.store(accepted + b, k.to(tl.int64))
@@ -126,11 +126,11 @@ def _accept_kernel(
         rejected = tl.load(draft + row * draft_b + k, mask=k < G, other=-1)
         is_proposed = rejected >= 0
         stream = tl.where(is_proposed, _RECOVER, _TARGET)
-        of_p = b * (G + 1) + k
-        best_p = tl.load(p_best + of_p)
-        key_p = tl.load(p_key + of_p)
+        p_index = b * (G + 1) + k
+        best_p = tl.load(p_best + p_index)
+        key_p = tl.load(p_key + p_index)
         min_p = tl.load(p_min + b)
-        all_p = tl.load(p_mass + 2 * of_p).to(tl.float64)
+        all_p = tl.load(p_mass + 2 * p_index).to(tl.float64)
         row_p = p_logits + row * p_b + k.to(tl.int64) * p_t
         if SAMPLED:
             of_q = b * G + k
@@ -141,7 +141,7 @@ def _accept_kernel(
             all_q = tl.load(q_mass + 2 * of_q, mask=is_proposed, other=1).to(tl.float64)
             row_q = q_logits + row * q_b + k.to(tl.int64) * q_t
         top = tl.full([BLOCK], float("-inf"), tl.float64)
-        place = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
+        column = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
         for begin in range(part * BLOCK, V, tl.num_programs(1) * BLOCK):
             v = begin + tl.arange(0, BLOCK)
             ids = (v + first).to(tl.int64)
@@ -154,9 +154,9 @@ def _accept_kernel(
             noise = gumbel(seed_, position_ + k, stream, ids)
             is_left = rest > 0
             score = tl.where(is_left, tl.log(tl.where(is_left, rest, 1.0)) + noise, float("-inf"))
-            place = tl.where(score > top, v, place)  # ties: the first stays
+            column = tl.where(score > top, v, column)  # ties: the first stays
             top = tl.maximum(top, score)
-        store_best(out, top, place, first, False)
+        store_best(out, top, column, first, False)
 
 
 def kept_mass(p: Distribution, tokens: torch.Tensor, first: int, sums: torch.Tensor | None = None) -> torch.Tensor:
@@ -182,7 +182,7 @@ def kept_mass(p: Distribution, tokens: torch.Tensor, first: int, sums: torch.Ten
     _kept_mass_kernel[B * T, SLICES](
         p.logits, p.best, p.last_key, p.temperature, p.min_p, tokens, sums,
         p.logits.stride(0), p.logits.stride(1), tokens.stride(0), first, V, G,
-        T=T, BLOCK=BLOCK, num_warps=WARPS, **overlapped(sums),
+        T=T, BLOCK=BLOCK, num_warps=WARPS, **pdl_options(sums),
     )  # fmt: skip
     return sums
 
@@ -242,7 +242,7 @@ def accept(
         *p.logits.stride()[:2], *strides, draft.stride(0), greedy.stride(0), position.stride(0),
         first, V, B, G,
         SAMPLED=q is not None, BLOCK_G=triton.next_power_of_2(max(G, 1)), BLOCK=BLOCK, num_warps=WARPS,
-        **overlapped(draft),
+        **pdl_options(draft),
     )  # fmt: skip
     return accepted, candidates
 

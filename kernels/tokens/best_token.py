@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from kernels import dispatch
-from kernels.overlap import overlapped, start_successor, wait_for_predecessor
+from kernels.overlap import pdl_options, start_successor, wait_for_predecessor
 from kernels.tokens.reference import best_of_rank as reference_of_rank
 from kernels.tokens.reference import best_of_ranks as reference_of_ranks
 
@@ -23,22 +23,22 @@ def _best_of_rank_kernel(logits, pairs, logits_b, first, V, BLOCK: tl.constexpr,
     start_successor(PDL)
     at = logits + row.to(tl.int64) * logits_b
     top = tl.full([BLOCK], float("-inf"), tl.float32)
-    place = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
+    column = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
     broken = tl.zeros([BLOCK], tl.int32)
     for begin in range(part * BLOCK, V, tl.num_programs(1) * BLOCK):
         v = begin + tl.arange(0, BLOCK)
         logit = tl.load(at + v, mask=v < V, other=float("-inf"))
         broken = tl.where(logit != logit, 1, broken)
-        place = tl.where(logit > top, v, place)  # ties: the first stays
+        column = tl.where(logit > top, v, column)  # ties: the first stays
         top = tl.maximum(top, logit)
-    store_best(pairs + 2 * (part * tl.num_programs(0) + row), top, place, first, tl.max(broken, 0) > 0)
+    store_best(pairs + 2 * (part * tl.num_programs(0) + row), top, column, first, tl.max(broken, 0) > 0)
 
 
 @triton.jit
-def store_best(to, top, place, first, broken):
-    """Stores the largest of scores [n] and the smallest id of its columns `place`, as a pair; NaN if broken."""
+def store_best(to, top, column, first, broken):
+    """Stores the largest of scores [n] and the smallest id of its columns `column`, as a pair; NaN if broken."""
     best = tl.max(top, 0)
-    token = tl.min(tl.where(top == best, place, 0x7FFFFFFF), 0).to(tl.int64) + first
+    token = tl.min(tl.where(top == best, column, 0x7FFFFFFF), 0).to(tl.int64) + first
     tl.store(to, tl.where(broken, float("nan"), best.to(tl.float64)))
     tl.store(to + 1, token.to(tl.float64))
 
@@ -57,8 +57,8 @@ def best_of_pairs(pairs, row, inside, R, N, WIDTH: tl.constexpr):
         token = tl.load(at + 1, mask=there, other=float("inf"))
         broken = tl.maximum(broken, tl.max((score != score).to(tl.int32), 0))
         best = tl.max(score, 0)
-        least = tl.min(tl.where(score == best[None, :], token, float("inf")), 0)
-        found = tl.where(best > top, least, tl.where(best == top, tl.minimum(found, least), found))
+        best_id = tl.min(tl.where(score == best[None, :], token, float("inf")), 0)
+        found = tl.where(best > top, best_id, tl.where(best == top, tl.minimum(found, best_id), found))
         top = tl.maximum(top, best)
     top = tl.where(broken > 0, float("nan"), top)
     return top, tl.where(tl.abs(top) < float("inf"), found, -1.0).to(tl.int64)
@@ -99,7 +99,7 @@ def best_of_rank(scores: torch.Tensor, first: int) -> torch.Tensor:
     assert scores.dtype == torch.float32 and (V < 2 or scores.stride(1) == 1)
     pairs = torch.empty(slices_of(B), B, 2, dtype=torch.float64, device=scores.device)
     _best_of_rank_kernel[B, len(pairs)](
-        scores, pairs, scores.stride(0), first, V, BLOCK=BLOCK, num_warps=4, **overlapped(scores)
+        scores, pairs, scores.stride(0), first, V, BLOCK=BLOCK, num_warps=4, **pdl_options(scores)
     )
     return pairs
 
@@ -115,5 +115,5 @@ def best_of_ranks(pairs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     best = torch.empty(B, dtype=torch.float64, device=pairs.device)
     tokens = torch.empty(B, dtype=torch.int64, device=pairs.device)
     assert pairs.is_contiguous()
-    _best_of_ranks_kernel[(B,)](pairs, best, tokens, B, N, WIDTH=width_of(N, 1), num_warps=1, **overlapped(pairs))
+    _best_of_ranks_kernel[(B,)](pairs, best, tokens, B, N, WIDTH=width_of(N, 1), num_warps=1, **pdl_options(pairs))
     return best, tokens

@@ -12,13 +12,13 @@ import triton
 import triton.language as tl
 
 from kernels import dispatch
-from kernels.overlap import overlapped, start_successor, wait_for_predecessor
+from kernels.overlap import pdl_options, start_successor, wait_for_predecessor
 from kernels.tokens.best_token import best_of_pairs, width_of
-from kernels.tokens.reference import PAST, Candidates
+from kernels.tokens.reference import PLACEHOLDER_TOKEN_ID, Candidates
 from kernels.tokens.reference import commit as reference
 
-__all__ = ["PAST", "Candidates", "before_first", "commit"]
-_PAST = tl.constexpr(PAST)
+__all__ = ["PLACEHOLDER_TOKEN_ID", "Candidates", "before_first", "commit"]
+_PLACEHOLDER_TOKEN_ID = tl.constexpr(PLACEHOLDER_TOKEN_ID)
 
 
 @triton.jit
@@ -30,7 +30,7 @@ def before_first(wrong, j, G):
 # Drafts come one by one: a row of them begins anywhere. One warp: all read before one writes.
 @triton.jit(do_not_specialize_on_alignment=["draft"])
 def _commit_kernel(
-    draft, candidates, drawn_at, outcome, last, lengths, limits, active, history, taken, before,
+    draft, candidates, num_accepted, outcome, last, lengths, limits, active, history, output_token_ids, before,
     draft_b, outcome_b, history_b, G, N, BLOCK_G: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Commits a sequence's accepted drafts and the token after them, up to its limit."""
@@ -45,17 +45,17 @@ def _commit_kernel(
         d = tl.load(draft + row * draft_b + j, mask=is_draft, other=-1)
     length = tl.load(lengths + b)
     left = tl.load(limits + b) - length
-    goes_on = tl.load(active + b)
-    if drawn_at is None:
+    is_active = tl.load(active + b)
+    if num_accepted is None:
         token = best_of_pairs(candidates, b * (G + 1) + j, j <= G, B * (G + 1), N, WIDTH)[1]
     else:
         one = b + tl.arange(0, 1)
-        following = best_of_pairs(candidates, one, one < B, B, N, WIDTH)[1]
-        token = tl.where(j == tl.load(drawn_at + b), following, d)
+        next_token = best_of_pairs(candidates, one, one < B, B, N, WIDTH)[1]
+        token = tl.where(j == tl.load(num_accepted + b), next_token, d)
     if outcome is not None:  # broken rows stay broken
         token = tl.where(is_draft & (token >= 0), tl.load(outcome + row * outcome_b + j, mask=is_draft), token)
-    count = tl.where(goes_on, tl.minimum(before_first((d != token) | (d < 0), j, G) + 1, left), 0)
-    tl.store(taken + row * (G + 1) + j, tl.where(j < count, token, _PAST), mask=j <= G)
+    count = tl.where(is_active, tl.minimum(before_first((d != token) | (d < 0), j, G) + 1, left), 0)
+    tl.store(output_token_ids + row * (G + 1) + j, tl.where(j < count, token, _PLACEHOLDER_TOKEN_ID), mask=j <= G)
     tl.store(last + b, tl.sum(tl.where(j == count - 1, token, 0), 0), mask=count > 0)
     if history is not None:
         tl.store(history + row * history_b + length + 1 + j, token.to(tl.int32), mask=j < count)
@@ -64,7 +64,7 @@ def _commit_kernel(
 
 
 def commit(
-    drawn: Candidates,
+    candidates: Candidates,
     drafts: torch.Tensor | None,
     outcome: torch.Tensor | None,
     last: torch.Tensor,
@@ -88,27 +88,29 @@ def commit(
             0.
 
     Returns:
-        [B, 1 + n] int64: the tokens that each row has taken, then PAST; and the lengths before [B] int64.
+        [B, 1 + n] int64: the tokens that each row has taken, then PLACEHOLDER_TOKEN_ID; and the lengths before [B]
+        int64.
     """
-    pairs, held = drawn.pairs, drawn.accepted
+    pairs, accepted = candidates.pairs, candidates.accepted
     if not dispatch.on_gpu(pairs):
-        return reference(drawn, drafts, outcome, last, lengths, limits, active, history)
+        return reference(candidates, drafts, outcome, last, lengths, limits, active, history)
     B, G = len(last), 0 if drafts is None else drafts.shape[1]
-    rows = 1 + G if held is None else 1
+    rows = 1 + G if accepted is None else 1
     assert pairs.shape[1:] == (B * rows, 2), f"{pairs.shape[1]} rows of candidates for {B} sequences of {G} drafts"
     assert pairs.dtype == torch.float64 and pairs.is_contiguous()
     for t in (drafts, outcome):
         assert t is None or (t.shape == (B, G) and t.dtype == torch.int64 and (G < 2 or t.stride(1) == 1))
-    given = (last, lengths, limits, active) if held is None else (last, lengths, limits, active, held)
+    given = (last, lengths, limits, active) if accepted is None else (last, lengths, limits, active, accepted)
     assert all(t.is_contiguous() and len(t) == B for t in given)
     assert history.dtype == torch.int32 and (history.shape[1] < 2 or history.stride(1) == 1)
-    taken = torch.empty(B, 1 + G, dtype=torch.int64, device=pairs.device)
+    output_token_ids = torch.empty(B, 1 + G, dtype=torch.int64, device=pairs.device)
     before = torch.empty_like(lengths)
     block_g = triton.next_power_of_2(1 + G)
     _commit_kernel[1, B](
-        drafts, pairs, held, outcome, last, lengths, limits, active, history if history.shape[1] else None, taken,
+        drafts, pairs, accepted, outcome, last, lengths, limits, active, history if history.shape[1] else None,
+        output_token_ids,
         before, 0 if drafts is None else drafts.stride(0), 0 if outcome is None else outcome.stride(0),
         history.stride(0), G, len(pairs), BLOCK_G=block_g,
-        WIDTH=width_of(len(pairs), block_g if held is None else 1), num_warps=1, **overlapped(pairs),
+        WIDTH=width_of(len(pairs), block_g if accepted is None else 1), num_warps=1, **pdl_options(pairs),
     )  # fmt: skip
-    return taken, before
+    return output_token_ids, before

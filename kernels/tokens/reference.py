@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 # Streams: draws for one (seed, position) that must be independent use different streams. A position that is drafted
-# again after an earlier rejection has new numbers: see `helix.speculation.drawing`.
+# again after an earlier rejection has new numbers: see `helix.speculation.draft_sampler`.
 TARGET = 0  # the target's own token, also after accepted drafts
 DRAFT = 1
 ACCEPT = 2
@@ -26,9 +26,9 @@ _MULTIPLIERS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
 # Weights in fixed point: the best token weighs 2^40 units, and sums over 2^22 tokens fit int64 and any order.
 MASS_UNITS = 2.0**40
 ALL_KEYS = (1 << 32) - 1  # a last key that keeps every token
-PAST = -2  # padding behind the last token that a sequence takes in a step
+PLACEHOLDER_TOKEN_ID = -2  # padding behind the last token that a sequence takes in a step
 TOKEN_BITS = 24  # of an entry; the salt has the other 39
-# Flags of `Shaping.seen`; the bits above them are a counter.
+# Flags of `LogitsState.seen`; the bits above them are a counter.
 IN_PROMPT, ENDS, ONCE = 1, 2, 4
 FORBIDDEN = -1e30  # finite, so that a row without other tokens draws such a token instead of being broken
 
@@ -184,8 +184,8 @@ def accept(
     return accepted, torch.stack([score, token.double()], dim=-1)[None]
 
 
-def draw(p: Distribution, greedy: Tensor, seed: Tensor, positions: Tensor, stream: int, first: int) -> Tensor:
-    """Computes candidates [1, B * T, 2]; shapes as in `kernels.tokens.draw`."""
+def gumbel_sample(p: Distribution, greedy: Tensor, seed: Tensor, positions: Tensor, stream: int, first: int) -> Tensor:
+    """Computes candidates [1, B * T, 2]; shapes as in `kernels.tokens.gumbel_sample`."""
     ids = torch.arange(first, first + p.logits.shape[2], device=p.logits.device)
     noise = gumbel(seed[:, None, None], positions[..., None], stream, ids)
     drawn = best_of_rank((p.log_weights() + noise).flatten(0, 1), first)
@@ -208,7 +208,7 @@ class Candidates:
 
 
 def commit(
-    drawn: Candidates,
+    candidates: Candidates,
     drafts: torch.Tensor | None,
     outcome: torch.Tensor | None,
     last: torch.Tensor,
@@ -219,28 +219,28 @@ def commit(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Commits accepted tokens to lengths and history; shapes as in `kernels.tokens.commit`."""
     drafts = last.new_empty(len(last), 0) if drafts is None else drafts
-    tokens = best_of_ranks(drawn.pairs)[1].view(len(last), -1)
-    if drawn.accepted is not None:
-        of_drafts = torch.cat((drafts, tokens), 1)
-        tokens = of_drafts.scatter(1, drawn.accepted[:, None], tokens)
+    tokens = best_of_ranks(candidates.pairs)[1].view(len(last), -1)
+    if candidates.accepted is not None:
+        draft_and_next = torch.cat((drafts, tokens), 1)
+        tokens = draft_and_next.scatter(1, candidates.accepted[:, None], tokens)
     if outcome is not None:  # broken rows stay broken
         tokens[:, :-1] = torch.where(tokens[:, :-1] < 0, tokens[:, :-1], outcome)
-    held = ((drafts == tokens[:, :-1]) & (drafts >= 0)).long().cumprod(1).sum(1)
-    count = torch.minimum(held + 1, limits - lengths) * active
-    place = torch.arange(tokens.shape[1], device=tokens.device)
-    taken = place < count[:, None]
+    num_accepted = ((drafts == tokens[:, :-1]) & (drafts >= 0)).long().cumprod(1).sum(1)
+    count = torch.minimum(num_accepted + 1, limits - lengths) * active
+    index = torch.arange(tokens.shape[1], device=tokens.device)
+    is_output = index < count[:, None]
     last.copy_(torch.where(count > 0, tokens.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0], last))
     if history.shape[1]:
         row = torch.arange(len(tokens), device=tokens.device)[:, None].expand_as(tokens)
-        at = (lengths[:, None] + 1 + place)[taken]
-        history[row[taken], at] = tokens[taken].int()
+        at = (lengths[:, None] + 1 + index)[is_output]
+        history[row[is_output], at] = tokens[is_output].int()
     before = lengths.clone()
     lengths += count
-    return torch.where(taken, tokens, PAST), before
+    return torch.where(is_output, tokens, PLACEHOLDER_TOKEN_ID), before
 
 
 @dataclass(frozen=True)
-class OtherTexts:
+class SuffixPool:
     """Texts of other sequences, in which those of the same salt are searched too.
 
     Attributes:
@@ -251,49 +251,49 @@ class OtherTexts:
 
     entries: torch.Tensor
     cursor: torch.Tensor
-    salts: torch.Tensor
+    cache_salts: torch.Tensor
 
 
 def suffix(
-    history: torch.Tensor, lengths: torch.Tensor, others: OtherTexts | None, drafts: int, longest: int
+    history: torch.Tensor, lengths: torch.Tensor, pool: SuffixPool | None, drafts: int, prompt_lookup_max: int
 ) -> torch.Tensor:
     L = history.shape[1]
-    place = torch.arange(L, device=history.device)
+    index = torch.arange(L, device=history.device)
     last = lengths[:, None] - 1  # [B, 1]
 
-    def matches(texts: torch.Tensor, inside: torch.Tensor, salt: torch.Tensor | int) -> torch.Tensor:
+    def matches(token_ids: torch.Tensor, inside: torch.Tensor, cache_salt: torch.Tensor | int) -> torch.Tensor:
         """Counts the tokens before each place [B, n] that equal the suffix."""
-        at, same = torch.arange(texts.shape[1], device=texts.device), inside
-        matched = torch.zeros_like(texts, dtype=torch.int64)
-        for i in range(longest):
-            token = history.gather(1, (last - i).clamp(min=0)) + salt
-            same = same & (at >= i) & (last >= i) & (texts.roll(i, 1) == token)
+        at, same = torch.arange(token_ids.shape[1], device=token_ids.device), inside
+        matched = torch.zeros_like(token_ids, dtype=torch.int64)
+        for i in range(prompt_lookup_max):
+            token = history.gather(1, (last - i).clamp(min=0)) + cache_salt
+            same = same & (at >= i) & (last >= i) & (token_ids.roll(i, 1) == token)
             matched += same
         return matched
 
     # The longest match, ties to the latest; the suffix itself does not count.
-    own = matches(history, place < last, 0)
-    best = torch.where(place < last, own * L + place, -1).max(1, keepdim=True).values
+    own = matches(history, index < last, 0)
+    best = torch.where(index < last, own * L + index, -1).max(1, keepdim=True).values
     at = torch.where(best >= L, best % L, last - 1)  # no match: repeats the last token
-    turn = torch.arange(drafts, device=history.device)
-    ahead = at + 1 + turn % (last - at).clamp(min=1)
-    of_own = history.gather(1, ahead.clamp(min=0).clamp(max=last)).long()
-    if others is None:
-        return of_own
-    N, salts = len(others.entries), others.salts[:, None]
+    offset = torch.arange(drafts, device=history.device)
+    source = at + 1 + offset % (last - at).clamp(min=1)
+    history_drafts = history.gather(1, source.clamp(min=0).clamp(max=last)).long()
+    if pool is None:
+        return history_drafts
+    N, cache_salts = len(pool.entries), pool.cache_salts[:, None]
     order = torch.arange(N, device=history.device)
-    theirs = others.entries[(others.cursor + order) % N].expand(len(history), N)  # oldest first
-    more = matches(theirs, theirs >= 0, salts << TOKEN_BITS)
-    most = (more * N + order).max(1, keepdim=True).values
-    ahead = most % N + 1 + turn
-    entry = torch.where(ahead < N, theirs.gather(1, ahead.clamp(max=N - 1)), -1)
-    alive = (entry >> TOKEN_BITS == salts).int().cummin(1).values > 0
-    of_others = torch.where(alive, entry & ((1 << TOKEN_BITS) - 1), -1)
-    return torch.where(more.amax(1, keepdim=True) > own.amax(1, keepdim=True), of_others, of_own)
+    pool_tokens = pool.entries[(pool.cursor + order) % N].expand(len(history), N)  # oldest first
+    pool_matched = matches(pool_tokens, pool_tokens >= 0, cache_salts << TOKEN_BITS)
+    upper_bound = (pool_matched * N + order).max(1, keepdim=True).values
+    source = upper_bound % N + 1 + offset
+    entry = torch.where(source < N, pool_tokens.gather(1, source.clamp(max=N - 1)), -1)
+    alive = (entry >> TOKEN_BITS == cache_salts).int().cummin(1).values > 0
+    pool_drafts = torch.where(alive, entry & ((1 << TOKEN_BITS) - 1), -1)
+    return torch.where(pool_matched.amax(1, keepdim=True) > own.amax(1, keepdim=True), pool_drafts, history_drafts)
 
 
 @dataclass(frozen=True)
-class Shaping:
+class LogitsState:
     """Changes to each slot's logits before sampling, over this rank's columns.
 
     Attributes:
@@ -301,45 +301,45 @@ class Shaping:
         repetition: divides positive and multiplies negative logits of tokens in prompt or answer [S] fp32.
         frequency: subtracted once per occurrence of the token in the answer [S] fp32.
         presence: subtracted if the answer contains the token [S] fp32.
-        ends_from: first position that may hold a token that ends the sequence [S] int64.
+        min_end_position: first position that may hold a token that ends the sequence [S] int64.
         bias: added [S, V_local] fp32.
         seen: [S, V_local] int32: IN_PROMPT, ENDS (it ends the sequence), plus ONCE for each occurrence in the answer.
         allowed: a bit for each token of the whole vocabulary, lowest first [S, W] int32; tokens without it are masked.
     """
 
-    shaped: Tensor
+    is_active: Tensor
     repetition: Tensor
     frequency: Tensor
     presence: Tensor
-    ends_from: Tensor
+    min_end_position: Tensor
     bias: Tensor
     seen: Tensor
     allowed: Tensor
 
 
-def shape_logits(
-    logits: Tensor, shaping: Shaping, slots: Tensor, last: Tensor, positions: Tensor, first: int
+def process_logits(
+    logits: Tensor, state: LogitsState, slots: Tensor, last: Tensor, positions: Tensor, first: int
 ) -> Tensor:
-    """Applies bias, penalties and masks to logits; shapes as in `kernels.tokens.shape_logits`."""
+    """Applies bias, penalties and masks to logits; shapes as in `kernels.tokens.process_logits`."""
     B, V = len(slots), logits.shape[1]
     out = logits.unflatten(0, (B, -1)).clone()  # [B, T, V]
     ids = torch.arange(first, first + V, device=logits.device)
-    of_row = [t[slots, None].double() for t in (shaping.repetition, shaping.frequency, shaping.presence)]
-    repetition, frequency, presence = of_row
-    is_shaped = shaping.shaped[slots, None]
-    shaping.seen[slots] += (is_shaped & (ids == last[:, None])).int() * ONCE
-    seen = shaping.seen[slots]
+    penalties = [t[slots, None].double() for t in (state.repetition, state.frequency, state.presence)]
+    repetition, frequency, presence = penalties
+    is_processed = state.is_active[slots, None]
+    state.seen[slots] += (is_processed & (ids == last[:, None])).int() * ONCE
+    seen = state.seen[slots]
     count = seen // ONCE
 
     raw = out[:, 0]
-    x = raw.double() + shaping.bias[slots]
-    ends = (seen & ENDS > 0) & (positions.view(B, -1)[:, :1] < shaping.ends_from[slots, None])
+    x = raw.double() + state.bias[slots]
+    ends = (seen & ENDS > 0) & (positions.view(B, -1)[:, :1] < state.min_end_position[slots, None])
     x = torch.where(ends, x.clamp(max=FORBIDDEN), x)
     x = torch.where((seen & IN_PROMPT > 0) | (count > 0), torch.where(x > 0, x / repetition, x * repetition), x)
     x = x - frequency * count - presence * (count > 0)
-    allowed = shaping.allowed[slots][:, ids // 32] >> (ids % 32) & 1 > 0
+    allowed = state.allowed[slots][:, ids // 32] >> (ids % 32) & 1 > 0
     x = torch.where(allowed, x, -torch.inf)
-    out[:, 0] = torch.where(is_shaped & (raw < torch.inf), x.float(), raw)  # a broken row stays broken
+    out[:, 0] = torch.where(is_processed & (raw < torch.inf), x.float(), raw)  # a broken row stays broken
     return out.flatten(0, 1)
 
 
@@ -350,7 +350,7 @@ def top_of_rank(logits: Tensor, tokens: Tensor, first: int) -> Tensor:
     drawn = torch.where(ids == tokens[:, None], words, NONE)
     best = pad(logits.double(), (0, 1), value=-torch.inf).amax(1, keepdim=True)
     weights = (logits.double() - best.clamp(min=torch.finfo(torch.float64).min)).exp().sum(1)
-    return torch.cat([_least(drawn, 1), _least(words, TOP), weights.view(torch.int64)[:, None]], 1)
+    return torch.cat([_smallest(drawn, 1), _smallest(words, TOP), weights.view(torch.int64)[:, None]], 1)
 
 
 def top_of_ranks(summaries: Tensor) -> Tensor:
@@ -359,7 +359,7 @@ def top_of_ranks(summaries: Tensor) -> Tensor:
     logit = _logits(words[..., 0])  # [N, B]
     share = (logit - logit.amax(0).clamp(min=torch.finfo(torch.float64).min)).exp()
     weight = (share * weights[..., 0].contiguous().view(torch.float64)).sum(0)
-    best = _least(words.transpose(0, 1).flatten(1), TOP)
+    best = _smallest(words.transpose(0, 1).flatten(1), TOP)
     return torch.cat([drawn.amin(0), best, weight.view(torch.int64)[:, None]], 1)
 
 
@@ -374,7 +374,7 @@ def logprobs(summaries: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(words < NONE, words & ((1 << ID_BITS) - 1), -1), values.float()
 
 
-def _least(words: Tensor, count: int) -> Tensor:
+def _smallest(words: Tensor, count: int) -> Tensor:
     """Returns the `count` least words of each row, ascending."""
     # Padded with NONE; `pad` would round it to fp64.
     return torch.cat([words, words.new_full((len(words), count), NONE)], 1).sort(1).values[:, :count]

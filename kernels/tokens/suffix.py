@@ -7,19 +7,19 @@ import triton
 import triton.language as tl
 
 from kernels import dispatch
-from kernels.overlap import overlapped, start_successor, wait_for_predecessor
-from kernels.tokens.reference import TOKEN_BITS, OtherTexts
+from kernels.overlap import pdl_options, start_successor, wait_for_predecessor
+from kernels.tokens.reference import TOKEN_BITS, SuffixPool
 from kernels.tokens.reference import suffix as reference
 
-__all__ = ["TOKEN_BITS", "OtherTexts", "suffix"]
-OWN_BLOCK = 4096  # positions that a program compares
-OTHERS_BLOCK = 1024  # the same in texts of others: four a thread
+__all__ = ["TOKEN_BITS", "SuffixPool", "suffix"]
+HISTORY_BLOCK = 4096  # positions that a program compares
+POOL_BLOCK = 1024  # the same in texts of others: four a thread
 _TOKEN_BITS, _TOKEN = tl.constexpr(TOKEN_BITS), tl.constexpr((1 << TOKEN_BITS) - 1)
 
 
 @triton.jit
-def _find_kernel(
-    history, lengths, best, history_b, LONGEST: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+def _find_in_history_kernel(
+    history, lengths, best, history_b, LOOKUP_MAX: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     wait_for_predecessor(PDL)
     b = tl.program_id(0).to(tl.int64)
@@ -27,46 +27,46 @@ def _find_kernel(
     begin = tl.program_id(1).to(tl.int64) * BLOCK
     score = tl.full([], -1, tl.int64)
     if begin < last:
-        place = begin + tl.arange(0, BLOCK)
+        position = begin + tl.arange(0, BLOCK)
         row = history + b * history_b
-        inside = place < last
+        inside = position < last
         same = inside
         matched = tl.zeros([BLOCK], tl.int64)
-        for i in tl.static_range(LONGEST):
+        for i in tl.static_range(LOOKUP_MAX):
             token = tl.load(row + last - i, mask=last >= i, other=-1)
-            earlier = tl.load(row + place - i, mask=inside & (place >= i), other=-2)
+            earlier = tl.load(row + position - i, mask=inside & (position >= i), other=-2)
             same = same & (earlier == token)
             matched += same.to(tl.int64)
-        score = tl.max(tl.where(inside & (matched > 0), (matched << 40) + place, -1), 0)
+        score = tl.max(tl.where(inside & (matched > 0), (matched << 40) + position, -1), 0)
     tl.store(best + b * tl.num_programs(1) + tl.program_id(1), score)
     start_successor(PDL)
 
 
 @triton.jit
-def _entry(others, begin, size, order, inside):
+def _entry(pool, begin, size, order, inside):
     """Loads the entries at `order`, counted from the oldest one on; -1 outside."""
     at = begin + order
-    return tl.load(others + tl.where(at >= size, at - size, at), mask=inside, other=-1)
+    return tl.load(pool + tl.where(at >= size, at - size, at), mask=inside, other=-1)
 
 
 @triton.jit
-def _find_others_kernel(
-    history, lengths, others, cursor, salts, found, size, history_b, LONGEST: tl.constexpr, BLOCK: tl.constexpr,
+def _find_in_pool_kernel(
+    history, lengths, pool, cursor, cache_salts, found, size, history_b, LOOKUP_MAX: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor(PDL)
     b = tl.program_id(0).to(tl.int64)
     last = tl.load(lengths + b) - 1
     begin = tl.load(cursor)
-    salt = tl.load(salts + b) << _TOKEN_BITS
+    cache_salt = tl.load(cache_salts + b) << _TOKEN_BITS
     order = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row = history + b * history_b
     same = order < size
     matched = tl.zeros([BLOCK], tl.int64)
-    for i in tl.static_range(LONGEST):
+    for i in tl.static_range(LOOKUP_MAX):
         token = tl.load(row + last - i, mask=last >= i, other=0).to(tl.int64)
-        earlier = _entry(others, begin, size, order - i, (order < size) & (order >= i))
-        same = same & (last >= i) & (earlier == salt + token)
+        earlier = _entry(pool, begin, size, order - i, (order < size) & (order >= i))
+        same = same & (last >= i) & (earlier == cache_salt + token)
         matched += same.to(tl.int64)
     score = tl.max(tl.where(matched > 0, (matched << 40) + order, -1), 0)
     tl.store(found + b * tl.num_programs(1) + tl.program_id(1), score)
@@ -75,35 +75,36 @@ def _find_others_kernel(
 
 @triton.jit
 def _propose_kernel(
-    history, lengths, others, cursor, salts, own_found, others_found, proposed, size, history_b, blocks, more_blocks,
-    drafts, BLOCKS: tl.constexpr, MORE_BLOCKS: tl.constexpr, DRAFTS: tl.constexpr, PDL: tl.constexpr,
+    history, lengths, pool, cursor, cache_salts, history_matches, pool_matches, proposed, size, history_b,
+    history_blocks, pool_blocks,
+    drafts, HISTORY_BLOCKS: tl.constexpr, POOL_BLOCKS: tl.constexpr, DRAFTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor(PDL)
     start_successor(PDL)
     b = tl.program_id(0).to(tl.int64)
     last = tl.load(lengths + b) - 1
-    place: tl.constexpr = (1 << 40) - 1
+    position: tl.constexpr = (1 << 40) - 1
     i = tl.arange(0, DRAFTS)
 
-    block = tl.arange(0, BLOCKS)
-    score = tl.max(tl.load(own_found + b * blocks + block, mask=block < blocks, other=-1), 0)
-    at = tl.where(score >= 0, score & place, last - 1)  # no match: repeats the last token
-    ahead = tl.minimum(tl.maximum(at + 1 + i % tl.maximum(last - at, 1), 0), tl.maximum(last, 0))
-    own = tl.load(history + b * history_b + ahead).to(tl.int64)
+    block = tl.arange(0, HISTORY_BLOCKS)
+    score = tl.max(tl.load(history_matches + b * history_blocks + block, mask=block < history_blocks, other=-1), 0)
+    at = tl.where(score >= 0, score & position, last - 1)  # no match: repeats the last token
+    source = tl.minimum(tl.maximum(at + 1 + i % tl.maximum(last - at, 1), 0), tl.maximum(last, 0))
+    proposal = tl.load(history + b * history_b + source).to(tl.int64)
 
-    if others is not None:
-        block = tl.arange(0, MORE_BLOCKS)
-        more = tl.max(tl.load(others_found + b * more_blocks + block, mask=block < more_blocks, other=-1), 0)
-        order = (more & place) + 1 + i
-        entry = _entry(others, tl.load(cursor), size, order, (more >= 0) & (order < size))
-        end = tl.min(tl.where(entry >> _TOKEN_BITS == tl.load(salts + b), DRAFTS, i), 0)
-        theirs = tl.where(i < end, entry & _TOKEN, -1)
-        own = tl.where((more >> 40) > (score >> 40), theirs, own)
-    tl.store(proposed + b * drafts + i, own, mask=i < drafts)
+    if pool is not None:
+        block = tl.arange(0, POOL_BLOCKS)
+        pool_score = tl.max(tl.load(pool_matches + b * pool_blocks + block, mask=block < pool_blocks, other=-1), 0)
+        order = (pool_score & position) + 1 + i
+        entry = _entry(pool, tl.load(cursor), size, order, (pool_score >= 0) & (order < size))
+        end = tl.min(tl.where(entry >> _TOKEN_BITS == tl.load(cache_salts + b), DRAFTS, i), 0)
+        pool_tokens = tl.where(i < end, entry & _TOKEN, -1)
+        proposal = tl.where((pool_score >> 40) > (score >> 40), pool_tokens, proposal)
+    tl.store(proposed + b * drafts + i, proposal, mask=i < drafts)
 
 
 def suffix(
-    history: torch.Tensor, lengths: torch.Tensor, others: OtherTexts | None, drafts: int, longest: int
+    history: torch.Tensor, lengths: torch.Tensor, pool: SuffixPool | None, drafts: int, prompt_lookup_max: int
 ) -> torch.Tensor:
     """Drafts the tokens that followed the longest earlier occurrence of a sequence's suffix, in itself or in others.
 
@@ -126,29 +127,38 @@ def suffix(
         decoding (https://arxiv.org/abs/2411.04975), by comparison with all tokens instead of a tree.
     """
     if not dispatch.on_gpu(history):
-        return reference(history, lengths, others, drafts, longest)
+        return reference(history, lengths, pool, drafts, prompt_lookup_max)
     assert history.dtype == torch.int32 and history.stride(1) == 1 and lengths.is_contiguous()
     B, L = history.shape
-    blocks, more_blocks, pdl = triton.cdiv(L, OWN_BLOCK), 0, overlapped(history)
-    own_found = torch.empty(B, blocks, dtype=torch.int64, device=history.device)
-    _find_kernel[B, blocks](
-        history, lengths, own_found, history.stride(0), LONGEST=longest, BLOCK=OWN_BLOCK, num_warps=8, **pdl
+    history_blocks, pool_blocks, pdl = triton.cdiv(L, HISTORY_BLOCK), 0, pdl_options(history)
+    history_matches = torch.empty(B, history_blocks, dtype=torch.int64, device=history.device)
+    _find_in_history_kernel[B, history_blocks](
+        history,
+        lengths,
+        history_matches,
+        history.stride(0),
+        LOOKUP_MAX=prompt_lookup_max,
+        BLOCK=HISTORY_BLOCK,
+        num_warps=8,
+        **pdl,
     )
-    searched: tuple[torch.Tensor | None, ...] = None, None, None
-    others_found, size = None, 0
-    if others is not None:
-        searched, size = (others.entries, others.cursor, others.salts), len(others.entries)
-        assert others.entries.is_contiguous() and others.salts.is_contiguous()
-        more_blocks = triton.cdiv(size, OTHERS_BLOCK)
-        others_found = torch.empty(B, more_blocks, dtype=torch.int64, device=history.device)
-        _find_others_kernel[B, more_blocks](
-            history, lengths, *searched, others_found, size, history.stride(0), LONGEST=longest, BLOCK=OTHERS_BLOCK,
+    pool_tensors: tuple[torch.Tensor | None, ...] = None, None, None
+    pool_matches, size = None, 0
+    if pool is not None:
+        pool_tensors, size = (pool.entries, pool.cursor, pool.cache_salts), len(pool.entries)
+        assert pool.entries.is_contiguous() and pool.cache_salts.is_contiguous()
+        pool_blocks = triton.cdiv(size, POOL_BLOCK)
+        pool_matches = torch.empty(B, pool_blocks, dtype=torch.int64, device=history.device)
+        _find_in_pool_kernel[B, pool_blocks](
+            history, lengths, *pool_tensors, pool_matches, size, history.stride(0), LOOKUP_MAX=prompt_lookup_max,
+            BLOCK=POOL_BLOCK,
             num_warps=8, **pdl,
         )  # fmt: skip
     out = torch.empty(B, drafts, dtype=torch.int64, device=history.device)
     _propose_kernel[B,](
-        history, lengths, *searched, own_found, others_found, out, size, history.stride(0), blocks, more_blocks, drafts,
-        BLOCKS=triton.next_power_of_2(blocks), MORE_BLOCKS=triton.next_power_of_2(more_blocks),
+        history, lengths, *pool_tensors, history_matches, pool_matches, out, size, history.stride(0), history_blocks,
+        pool_blocks, drafts,
+        HISTORY_BLOCKS=triton.next_power_of_2(history_blocks), POOL_BLOCKS=triton.next_power_of_2(pool_blocks),
         DRAFTS=triton.next_power_of_2(drafts), num_warps=1, **pdl,
     )  # fmt: skip
     return out

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from kernels import dispatch
-from kernels.overlap import overlapped, start_successor, wait_for_predecessor
+from kernels.overlap import pdl_options, start_successor, wait_for_predecessor
 from kernels.tokens.reference import ID_BITS, NONE, TOP, WIDTH
 from kernels.tokens.reference import top_of_rank as reference_of_rank
 from kernels.tokens.reference import top_of_ranks as reference_of_ranks
@@ -32,12 +32,12 @@ def _logit(word):
 
 
 @triton.jit
-def _store_least(words, to):
+def _store_smallest(words, to):
     """Stores the TOP least of distinct words, ascending, padded with NONE."""
     for i in range(_TOP):
-        least = tl.min(words, 0)
-        tl.store(to + i, least)
-        words = tl.where(words == least, _NONE, words)
+        word = tl.min(words, 0)
+        tl.store(to + i, word)
+        words = tl.where(words == word, _NONE, words)
 
 
 @triton.jit
@@ -53,7 +53,7 @@ def _top_of_blocks_kernel(logits, tokens, summaries, logits_b, first, V, BLOCK: 
     words = tl.where(v < V, words, _NONE)
     to = summaries + (tl.program_id(1) * tl.num_programs(0) + b) * _WIDTH
     tl.store(to, tl.min(tl.where(ids == tl.load(tokens + b), words, _NONE), 0))
-    _store_least(words, to + 1)
+    _store_smallest(words, to + 1)
     best = tl.maximum(tl.max(logit, 0).to(tl.float64), -1.7976931348623157e308)  # only -inf: no weight
     weight = tl.sum(tl.exp(logit.to(tl.float64) - best), 0)
     tl.store(to + 1 + _TOP, weight.to(tl.int64, bitcast=True))
@@ -65,14 +65,14 @@ def _merge_tops_kernel(summaries, merged, B, N, BLOCK: tl.constexpr, BLOCK_N: tl
     wait_for_predecessor(PDL)
     start_successor(PDL)
     n = tl.arange(0, BLOCK_N)
-    of = summaries + (n * B + b) * _WIDTH
+    summary = summaries + (n * B + b) * _WIDTH
     to = merged + b * _WIDTH
-    tl.store(to, tl.min(tl.load(of, mask=n < N, other=_NONE), 0))
+    tl.store(to, tl.min(tl.load(summary, mask=n < N, other=_NONE), 0))
     i = tl.arange(0, BLOCK)
     word = summaries + (i // _TOP * B + b) * _WIDTH + 1 + i % _TOP
-    _store_least(tl.load(word, mask=i < N * _TOP, other=_NONE), to + 1)
-    logit = _logit(tl.load(of + 1, mask=n < N, other=_NONE))
-    weight = tl.load(of + 1 + _TOP, mask=n < N, other=0).to(tl.float64, bitcast=True)
+    _store_smallest(tl.load(word, mask=i < N * _TOP, other=_NONE), to + 1)
+    logit = _logit(tl.load(summary + 1, mask=n < N, other=_NONE))
+    weight = tl.load(summary + 1 + _TOP, mask=n < N, other=0).to(tl.float64, bitcast=True)
     best = tl.maximum(tl.max(logit, 0), -1.7976931348623157e308)
     total = tl.sum(tl.exp(logit - best) * weight, 0)
     tl.store(to + 1 + _TOP, total.to(tl.int64, bitcast=True))
@@ -93,7 +93,7 @@ def top_of_rank(logits: torch.Tensor, tokens: torch.Tensor, first: int) -> torch
     blocks = triton.cdiv(V, BLOCK)
     summaries = torch.empty(blocks, B, WIDTH, dtype=torch.int64, device=logits.device)
     _top_of_blocks_kernel[B, blocks](
-        logits, tokens, summaries, logits.stride(0), first, V, BLOCK=BLOCK, num_warps=4, **overlapped(logits)
+        logits, tokens, summaries, logits.stride(0), first, V, BLOCK=BLOCK, num_warps=4, **pdl_options(logits)
     )
     return top_of_ranks(summaries)
 
@@ -110,6 +110,6 @@ def top_of_ranks(summaries: torch.Tensor) -> torch.Tensor:
     merged = torch.empty(B, WIDTH, dtype=torch.int64, device=summaries.device)
     _merge_tops_kernel[(B,)](
         summaries, merged, B, N, BLOCK=triton.next_power_of_2(N * TOP), BLOCK_N=triton.next_power_of_2(N),
-        num_warps=4, **overlapped(summaries),
+        num_warps=4, **pdl_options(summaries),
     )  # fmt: skip
     return merged

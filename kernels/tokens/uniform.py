@@ -38,8 +38,8 @@ def gumbel(seed, position, stream, index):
 def gumbel_bound(seed, position, stream, index):
     """Computes fp32 that is at most 1e-3 less than `gumbel`, and mostly as near to it from above."""
     upper = (_bits(seed, position, stream, index) >> 32).to(tl.uint32)
-    # Of u, that which `uniform` draws is less than `most`, and 1 - u more than `rest`.
-    most = (upper.to(tl.float32) + 1.0) * 2.3283064365386963e-10  # 2^-32
+    # Of u, that which `uniform` draws is less than `upper_bound`, and 1 - u more than `rest`.
+    upper_bound = (upper.to(tl.float32) + 1.0) * 2.3283064365386963e-10  # 2^-32
     rest = (0xFFFFFFFF - upper).to(tl.float32) * 2.3283064365386963e-10
     near = rest * (1.0 + rest * (0.5 + rest * (0.3333333 + rest * 0.25)))  # -log(1 - rest)
-    return -tl.log(tl.where(rest < 0.015625, near, -tl.log(most)))
+    return -tl.log(tl.where(rest < 0.015625, near, -tl.log(upper_bound)))

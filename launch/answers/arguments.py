@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-MOST_REFERENCES = 16  # of a schema, one behind the other
+MAX_REFERENCES = 16  # of a schema, one behind the other
 # Types of a schema that a JSON value has.
 _KINDS: dict[type, set[str]] = {
     str: {"string"},
@@ -19,7 +19,7 @@ _KINDS: dict[type, set[str]] = {
 }
 
 
-def texts_of(schema: Any) -> list[str]:
+def enum_texts(schema: Any) -> list[str]:
     """Returns the texts of which an argument is one, by its schema; empty if it lists none, or other values too."""
     schema = schema if isinstance(schema, dict) else {}
     listed = schema.get("enum", [schema["const"]] if "const" in schema else None)
@@ -28,7 +28,7 @@ def texts_of(schema: Any) -> list[str]:
 
 def is_text(schema: Any) -> bool:
     """Returns whether an argument is written as a text, by its schema; others are JSON."""
-    return bool(texts_of(schema)) or (isinstance(schema, dict) and schema.get("type") == "string")
+    return bool(enum_texts(schema)) or (isinstance(schema, dict) and schema.get("type") == "string")
 
 
 def read_arguments(texts: Mapping[str, Any], parameters: Any) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def _value(text: Any, schema: Any, root: Any) -> Any:
         json.dumps(value, allow_nan=False)  # a number may be too large
     except (ValueError, RecursionError):
         return text
-    return value if _allows(schema, value, root, MOST_REFERENCES) else text
+    return value if _allows(schema, value, root, MAX_REFERENCES) else text
 
 
 def _allows(schema: Any, value: Any, root: Any, depth: int) -> bool:

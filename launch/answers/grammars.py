@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 
 from llguidance import LLMatcher
 
-from launch.answers.arguments import is_text, texts_of
-from launch.answers.dialects import Calls, Dialect
+from launch.answers.arguments import enum_texts, is_text
+from launch.answers.chat_formats import ChatFormat, ToolCallFormat
 
-MOST_BYTES = 1 << 19  # of a grammar's parts as JSON
+MAX_GRAMMAR_BYTES = 1 << 19  # of a grammar's parts as JSON
 # Spaces between JSON tokens: one space, or a line break with indentation. Unbounded, some models write spaces for ever.
 SPACES = {"x-guidance": {"whitespace_pattern": r"( |\n[ \t]{0,64})?"}}
 NO_PARAMETERS = {"properties": {}, "additionalProperties": False}
 # No search for forced tokens ahead: it would make each mask's time grow with the length of forced text.
-HEAD = '%llguidance {"no_forcing": true}\n'
+LARK_HEADER = '%llguidance {"no_forcing": true}\n'
 SPECIAL = re.compile(r"([\\.+*?()|\[\]{}^$#&~-])")  # characters of a regular expression
 Parts = Sequence[dict[str, Any]]
 
@@ -36,7 +36,7 @@ class Tag(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Shape:
+class StructuredOutput:
     """A constraint on an answer's text.
 
     Attributes:
@@ -52,14 +52,14 @@ class Shape:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-def of_shape(
-    shape: Shape,
+def structured_output_grammar(
+    structured_output: StructuredOutput,
     added: Mapping[str, int],
     special: Collection[str],
     eos: Collection[int],
-    dialect: Dialect | None = None,
+    chat_format: ChatFormat | None = None,
     turn: str = "",
-    begun: bool = False,
+    continues: bool = False,
 ) -> Parts:
     """Creates the grammar of an answer of a shape, after an optional thought.
 
@@ -73,24 +73,29 @@ def of_shape(
     """
     rules = _Rules(added)
     start, thinks = "@answer", False
-    if dialect is not None:
-        thinks = _within_thought(dialect, turn)
-        if begins_with_mark(shape, dialect) and not thinks:  # no thought could be told from it
-            start = f"{rules.text(dialect.said)} {start}"
-        elif thinks or not begun:
-            start = _behind_thought(rules, dialect, turn, eos, f"{rules.text(dialect.said)} {start}")
-    return [_lark(start, rules), {"name": "answer"} | _answer(shape, rules, special)]
+    if chat_format is not None:
+        thinks = _inside_thinking(chat_format, turn)
+        if starts_with_think_mark(structured_output, chat_format) and not thinks:  # no thought could be told from it
+            start = f"{rules.text(chat_format.content_prefix)} {start}"
+        elif thinks or not continues:
+            start = _after_thinking(rules, chat_format, turn, eos, f"{rules.text(chat_format.content_prefix)} {start}")
+    return [_lark(start, rules), {"name": "answer"} | _answer(structured_output, rules, special)]
 
 
-def begins_with_mark(shape: Shape | None, dialect: Dialect | None) -> bool:
+def starts_with_think_mark(structured_output: StructuredOutput | None, chat_format: ChatFormat | None) -> bool:
     """Returns whether an answer of a shape may begin with the mark that opens thoughts."""
-    if shape is None or shape.kind != "choice" or dialect is None or dialect.thought is None:
+    if (
+        structured_output is None
+        or structured_output.kind != "choice"
+        or chat_format is None
+        or chat_format.thinking_marks is None
+    ):
         return False
-    return any(text.lstrip().startswith(dialect.thought[0]) for text in shape.value)
+    return any(text.lstrip().startswith(chat_format.thinking_marks[0]) for text in structured_output.value)
 
 
-def of_calls(
-    dialect: Dialect,
+def tool_call_grammar(
+    chat_format: ChatFormat,
     tools: Sequence[Mapping[str, Any]],
     many: bool,
     turn: str,
@@ -106,23 +111,27 @@ def of_calls(
         added: the tokenizer's own tokens, by their texts.
         eos: the model's end tokens, which a thought cannot contain.
     """
-    calls = dialect.calls
+    calls = chat_format.calls
     assert calls is not None, "checked by the caller"
     rules = _Rules(added)
     one = rules.add(" | ".join(_call(rules, calls, tool) for tool in tools))
     several = f"{one} ({rules.text(calls.between)} {one})*" if many and calls.between is not None else one
     start = f"{rules.text(calls.before)} {several} {rules.text(calls.after)}"
-    return [_lark(_behind_thought(rules, dialect, turn, eos, start), rules)]
+    return [_lark(_after_thinking(rules, chat_format, turn, eos, start), rules)]
 
 
-def _within_thought(dialect: Dialect, turn: str) -> bool:
-    return dialect.thought is not None and dialect.thought[0] in turn and dialect.thought[1] not in turn
+def _inside_thinking(chat_format: ChatFormat, turn: str) -> bool:
+    return (
+        chat_format.thinking_marks is not None
+        and chat_format.thinking_marks[0] in turn
+        and chat_format.thinking_marks[1] not in turn
+    )
 
 
-def _behind_thought(rules: _Rules, dialect: Dialect, turn: str, eos: Collection[int], start: str) -> str:
-    if dialect.thought is None or dialect.thought[1] in turn:
+def _after_thinking(rules: _Rules, chat_format: ChatFormat, turn: str, eos: Collection[int], start: str) -> str:
+    if chat_format.thinking_marks is None or chat_format.thinking_marks[1] in turn:
         return start
-    begin, end, behind = dialect.thought
+    begin, end, behind = chat_format.thinking_marks
     close = rules.added.get(end)
     if close is not None:
         thought = f"<[^{','.join(map(str, sorted({close, *eos})))}]>* <[{close}]> {rules.text(behind)}"
@@ -134,23 +143,23 @@ def _behind_thought(rules: _Rules, dialect: Dialect, turn: str, eos: Collection[
 
 
 def _lark(start: str, rules: _Rules) -> dict[str, Any]:
-    return {"lark_grammar": f"{HEAD}start: {start}\n{rules}"}
+    return {"lark_grammar": f"{LARK_HEADER}start: {start}\n{rules}"}
 
 
-def _answer(shape: Shape, rules: _Rules, special: Collection[str]) -> dict[str, Any]:
+def _answer(structured_output: StructuredOutput, rules: _Rules, special: Collection[str]) -> dict[str, Any]:
     """Creates the part of a grammar for the answer itself."""
-    match shape.kind:
+    match structured_output.kind:
         case "json":
-            return {"json_schema": SPACES | shape.options | shape.value}
+            return {"json_schema": SPACES | structured_output.options | structured_output.value}
         case "regex":
-            return _regex(shape.value)
+            return _regex(structured_output.value)
         case "choice":
-            return _regex("|".join(SPECIAL.sub(r"\\\1", text) for text in shape.value))
+            return _regex("|".join(SPECIAL.sub(r"\\\1", text) for text in structured_output.value))
         case "grammar":
-            return {"ebnf": shape.value}
+            return {"ebnf": structured_output.value}
         case "structural_tag":
-            return _tagged(shape.value, _Rules(rules.added), special)
-    raise AssertionError(shape.kind)
+            return _structural_tags(structured_output.value, _Rules(rules.added), special)
+    raise AssertionError(structured_output.kind)
 
 
 def _regex(expression: str) -> dict[str, Any]:
@@ -158,18 +167,18 @@ def _regex(expression: str) -> dict[str, Any]:
     return {"lark_grammar": part["lark_grammar"]}
 
 
-def _tagged(tags: Sequence[Tag], rules: _Rules, special: Collection[str]) -> dict[str, Any]:
+def _structural_tags(tags: Sequence[Tag], rules: _Rules, special: Collection[str]) -> dict[str, Any]:
     """Creates the part for free text with JSON between tags."""
     rules.define("TEXT", "/(?s:.*)/")
-    ways = []
+    alternatives = []
     for tag in tags:
         if tag.trigger in special:
             head = f"TEXT {rules.text(tag.trigger)}"
         else:
             head = rules.add(f"TEXT {json.dumps(tag.trigger)}", "[lazy]")
         rest = rules.text(tag.begin.removeprefix(tag.trigger))
-        ways.append(rules.add(f"{head} {rest} {_json(tag.schema)} {rules.text(tag.end)}"))
-    return _lark(f"({' | '.join(ways)})* TEXT", rules)
+        alternatives.append(rules.add(f"{head} {rest} {_json(tag.schema)} {rules.text(tag.end)}"))
+    return _lark(f"({' | '.join(alternatives)})* TEXT", rules)
 
 
 class _Rules:
@@ -179,7 +188,7 @@ class _Rules:
         self.added = added
         self._pattern = re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True))) or "(?!)")
         self._rules: list[str] = []
-        self._room = MOST_BYTES
+        self._budget = MAX_GRAMMAR_BYTES
 
     def __str__(self) -> str:
         return "".join(f"{rule}\n" for rule in self._rules)
@@ -196,9 +205,9 @@ class _Rules:
         Raises:
             ValueError: the grammar becomes too large; shared definitions are repeated for each argument.
         """
-        self._room -= len(body)
-        if self._room < 0:
-            raise ValueError(f"its grammar has more than {MOST_BYTES} characters")
+        self._budget -= len(body)
+        if self._budget < 0:
+            raise ValueError(f"its grammar has more than {MAX_GRAMMAR_BYTES} characters")
         self._rules.append(f"{name}: {body}")
 
     def text(self, text: str) -> str:
@@ -218,7 +227,7 @@ class _Rules:
             yield json.dumps(text, ensure_ascii=False)
 
 
-def _call(rules: _Rules, calls: Calls, tool: Mapping[str, Any]) -> str:
+def _call(rules: _Rules, calls: ToolCallFormat, tool: Mapping[str, Any]) -> str:
     """Adds the rule of a tool's calls and returns its name."""
     name, parameters = tool["function"]["name"], tool["function"].get("parameters", NO_PARAMETERS) | {"type": "object"}
     arguments = _json(parameters) if calls.argument is None else _arguments(rules, calls.argument, parameters)
@@ -234,7 +243,7 @@ def _arguments(rules: _Rules, argument: str, parameters: dict[str, Any]) -> str:
     for name, schema in properties.items() if isinstance(properties, dict) else ():
         before, after = (text.replace("KEY", name) for text in argument.split("VALUE"))
         schema = schema if isinstance(schema, dict) else {}
-        if texts := texts_of(schema):
+        if texts := enum_texts(schema):
             value = "(" + " | ".join(map(rules.text, texts)) + f") {rules.text(after)}"
         elif is_text(schema):
             value = rules.add("/(?s:.*)/", f"[suffix={json.dumps(after)}]")

@@ -10,17 +10,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from helix.engine.request import Logprobs
-from launch.answers.dialects import AnswerPart
-from launch.client.choice import Choice, News
+from launch.answers.chat_formats import AnswerPart
+from launch.client.chat_tokenizer import ChatTokenizer
+from launch.client.choice import Choice, Delta
 from launch.client.errors import ApiError
-from launch.client.prompts import Reading
-from launch.client.sampling import logprobs_of
+from launch.client.input_processor import ProcessedPrompt
+from launch.client.sampling import num_logprobs
 from launch.client.schemas import Chat, Completion
-from launch.client.tokens import Tokens
 
-Heard = Callable[[int, News], None]
-SHOWN = 60  # characters of a text in the `repr` of an output
-SILENCE_S = 5.0  # after which `Answer.news` yields nothing, so that a stream can show that it lives
+DeltaCallback = Callable[[int, Delta], None]
+REPR_CHARS = 60  # characters of a text in the `repr` of an output
+KEEPALIVE_S = 5.0  # after which `Answer.deltas` yields nothing, so that a stream can show that it lives
 
 
 class Answer:
@@ -45,19 +45,19 @@ class Answer:
     def __init__(
         self,
         body: Chat | Completion,
-        reading: Reading,
+        processed: ProcessedPrompt,
         choices: list[Choice],
-        tokens: Tokens,
+        tokenizer: ChatTokenizer,
         changed: asyncio.Event,
         request_id: str = "",
         model: str = "",
     ) -> None:
-        self.body, self.choices, self.tokens, self.model = body, choices, tokens, model
-        self.chat = isinstance(body, Chat)
+        self.body, self.choices, self.tokenizer, self.model = body, choices, tokenizer, model
+        self.is_chat = isinstance(body, Chat)
         self.request_id = request_id or uuid.uuid4().hex
-        self.echoed = [text for text in reading.echoed for _ in range(body.n or 1)]
-        self.prompt_tokens = sum(map(len, reading.prompts))
-        self.with_logprobs = logprobs_of(body) is not None
+        self.echoed = [text for text in processed.echoed for _ in range(body.n or 1)]
+        self.prompt_tokens = sum(map(len, processed.prompts))
+        self.with_logprobs = num_logprobs(body) is not None
         self.created, self.began = int(time.time()), time.monotonic()
         self._changed = changed
 
@@ -68,10 +68,12 @@ class Answer:
 
     def usage(self) -> dict[str, Any]:
         """Counts the tokens so far."""
-        new = sum(choice.tokens for choice in self.choices)
+        new = sum(choice.num_tokens for choice in self.choices)
         cached: dict[int, int] = {}  # by prompt: its choices share the array of its ids
-        for flight in (choice.flight for choice in self.choices):
-            cached[id(flight.request.prompt)] = max(flight.cached or 0, cached.get(id(flight.request.prompt), 0))
+        for generation in (choice.generation for choice in self.choices):
+            cached[id(generation.request.prompt)] = max(
+                generation.num_cached_tokens or 0, cached.get(id(generation.request.prompt), 0)
+            )
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": new,
@@ -79,29 +81,29 @@ class Answer:
             "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
         }
 
-    async def news(self) -> AsyncIterator[list[tuple[int, News]]]:
-        """Yields news by choice until all choices have ended; an empty list after `SILENCE_S` seconds without any.
+    async def deltas(self) -> AsyncIterator[list[tuple[int, Delta]]]:
+        """Yields news by choice until all choices have ended; an empty list after `KEEPALIVE_S` seconds without any.
 
         Raises:
             ApiError: a continuation failed.
         """
-        while any(choice.ended is None for choice in self.choices):
+        while any(choice.finish_reason is None for choice in self.choices):
             try:
-                async with asyncio.timeout(SILENCE_S):
+                async with asyncio.timeout(KEEPALIVE_S):
                     await self._changed.wait()
             except TimeoutError:
                 yield []
                 continue
             self._changed.clear()
-            news = [(choice.index, one) for choice in self.choices if (one := choice.take())]
-            for index, one in news:
+            deltas = [(choice.index, one) for choice in self.choices if (one := choice.poll())]
+            for index, one in deltas:
                 if one.finish_reason in ("error", "abort"):
-                    reason = self.choices[index].flight.reason or "the server has ended it"
+                    reason = self.choices[index].generation.reason or "the server has ended it"
                     raise ApiError(500, reason)
-            if news or self.body.return_progress:
-                yield news
+            if deltas or self.body.return_progress:
+                yield deltas
 
-    async def whole(self, heard: Heard = lambda index, news: None) -> list[News]:
+    async def collect(self, on_delta: DeltaCallback = lambda index, delta: None) -> list[Delta]:
         """Waits for the end; returns what came of each choice, all pieces in one.
 
         Args:
@@ -110,34 +112,34 @@ class Answer:
         Raises:
             ApiError: a continuation failed.
         """
-        told: list[list[News]] = [[] for _ in self.choices]
-        async for news in self.news():
-            for index, one in news:
-                heard(index, one)
-                told[index].append(one)
-        return [News.joined(pieces) for pieces in told]
+        pieces_of: list[list[Delta]] = [[] for _ in self.choices]
+        async for deltas in self.deltas():
+            for index, one in deltas:
+                on_delta(index, one)
+                pieces_of[index].append(one)
+        return [Delta.concat(pieces) for pieces in pieces_of]
 
-    def parts(self, news: News) -> list[AnswerPart]:
+    def parts(self, delta: Delta) -> list[AnswerPart]:
         """Returns the parts of news that the client gets: a chat may leave out the model's thoughts."""
         if isinstance(self.body, Chat) and not self.body.include_reasoning:
-            return [part for part in news.parts if part.kind != "thinking"]
-        return news.parts
+            return [part for part in delta.parts if part.kind != "thinking"]
+        return delta.parts
 
-    def message(self, news: News) -> dict[str, Any]:
+    def message(self, delta: Delta) -> dict[str, Any]:
         """Returns a chat's answer as the message of an assistant, in OpenAI's format."""
-        parts = self.parts(news)
+        parts = self.parts(delta)
         message: dict[str, Any] = {"role": "assistant", "content": None}
         for kind, name in (("content", "content"), ("thinking", "reasoning_content")):
             if texts := [part.text for part in parts if part.kind == kind]:
                 message[name] = "".join(texts)
-        if calls := [call_of(part) for part in parts if part.kind == "call"]:
+        if calls := [to_tool_call(part) for part in parts if part.kind == "call"]:
             message["tool_calls"] = calls
         elif message["content"] is None:
             message["content"] = ""
         return message
 
 
-def call_of(part: AnswerPart) -> dict[str, Any]:
+def to_tool_call(part: AnswerPart) -> dict[str, Any]:
     """Returns a part as a tool call in OpenAI's format."""
     return {"id": part.id, "type": "function", "function": {"name": part.name, "arguments": part.text}}
 
@@ -148,20 +150,20 @@ class CompletionOutput:
 
     Attributes:
         text: of a chat, what is said to the user, without thoughts and calls.
-        output_ids: the tokens drawn, the end token included.
+        token_ids: the tokens drawn, the end token included.
         finish_reason: `stop`, `length`, `tool_calls`, or `error` if it was refused.
-        logprobs: those of `output_ids`, if wanted.
+        logprobs: those of `token_ids`, if wanted.
         message: of a chat, the assistant's message, to go on with; it may have `reasoning_content` and `tool_calls`.
     """
 
     text: str = ""
-    output_ids: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] = ()
     finish_reason: str = "error"
     logprobs: tuple[Logprobs, ...] = ()
     message: dict[str, Any] | None = None
 
     def __repr__(self) -> str:
-        return f"CompletionOutput({shorten(self.text)!r}, {len(self.output_ids)} tokens, {self.finish_reason!r})"
+        return f"CompletionOutput({shorten(self.text)!r}, {len(self.token_ids)} tokens, {self.finish_reason!r})"
 
 
 @dataclass(frozen=True, repr=False)
@@ -171,13 +173,13 @@ class RequestOutput:
     Attributes:
         prompt_tokens: how many tokens the prompt has.
         cached_tokens: how many of them were found in the cache.
-        continuations: the answers, `n` of them.
+        outputs: the answers, `n` of them.
         reason: why, if the prompt was refused.
     """
 
     prompt_tokens: int
     cached_tokens: int
-    continuations: tuple[CompletionOutput, ...]
+    outputs: tuple[CompletionOutput, ...]
     reason: str | None = None
 
     @classmethod
@@ -188,51 +190,51 @@ class RequestOutput:
     def __repr__(self) -> str:
         if self.reason is not None:
             return f"RequestOutput(refused: {shorten(self.reason)!r})"
-        more = f", and {len(self.continuations) - 1} more" if len(self.continuations) > 1 else ""
-        answer = f"{shorten(self.text)!r}, {len(self.output_ids)} tokens, {self.finish_reason!r}{more}"
+        more = f", and {len(self.outputs) - 1} more" if len(self.outputs) > 1 else ""
+        answer = f"{shorten(self.text)!r}, {len(self.token_ids)} tokens, {self.finish_reason!r}{more}"
         return f"RequestOutput({answer}; {self.prompt_tokens} prompt tokens, {self.cached_tokens} of them cached)"
 
     @property
     def text(self) -> str:
-        return self.continuations[0].text
+        return self.outputs[0].text
 
     @property
-    def output_ids(self) -> tuple[int, ...]:
-        return self.continuations[0].output_ids
+    def token_ids(self) -> tuple[int, ...]:
+        return self.outputs[0].token_ids
 
     @property
     def finish_reason(self) -> str:
-        return self.continuations[0].finish_reason
+        return self.outputs[0].finish_reason
 
     @property
     def logprobs(self) -> tuple[Logprobs, ...]:
-        return self.continuations[0].logprobs
+        return self.outputs[0].logprobs
 
     @property
     def message(self) -> dict[str, Any] | None:
-        return self.continuations[0].message
+        return self.outputs[0].message
 
 
 def shorten(text: str) -> str:
     """Returns a text that fits in a line of a terminal."""
-    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
+    return text if len(text) <= REPR_CHARS else f"{text[: REPR_CHARS - 3]}..."
 
 
-async def output_of(answer: Answer, heard: Heard = lambda index, news: None) -> RequestOutput:
+async def to_request_output(answer: Answer, on_delta: DeltaCallback = lambda index, delta: None) -> RequestOutput:
     """Waits for an answer's end; returns it, or its refusal if a continuation failed.
 
     Args:
         heard: called with a choice's index and its news, as they come.
     """
     try:
-        whole = await answer.whole(heard)
+        deltas = await answer.collect(on_delta)
     except ApiError as error:
         return RequestOutput.refused(error.message, answer.prompt_tokens)
     outputs = []
-    for choice, news in zip(answer.choices, whole, strict=True):
-        output = CompletionOutput(news.text, tuple(news.ids), str(news.finish_reason), tuple(news.logprobs))
-        if choice.parsed:
-            message = answer.message(news)
+    for choice, delta in zip(answer.choices, deltas, strict=True):
+        output = CompletionOutput(delta.text, tuple(delta.token_ids), str(delta.finish_reason), tuple(delta.logprobs))
+        if choice.has_parser:
+            message = answer.message(delta)
             output = replace(output, text=message["content"] or "", message=message)
         outputs.append(output)
     cached = answer.usage()["prompt_tokens_details"]["cached_tokens"]

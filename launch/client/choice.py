@@ -10,38 +10,38 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from launch.answers.dialects import AnswerPart, Parser
-from launch.client.core import Flight
-from launch.client.detokenize import TextStream
+from launch.answers.chat_formats import AnswerPart, Parser
+from launch.client.chat_tokenizer import ChatTokenizer
+from launch.client.detokenizer import IncrementalDetokenizer
+from launch.client.engine_client import Generation
 from launch.client.schemas import Chat, Completion
-from launch.client.tokens import Tokens
 
 
 @dataclass
-class News:
+class Delta:
     """The news of a continuation since the last call.
 
     Attributes:
-        ids: tokens drawn, without those after its end.
+        token_ids: tokens drawn, without those after its end.
         text: new text of a completion.
         parts: new parts of a chat's answer.
         finish_reason: stop, length, tool_calls, abort or error, once it has ended.
     """
 
-    ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
     text: str = ""
     parts: list[AnswerPart] = field(default_factory=list)
     finish_reason: str | None = None
 
     def __bool__(self) -> bool:
-        return bool(self.ids or self.finish_reason)
+        return bool(self.token_ids or self.finish_reason)
 
     @classmethod
-    def joined(cls, pieces: Sequence[News]) -> News:
+    def concat(cls, pieces: Sequence[Delta]) -> Delta:
         """Merges consecutive news of one continuation."""
         return cls(
-            [token for one in pieces for token in one.ids],
+            [token for one in pieces for token in one.token_ids],
             [logprobs for one in pieces for logprobs in one.logprobs],
             "".join(one.text for one in pieces),
             [part for one in pieces for part in one.parts],
@@ -59,84 +59,86 @@ class Choice:
 
     Attributes:
         parsed: whether there is a parser.
-        tokens: number of tokens drawn so far.
-        ended: the finish reason, once it has ended.
-        stop: the stop text at which it ended.
+        num_tokens: number of tokens drawn so far.
+        finish_reason: the finish reason, once it has ended.
+        matched_stop: the stop text at which it ended.
     """
 
     def __init__(
         self,
         index: int,
-        flight: Flight,
-        tokens: Tokens,
+        generation: Generation,
+        tokenizer: ChatTokenizer,
         body: Chat | Completion,
-        abort: Callable[[Flight, str], None],
+        abort: Callable[[Generation, str], None],
         parser: Parser | None,
     ) -> None:
         self.index = index
-        self.flight = flight
-        self.parsed = parser is not None
-        self.tokens = 0
-        self.ended: str | None = None
-        self.stop: str | None = None
+        self.generation = generation
+        self.has_parser = parser is not None
+        self.num_tokens = 0
+        self.finish_reason: str | None = None
+        self.matched_stop: str | None = None
         self._stops = tuple(body.stop or ())
-        self._tokens = tokens
+        self._tokenizer = tokenizer
         self._parser = parser
         self._abort = abort
-        self._silent = body.max_tokens == 0  # what is drawn is no part of the answer
-        self._special = not body.skip_special_tokens or (parser is not None and parser.wants_special)
-        self._text = TextStream(tokens.tokenizer, self._stops, self._special, body.min_tokens or 0)
+        self._discard_output = body.max_tokens == 0  # what is drawn is no part of the answer
+        self._include_special = not body.skip_special_tokens or (parser is not None and parser.needs_special_tokens)
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer.backend, self._stops, self._include_special, body.min_tokens or 0
+        )
 
     def abort(self, finish_reason: str) -> None:
         """Cancels the continuation if it has not ended."""
-        self._abort(self.flight, finish_reason)
+        self._abort(self.generation, finish_reason)
 
-    def take(self) -> News:
+    def poll(self) -> Delta:
         """Returns the news since the last call."""
-        news, flight = News(), self.flight
-        if self.ended is not None:
-            return news
-        if self._silent and (reason := flight.finish_reason) is not None:
-            news.finish_reason = self.ended = "length" if reason == "stop" else reason
-        if self._silent:
-            return news
-        fresh = flight.drawn[self.tokens :]
-        said: list[str] = []
+        delta, generation = Delta(), self.generation
+        if self.finish_reason is not None:
+            return delta
+        if self._discard_output and (reason := generation.finish_reason) is not None:
+            delta.finish_reason = self.finish_reason = "length" if reason == "stop" else reason
+        if self._discard_output:
+            return delta
+        new_ids = generation.output_token_ids[self.num_tokens :]
+        pieces: list[str] = []
         stopped = False
-        for at, token in enumerate(fresh):
-            news.ids.append(token)
-            if flight.finish_reason == "stop" and at + 1 == len(fresh):  # an end token is no text
+        for at, token in enumerate(new_ids):
+            delta.token_ids.append(token)
+            if generation.finish_reason == "stop" and at + 1 == len(new_ids):  # an end token is no text
                 break
-            text, stopped = self._text.push(token)
-            said.append(text)
+            text, stopped = self._detokenizer.push(token)
+            pieces.append(text)
             if stopped:
-                self.ended = "stop"
+                self.finish_reason = "stop"
                 break
-        news.logprobs = flight.logprobs[self.tokens : self.tokens + len(news.ids)]
-        self.tokens += len(news.ids)
-        self.ended = self.ended or flight.finish_reason
-        if self.ended is not None and not stopped:
-            text, stopped = self._text.finish()
-            said.append(text)
-            self.ended = "stop" if stopped else self.ended
-        self.stop = self._stop_text() if stopped else None
-        news.text = "".join(said)
+        delta.logprobs = generation.logprobs[self.num_tokens : self.num_tokens + len(delta.token_ids)]
+        self.num_tokens += len(delta.token_ids)
+        self.finish_reason = self.finish_reason or generation.finish_reason
+        if self.finish_reason is not None and not stopped:
+            text, stopped = self._detokenizer.finish()
+            pieces.append(text)
+            self.finish_reason = "stop" if stopped else self.finish_reason
+        self.matched_stop = self._find_matched_stop() if stopped else None
+        delta.text = "".join(pieces)
         if self._parser is not None:
-            news.parts = self._parser.feed(news.text)
-            if self.ended is not None:
-                news.parts += self._parser.finish(cut=stopped or self.ended != "stop")
-            if self._parser.full:
-                self.ended = "stop"
-        if self.ended is not None:
-            self.abort(self.ended)
-        news.finish_reason = self.ended
-        if self.ended == "stop" and self._parser is not None and self._parser.calls:
-            news.finish_reason = "tool_calls"
-        return news
+            delta.parts = self._parser.feed(delta.text)
+            if self.finish_reason is not None:
+                delta.parts += self._parser.finish(cut=stopped or self.finish_reason != "stop")
+            if self._parser.is_complete:
+                self.finish_reason = "stop"
+        if self.finish_reason is not None:
+            self.abort(self.finish_reason)
+        delta.finish_reason = self.finish_reason
+        if self.finish_reason == "stop" and self._parser is not None and self._parser.calls:
+            delta.finish_reason = "tool_calls"
+        return delta
 
-    def _stop_text(self) -> str | None:
+    def _find_matched_stop(self) -> str | None:
         """Finds which of the stop texts follows the text."""
-        ids = self.flight.drawn[: self.tokens]
-        whole = self._tokens.decode(ids, special=self._special)
-        rest = whole.removeprefix(self._text.text)
+        ids = self.generation.output_token_ids[: self.num_tokens]
+        full_text = self._tokenizer.decode(ids, special=self._include_special)
+        rest = full_text.removeprefix(self._detokenizer.text)
         return next((stop for stop in self._stops if rest.startswith(stop)), None)

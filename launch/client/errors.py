@@ -51,5 +51,5 @@ class ApiError(Exception):
     def body(self, request_id: str | None = None) -> dict[str, Any]:
         """Describes it; `request_id` is that of the log."""
         kind = KINDS.get(self.status, "invalid_request_error")
-        told = {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
-        return told if request_id is None else told | {"request_id": request_id}
+        error = {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        return error if request_id is None else error | {"request_id": request_id}

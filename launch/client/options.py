@@ -13,7 +13,7 @@ from helix.sampling_params import OPTIONS, Parameter
 F = TypeVar("F", bound=Callable[..., Any])
 RULE = "Unset or None, {} are those of the run's `decode` settings; the others have the defaults shown above."
 
-MORE = {
+EXTRA_OPTIONS = {
     "max_tokens": Parameter(
         "most new tokens, at least 1; the end token counts", hint=int, kind=int, default=DecodeConfig.max_tokens
     ),
@@ -23,7 +23,7 @@ MORE = {
 }
 _KEYS = {key.name for key in fields(DecodeConfig)}
 DEFAULTED = [name for name in ("max_tokens", *OPTIONS, "stop") if name in _KEYS]  # where unset, `decode` says it
-LINE_OPTIONS = {name: (MORE | OPTIONS)[name] for name in (*DEFAULTED, *OPTIONS)}
+LINE_OPTIONS = {name: (EXTRA_OPTIONS | OPTIONS)[name] for name in (*DEFAULTED, *OPTIONS)}
 CALL_OPTIONS = LINE_OPTIONS | {
     "n": Parameter("answers to each prompt; answer i takes seed + i", hint=int, default=1),
     "schema": Parameter("JSON schema that the answer follows", hint=Mapping[str, Any] | None, default=None),
@@ -50,14 +50,16 @@ def takes_options(call: F) -> F:
     """Shows the options of a call in its signature and docstring, in place of `**options`."""
     shown: Any = call
     signature = inspect.signature(call)
-    own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+    named = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
     options = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=option.hint)
         for name, option in CALL_OPTIONS.items()
     ]
-    shown.__signature__ = signature.replace(parameters=[*own, *options])
-    says = {name: option.in_requests if name in OPTIONS else option.says for name, option in CALL_OPTIONS.items()}
-    lines = (f"    {name}: {said}." for name, said in says.items())
+    shown.__signature__ = signature.replace(parameters=[*named, *options])
+    descriptions = {
+        name: option.request_description if name in OPTIONS else option.says for name, option in CALL_OPTIONS.items()
+    }
+    lines = (f"    {name}: {text}." for name, text in descriptions.items())
     rule = RULE.format(", ".join(DEFAULTED))
     shown.__doc__ = "\n".join([inspect.cleandoc(call.__doc__ or ""), "", f"Options: {rule}", *lines])
     return call

@@ -8,48 +8,52 @@ from typing import Any
 
 from helix.engine.request import Request
 from helix.sampling_params import OPTIONS, SamplingParams
+from launch.client.engine_messages import EngineInfo
 from launch.client.errors import ApiError
-from launch.client.frames import Ready
-from launch.client.prompts import Reading
-from launch.client.schemas import Chat, Completion, Generation
+from launch.client.input_processor import ProcessedPrompt
+from launch.client.schemas import Chat, Completion, GenerationFields
 
-UNSET_TOKENS = 16  # default of max_tokens for completions
+DEFAULT_MAX_TOKENS = 16  # default of max_tokens for completions
 
 
-def requests_of(
+def make_requests(
     body: Chat | Completion,
-    reading: Reading,
+    processed: ProcessedPrompt,
     defaults: Mapping[str, Any],
-    ready: Ready,
+    engine_info: EngineInfo,
     grammar: str | None,
-    salt: str | None = None,
+    cache_salt: str | None = None,
 ) -> list[Request]:
     """Creates the continuations of a body's prompts, `n` of each.
 
     Args:
         defaults: the checkpoint's, from `generation_config.json`.
-        grammar: of `reading.form`, in llguidance's format.
+        grammar: of `processed.form`, in llguidance's format.
 
     Raises:
         ApiError: 400, a token id is outside of the vocabulary, or a prompt and its answer do not fit.
     """
     chat, requests = isinstance(body, Chat), []
-    for prompt in reading.prompts:
-        limit = limit_of(body, len(prompt), None if chat else UNSET_TOKENS, ready)
+    for prompt in processed.prompts:
+        limit = resolve_max_tokens(body, len(prompt), None if chat else DEFAULT_MAX_TOKENS, engine_info)
         for index in range(body.n or 1):
-            sampling = sampling_of(body, defaults, ready.vocab, index)
-            requests.append(Request(0, prompt, limit, sampling, priority=-body.priority, salt=salt, grammar=grammar))
+            sampling = make_sampling_params(body, defaults, engine_info.vocab, index)
+            requests.append(
+                Request(0, prompt, limit, sampling, priority=-body.priority, cache_salt=cache_salt, grammar=grammar)
+            )
     return requests
 
 
-def logprobs_of(body: Chat | Completion) -> int | None:
+def num_logprobs(body: Chat | Completion) -> int | None:
     """Returns how many of the most likely tokens are told with each token; None: no log-probabilities."""
     if isinstance(body, Chat):
         return (body.top_logprobs or 0) if body.logprobs else None
     return body.logprobs
 
 
-def sampling_of(body: Chat | Completion, defaults: Mapping[str, Any], vocab: int, index: int) -> SamplingParams:
+def make_sampling_params(
+    body: Chat | Completion, defaults: Mapping[str, Any], vocab: int, index: int
+) -> SamplingParams:
     """Makes the sampling parameters of choice `index` of a request.
 
     Args:
@@ -66,7 +70,7 @@ def sampling_of(body: Chat | Completion, defaults: Mapping[str, Any], vocab: int
             raise ApiError(400, f"{param} has {outside[0]}, and the vocabulary is [0, {vocab})", param=param)
     given = {name: value for name in OPTIONS if (value := getattr(body, name, None)) is not None}
     values = {name: option.request_default for name, option in OPTIONS.items()} | dict(defaults) | given
-    logprobs = logprobs_of(body)
+    logprobs = num_logprobs(body)
     values |= {"logit_bias": bias, "logprobs": logprobs, "stop_token_ids": tuple(body.stop_token_ids or ())}
     values |= {"prompt_logprobs": logprobs if getattr(body, "echo", False) else None}
     values |= {"top_k": 0} if values["top_k"] == -1 else {}
@@ -75,7 +79,7 @@ def sampling_of(body: Chat | Completion, defaults: Mapping[str, Any], vocab: int
     return SamplingParams(**values | {"seed": seed if values["temperature"] > 0 else 0})
 
 
-def limit_of(request: Generation, prompt: int, unset: int | None, ready: Ready) -> int:
+def resolve_max_tokens(request: GenerationFields, prompt: int, unset: int | None, engine_info: EngineInfo) -> int:
     """Computes how many tokens may be drawn after a prompt of `prompt` tokens.
 
     Args:
@@ -84,20 +88,22 @@ def limit_of(request: Generation, prompt: int, unset: int | None, ready: Ready) 
     Raises:
         ApiError: the prompt, or both together, do not fit.
     """
-    wanted = getattr(request, "max_completion_tokens", None) or request.max_tokens
-    if wanted == 0:
-        wanted = 1  # the engine draws a token behind each prompt; the answer leaves it out
-    room = ready.max_length
-    fits = prompt + (wanted or 1) <= ready.context
-    most, what = (room, "what the KV cache can hold (kv.tokens)") if fits else (ready.context, "the model's context")
+    requested = getattr(request, "max_completion_tokens", None) or request.max_tokens
+    if requested == 0:
+        requested = 1  # the engine draws a token behind each prompt; the answer leaves it out
+    capacity = engine_info.max_length
+    fits = prompt + (requested or 1) <= engine_info.context
+    limit, what = (
+        (capacity, "what the KV cache can hold (kv.tokens)") if fits else (engine_info.context, "the model's context")
+    )
     if prompt == 0:
         raise ApiError(400, "the prompt is empty: it needs a token", param="prompt")
-    if prompt + (wanted or 1) > room:
-        new = f" and {wanted} new ones are {prompt + wanted}, which" if wanted else ""
+    if prompt + (requested or 1) > capacity:
+        new = f" and {requested} new ones are {prompt + requested}, which" if requested else ""
         raise ApiError(
             400,
-            f"the prompt's {prompt} tokens{new} exceed {what} of {most} tokens",
+            f"the prompt's {prompt} tokens{new} exceed {what} of {limit} tokens",
             param="messages" if hasattr(request, "messages") else "prompt",
             code="context_length_exceeded",
         )
-    return wanted or min(unset or room, room - prompt)
+    return requested or min(unset or capacity, capacity - prompt)

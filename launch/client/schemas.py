@@ -19,24 +19,31 @@ from pydantic import (
 )
 
 from helix.sampling_params import BIAS, LOGPROBS, MAX_LISTED, TOKEN_ID, Parameter
-from launch.answers.grammars import Shape
-from launch.client.checked import SAID, Off, On, Schema, Some, or_null
+from launch.answers.grammars import StructuredOutput
 from launch.client.errors import ApiError
-from launch.client.fields import CHATS, REFUSED, SAMPLING, field_of
-from launch.client.fields import Field as Known
-from launch.client.forms import MOST_EXPRESSION, Expression, Format, Structured, Texts, bounded, shape_of
+from launch.client.request_fields import CHATS, REFUSED, SAMPLING, RequestField, find_field
+from launch.client.schema_base import SHORT_REPR, FalseByDefault, ListOf, Schema, TrueByDefault, null_as
+from launch.client.structured_outputs import (
+    MAX_EXPRESSION,
+    Choices,
+    Expression,
+    ResponseFormat,
+    StructuredOutputs,
+    check_size,
+    make_structured_output,
+)
 
-MOST_CHOICES = 128
-MOST_STOPS = 16
-MOST_STOP = 4096  # characters of each
-MOST_VALUES = 1 << 17  # of a body, besides its token ids
-MOST_TOLD, MOST_NAME = 32, 80  # ignored fields that a client is told, and characters of a name
+MAX_CHOICES = 128
+MAX_STOPS = 16
+MAX_STOP_CHARS = 4096  # characters of each
+MAX_VALUES = 1 << 17  # of a body, besides its token ids
+MAX_IGNORED_NAMES, MAX_NAME_CHARS = 32, 80  # ignored fields that a client is told, and characters of a name
 Scalar = str | int | float | bool | None
 BRANCHES = ("str", "int", "float", "bool", "ToolChoice")  # names of union members in an error's location
 SCANNED = 1 << 20  # bytes at a time
 
 
-def _short(value: object) -> object:
+def _check_length(value: object) -> object:
     """Checks the length of a list or object before its items: millions of errors take minutes and gigabytes."""
     if isinstance(value, dict | list) and len(value) > MAX_LISTED:
         what = "keys" if isinstance(value, dict) else "items"
@@ -44,16 +51,16 @@ def _short(value: object) -> object:
     return value
 
 
-def _short_texts(values: dict[str, Scalar]) -> dict[str, Scalar]:
-    if (total := sum(len(value) for value in values.values() if isinstance(value, str))) > MOST_EXPRESSION:
-        raise ValueError(f"has texts of {total} characters, and may have {MOST_EXPRESSION}")
+def _check_text_length(values: dict[str, Scalar]) -> dict[str, Scalar]:
+    if (total := sum(len(value) for value in values.values() if isinstance(value, str))) > MAX_EXPRESSION:
+        raise ValueError(f"has texts of {total} characters, and may have {MAX_EXPRESSION}")
     return values
 
 
-def _some_stops(stop: str | list[str]) -> list[str]:
+def _check_stops(stop: str | list[str]) -> list[str]:
     stops = [stop] if isinstance(stop, str) else stop
-    if len(stops) > MOST_STOPS or not all(0 < len(text) <= MOST_STOP for text in stops):
-        raise ValueError(f"must be at most {MOST_STOPS} texts, of 1 to {MOST_STOP} characters each")
+    if len(stops) > MAX_STOPS or not all(0 < len(text) <= MAX_STOP_CHARS for text in stops):
+        raise ValueError(f"must be at most {MAX_STOPS} texts, of 1 to {MAX_STOP_CHARS} characters each")
     return stops
 
 
@@ -61,37 +68,39 @@ def _array(ids: list[int]) -> np.ndarray:
     return np.asarray(ids, dtype=np.int32)
 
 
-SHORT = BeforeValidator(_short)
+LENGTH_CHECKED = BeforeValidator(_check_length)
 TokenId = Annotated[int, TOKEN_ID.range]
-Ids = Annotated[Some[TokenId], AfterValidator(_array)]
+Ids = Annotated[ListOf[TokenId], AfterValidator(_array)]
 
-Stops = Annotated[str | Some[str], AfterValidator(_some_stops)]
-Arguments = Annotated[dict[str, Scalar], SHORT, AfterValidator(_short_texts)]
+Stops = Annotated[str | ListOf[str], AfterValidator(_check_stops)]
+Arguments = Annotated[dict[str, Scalar], LENGTH_CHECKED, AfterValidator(_check_text_length)]
 
 
 class StreamOptions(Schema):
-    include_usage: Off = False
+    include_usage: FalseByDefault = False
 
 
 def _field(parameter: Parameter) -> tuple[Any, Any]:
     """Returns the type and the default of a parameter's field; null is as good as unset."""
     if parameter.kind is bool:
-        return Off, False
+        return FalseByDefault, False
     return Annotated[parameter.kind, parameter.request] | None, None
 
 
-NUMBERS: dict[str, Any] = {name: _field(of) for name, of in SAMPLING.items() if of.kind in (bool, int, float)}
-Numbers: Any = create_model("Numbers", __base__=Schema, **NUMBERS)
+NUMERIC_FIELDS: dict[str, Any] = {
+    name: _field(parameter) for name, parameter in SAMPLING.items() if parameter.kind in (bool, int, float)
+}
+NumericFields: Any = create_model("NumericFields", __base__=Schema, **NUMERIC_FIELDS)
 
 
-class Sampling(Numbers):
+class SamplingFields(NumericFields):
     """Fields of how tokens are drawn, and what goes with them; all routes that generate have them."""
 
-    stop_token_ids: Annotated[Some[TokenId], SHORT] | None = None
-    logit_bias: Annotated[dict[str, Annotated[float, BIAS.range]], SHORT] | None = None
-    priority: Annotated[int, or_null(0)] = Field(0, ge=-(1 << 31), lt=1 << 31)
+    stop_token_ids: Annotated[ListOf[TokenId], LENGTH_CHECKED] | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, BIAS.range]], LENGTH_CHECKED] | None = None
+    priority: Annotated[int, null_as(0)] = Field(0, ge=-(1 << 31), lt=1 << 31)
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
-    skip_special_tokens: On = True
+    skip_special_tokens: TrueByDefault = True
 
     @field_validator("logit_bias")
     @classmethod
@@ -102,71 +111,74 @@ class Sampling(Numbers):
         return bias
 
     @property
-    def sampling(self) -> dict[str, Any]:
+    def sampling_fields(self) -> dict[str, Any]:
         """The fields that are given."""
-        return {name: getattr(self, name) for name in Sampling.model_fields if name in self.model_fields_set}
+        return {name: getattr(self, name) for name in SamplingFields.model_fields if name in self.model_fields_set}
 
 
-class Generation(Sampling):
+class GenerationFields(SamplingFields):
     """Common fields of completions and chats."""
 
     model: str | None = None
-    stream: Off = False
+    stream: FalseByDefault = False
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=1, lt=1 << 31)
-    n: int | None = Field(None, ge=1, le=MOST_CHOICES)
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stop: Stops | None = None
-    return_progress: Off = False
-    response_format: Format | None = None
-    structured_outputs: Structured | None = None
+    return_progress: FalseByDefault = False
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: Expression | None = None
-    guided_choice: Texts | None = None
+    guided_choice: Choices | None = None
     guided_grammar: Expression | None = None
     guided_whitespace_pattern: Annotated[str, Field(max_length=256)] | None = None
-    _wanted: Shape | None = PrivateAttr(None)
+    _structured_output: StructuredOutput | None = PrivateAttr(None)
 
     @model_validator(mode="after")
-    def _options_of_a_stream(self) -> Generation:
+    def _options_of_a_stream(self) -> GenerationFields:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options goes with stream=true")
         return self
 
     @model_validator(mode="after")
-    def _one_shape(self) -> Generation:
-        shapes = [*self._shapes()]
-        given = [shape.param for shape in shapes]
+    def _single_structured_output(self) -> GenerationFields:
+        found = [*self._structured_outputs()]
+        given = [structured_output.param for structured_output in found]
         if len(given) > 1:
             raise ValueError(f"{given[0]} and {given[1]} both say what the answer looks like: send one of them")
         if self.guided_whitespace_pattern is not None and given != ["guided_json"]:
             raise ValueError("guided_whitespace_pattern goes with guided_json")
-        self._wanted = shapes[0] if shapes else None
+        self._structured_output = found[0] if found else None
         return self
 
-    def _shapes(self) -> Iterator[Shape]:
-        spaces = {} if (pattern := self.guided_whitespace_pattern) is None else {"whitespace_pattern": pattern}
+    def _structured_outputs(self) -> Iterator[StructuredOutput]:
+        whitespace = {} if (pattern := self.guided_whitespace_pattern) is None else {"whitespace_pattern": pattern}
         for kind in ("json", "regex", "choice", "grammar"):
             if (value := getattr(self, f"guided_{kind}")) is not None:
-                yield shape_of(f"guided_{kind}", kind, value, spaces)
+                yield make_structured_output(f"guided_{kind}", kind, value, whitespace)
         if self.structured_outputs is not None:
-            yield self.structured_outputs.shape
-        if self.response_format is not None and (shape := self.response_format.shape) is not None:
-            yield shape
+            yield self.structured_outputs.structured_output
+        if (
+            self.response_format is not None
+            and (structured_output := self.response_format.structured_output) is not None
+        ):
+            yield structured_output
 
     @property
-    def shape(self) -> Shape | None:
+    def structured_output(self) -> StructuredOutput | None:
         """The constraint on the answer; None: any text."""
-        return self._wanted
+        return self._structured_output
 
 
-class Completion(Generation):
+class Completion(GenerationFields):
     """Body of /v1/completions."""
 
-    prompt: str | Ids | Some[str] | Some[Ids]
+    prompt: str | Ids | ListOf[str] | ListOf[Ids]
     max_tokens: int | None = Field(None, ge=0, lt=1 << 31)
-    echo: Off = False
+    echo: FalseByDefault = False
     logprobs: Annotated[int, LOGPROBS] | None = None
-    add_special_tokens: On = True
+    add_special_tokens: TrueByDefault = True
 
     @property
     def prompts(self) -> list[str] | list[np.ndarray]:
@@ -183,22 +195,22 @@ class TextPart(Schema):
     text: str
 
 
-class Call(Schema):
+class FunctionCall(Schema):
     name: str
-    arguments: Annotated[str, or_null("{}")] = "{}"
+    arguments: Annotated[str, null_as("{}")] = "{}"
 
 
 class ToolCall(Schema):
     id: str | None = None
-    type: Annotated[Literal["function"], or_null("function")] = "function"
-    function: Call
+    type: Annotated[Literal["function"], null_as("function")] = "function"
+    function: FunctionCall
 
 
 class ChatMessage(Schema):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Some[TextPart] | None = None
+    content: str | ListOf[TextPart] | None = None
     name: str | None = None
-    tool_calls: Some[ToolCall] | None = None
+    tool_calls: ListOf[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
@@ -221,13 +233,13 @@ class Tool(Schema):
     function: Function
 
 
-class Named(Schema):
+class FunctionName(Schema):
     name: str
 
 
 class ToolChoice(Schema):
     type: Literal["function"]
-    function: Named
+    function: FunctionName
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -238,12 +250,12 @@ class Conversation(Schema):
 
     route: ClassVar[str] = CHATS
 
-    tools: Some[Tool] | None = None
+    tools: ListOf[Tool] | None = None
     chat_template_kwargs: Arguments | None = None
-    documents: Some[dict[str, str]] | None = None
+    documents: ListOf[dict[str, str]] | None = None
     reasoning_effort: Effort | None = None
     add_generation_prompt: bool | None = None
-    continue_final_message: Off = False
+    continue_final_message: FalseByDefault = False
 
     @model_validator(mode="after")
     def _continues_an_answer(self) -> Conversation:
@@ -251,7 +263,7 @@ class Conversation(Schema):
             return self
         if self.add_generation_prompt:
             raise ValueError("continue_final_message goes on with a message, and add_generation_prompt=true begins one")
-        last = self.said[-1] if self.said else None
+        last = self.message_list[-1] if self.message_list else None
         if last is None or last.role != "assistant" or not last.text:
             what = "there are no messages" if last is None else f"the last one is of role {last.role!r}"
             what = "the last one has no text" if last is not None and last.role == "assistant" else what
@@ -259,77 +271,83 @@ class Conversation(Schema):
         return self
 
     @property
-    def said(self) -> list[ChatMessage]:
+    def message_list(self) -> list[ChatMessage]:
         """The messages; empty for /tokenize with a prompt."""
         return getattr(self, "messages", None) or []
 
     @property
-    def has_to_call(self) -> bool:
+    def must_call_tool(self) -> bool:
         """Whether the answer must be calls."""
         return False
 
     @property
-    def begun(self) -> str | None:
+    def continued_text(self) -> str | None:
         """The text that the answer continues; None: it begins a message."""
-        return self.said[-1].text if self.continue_final_message else None
+        return self.message_list[-1].text if self.continue_final_message else None
 
     @property
-    def prompts_answer(self) -> bool:
+    def adds_generation_prompt(self) -> bool:
         """Whether the prompt ends with the beginning of the answer's message."""
         return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
 
 
-class Chat(Generation, Conversation):
+class Chat(GenerationFields, Conversation):
     """Body of /v1/chat/completions."""
 
-    messages: Some[ChatMessage] = Field(min_length=1)
+    messages: ListOf[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, lt=1 << 31)
-    logprobs: Off = False
+    logprobs: FalseByDefault = False
     top_logprobs: Annotated[int, LOGPROBS] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
-    parallel_tool_calls: On = True
-    include_reasoning: On = True
+    parallel_tool_calls: TrueByDefault = True
+    include_reasoning: TrueByDefault = True
 
     @model_validator(mode="after")
     def _consistent(self) -> Chat:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs goes with logprobs=true")
-        bounded("tools", [tool.function.parameters for tool in self.tools or ()])
+        check_size("tools", [tool.function.parameters for tool in self.tools or ()])
         names = {tool.function.name for tool in self.tools or ()}
         if isinstance(self.tool_choice, ToolChoice) and self.tool_choice.function.name not in names:
             raise ValueError(f"tool_choice names {self.tool_choice.function.name!r:.80}, which is not among tools")
         if self.tool_choice == "required" and not names:
             raise ValueError("tool_choice=required needs tools")
-        if self.has_to_call and self.shape is not None and self.shape.param != "response_format":
-            raise ValueError(f"tool_choice wants a call, and {self.shape.param} something else: send one of them")
-        if self.has_to_call and self.continue_final_message:
+        if (
+            self.must_call_tool
+            and self.structured_output is not None
+            and self.structured_output.param != "response_format"
+        ):
+            raise ValueError(
+                f"tool_choice wants a call, and {self.structured_output.param} something else: send one of them"
+            )
+        if self.must_call_tool and self.continue_final_message:
             raise ValueError("tool_choice wants a call, and continue_final_message a text that goes on")
         return self
 
     @property
-    def shown_tools(self) -> list[Tool]:
+    def prompt_tools(self) -> list[Tool]:
         """Tools that the prompt tells of."""
         return [] if self.tool_choice == "none" else self.tools or []
 
     @property
     def callable_tools(self) -> list[dict[str, Any]]:
         """Tools that the answer may call, as they came."""
-        tools = (tool for tool in self.shown_tools if self.named in (None, tool.function.name))
+        tools = (tool for tool in self.prompt_tools if self.forced_function in (None, tool.function.name))
         return [tool.model_dump(exclude_none=True) for tool in tools]
 
     @property
-    def named(self) -> str | None:
+    def forced_function(self) -> str | None:
         """The function that must be called."""
         return self.tool_choice.function.name if isinstance(self.tool_choice, ToolChoice) else None
 
     @property
-    def has_to_call(self) -> bool:
-        return self.tool_choice == "required" or self.named is not None
+    def must_call_tool(self) -> bool:
+        return self.tool_choice == "required" or self.forced_function is not None
 
     @property
-    def may_call_again(self) -> bool:
+    def allows_several_calls(self) -> bool:
         """Whether the answer may contain several calls; a named tool is called once."""
-        return self.parallel_tool_calls and self.named is None
+        return self.parallel_tool_calls and self.forced_function is None
 
 
 class Tokenize(Conversation):
@@ -337,8 +355,8 @@ class Tokenize(Conversation):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Some[ChatMessage] | None = Field(None, min_length=1)
-    add_special_tokens: On = True
+    messages: ListOf[ChatMessage] | None = Field(None, min_length=1)
+    add_special_tokens: TrueByDefault = True
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Tokenize:
@@ -362,37 +380,37 @@ class Detokenize(Schema):
 Body = TypeVar("Body", bound=Schema)
 
 
-def parsed(schema: type[Body], body: bytes, most_ids: int = 0) -> Body:
+def parse_body(schema: type[Body], body: bytes, max_ids: int = 0) -> Body:
     """Parses a request's body; of unknown fields, `model_extra` has the first of the names to tell a client.
 
     Args:
-        most_ids: upper bound of its token ids.
+        max_ids: upper bound of its token ids.
 
     Raises:
         ApiError: 400, naming the field, its value and its range.
     """
-    if len(body) > MOST_VALUES:
-        _check_values(body, most_ids)
+    if len(body) > MAX_VALUES:
+        _check_values(body, max_ids)
     try:
         request = schema.model_validate_json(body)
     except ValidationError as error:
         raise _deepest(error) from error
-    for known, value in _others(request):
+    for field, value in _known_extra_fields(request):
         # Every continuation is returned: the best of as many are all.
-        same = known.name == "best_of" and value == (getattr(request, "n", None) or 1)
-        if known.fate == REFUSED and value is not None and value not in known.neutral and not same:
-            what = f"{known.name} is not supported: {known.says}"
-            raise ApiError(400, what, param=known.name, code="unsupported_parameter")
+        same = field.name == "best_of" and value == (getattr(request, "n", None) or 1)
+        if field.support == REFUSED and value is not None and value not in field.neutral_values and not same:
+            what = f"{field.name} is not supported: {field.description}"
+            raise ApiError(400, what, param=field.name, code="unsupported_parameter")
     if (extra := request.model_extra) is not None:  # a body may have 100,000: the server's loop gets a few names
-        told = ignored(request)
+        ignored_names = ignored(request)
         objects: list[Schema] = [request, *(value for _, value in request if isinstance(value, Schema))]
         for one in objects:
             (one.model_extra or {}).clear()
-        extra.update(dict.fromkeys(told))
+        extra.update(dict.fromkeys(ignored_names))
     return request
 
 
-def checked(schema: type[Body], values: dict[str, Any]) -> Body:
+def validate_body(schema: type[Body], values: dict[str, Any]) -> Body:
     """Checks the values of a body's fields.
 
     Raises:
@@ -410,7 +428,7 @@ def _deepest(error: ValidationError) -> ApiError:
     return _refusal(max(errors, key=lambda one: len(one["loc"])))
 
 
-def _check_values(body: bytes, most_ids: int) -> None:
+def _check_values(body: bytes, max_ids: int) -> None:
     """Counts values before parsing: millions of empty lists or fields take seconds, and gigabytes that are not freed.
 
     A value that is no token id has at most a name and a text.
@@ -429,26 +447,28 @@ def _check_values(body: bytes, most_ids: int) -> None:
         commas += int(np.count_nonzero(outside == ord(",")))
         quotes += int(np.count_nonzero(part == ord('"')))
     names = quotes // 2
-    if lists > MOST_VALUES or lists + commas > MOST_VALUES + most_ids or names > 2 * MOST_VALUES:
-        ids = f" and {most_ids} token ids" if most_ids else ""
+    if lists > MAX_VALUES or lists + commas > MAX_VALUES + max_ids or names > 2 * MAX_VALUES:
+        ids = f" and {max_ids} token ids" if max_ids else ""
         what = f"the body has {lists + commas} values, {lists} of them lists or objects, with {names} names and texts"
-        raise ApiError(400, f"{what}, and may have {MOST_VALUES} values{ids}", code="too_large")
+        raise ApiError(400, f"{what}, and may have {MAX_VALUES} values{ids}", code="too_large")
 
 
 def ignored(request: Schema) -> list[str]:
     """Returns the first of a request's ignored fields, including those of its objects, by their shortened names."""
-    neutral = {known.name for known, _ in _others(request) if known.fate == REFUSED}  # with a value of no effect
+    without_effect = {
+        field.name for field, _ in _known_extra_fields(request) if field.support == REFUSED
+    }  # with a value of no effect
     inside = [(name, value) for name, value in request if isinstance(value, Schema)]
-    names = {name[:MOST_NAME] for name in request.model_extra or () if name not in neutral}
-    names |= {f"{name}.{key[:MOST_NAME]}" for name, of in inside for key in of.model_extra or ()}
-    return nsmallest(MOST_TOLD, names)
+    names = {name[:MAX_NAME_CHARS] for name in request.model_extra or () if name not in without_effect}
+    names |= {f"{name}.{key[:MAX_NAME_CHARS]}" for name, schema in inside for key in schema.model_extra or ()}
+    return nsmallest(MAX_IGNORED_NAMES, names)
 
 
-def _others(request: Schema) -> Iterator[tuple[Known, Any]]:
+def _known_extra_fields(request: Schema) -> Iterator[tuple[RequestField, Any]]:
     """Yields known fields that are not in the schema, with their values."""
     for name, value in (request.model_extra or {}).items():
-        if (known := field_of(name, request.route)) is not None:
-            yield known, value
+        if (field := find_field(name, request.route)) is not None:
+            yield field, value
 
 
 def _refusal(error: Any) -> ApiError:
@@ -460,5 +480,5 @@ def _refusal(error: Any) -> ApiError:
     param = ".".join(map(str, where)) or None
     if error["type"] == "missing":
         return ApiError(400, f"{param} is required", param=param)
-    said = SAID.repr(error["input"])
-    return ApiError(400, message if param is None else f"{param}={said}: {message}", param=param)
+    value_repr = SHORT_REPR.repr(error["input"])
+    return ApiError(400, message if param is None else f"{param}={value_repr}: {message}", param=param)

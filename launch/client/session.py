@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from helix.config import ServeConfig
-from launch.answers.dialects import THOUGHTS, Dialect, Parser, PlainParser, dialect_of
-from launch.answers.grammars import begins_with_mark
+from launch.answers.chat_formats import THINKING_FIELD, ChatFormat, JsonCallParser, Parser, find_chat_format
+from launch.answers.grammars import starts_with_think_mark
 from launch.client.answer import Answer
+from launch.client.chat_tokenizer import ChatTokenizer, read_defaults
 from launch.client.choice import Choice
-from launch.client.compiler import Compiler
-from launch.client.core import Core
+from launch.client.engine_client import EngineClient
+from launch.client.engine_messages import EngineInfo
 from launch.client.errors import ApiError
-from launch.client.frames import Ready
-from launch.client.prompts import Reading, grammar_of, read
-from launch.client.sampling import requests_of
+from launch.client.grammar_compiler import GrammarCompiler
+from launch.client.input_processor import ProcessedPrompt, compile_grammar, process_prompt
+from launch.client.sampling import make_requests
 from launch.client.schemas import Chat, Completion
-from launch.client.tokens import Tokens, read_defaults
 
 
 class Session:
@@ -37,11 +37,11 @@ class Session:
         compiler: see `compiler_for`.
     """
 
-    def __init__(self, serve: ServeConfig, core: Core) -> None:
-        self.core = core
+    def __init__(self, serve: ServeConfig, engine_client: EngineClient) -> None:
+        self.engine_client = engine_client
         self.name = serve.name or "model"
-        self.tokens: Tokens
-        self.compiler: Compiler | None = None
+        self.tokenizer: ChatTokenizer
+        self.compiler: GrammarCompiler | None = None
         self.defaults: Mapping[str, Any] = {}
         self._serve = serve
 
@@ -55,29 +55,31 @@ class Session:
             ValueError: a file cannot be read.
         """
         self.name = self._serve.name or (Path(model).resolve().name if model else "model")
-        self.tokens = Tokens(model, self._serve.chat_template)
+        self.tokenizer = ChatTokenizer(model, self._serve.chat_template)
         self.defaults = read_defaults(model)
         for schema in (Chat, Completion):  # not with the first request; nor with their import, for commands
             schema.model_rebuild()
 
-    def compiler_for(self, ready: Ready) -> Compiler | None:
+    def compiler_for(self, engine_info: EngineInfo) -> GrammarCompiler | None:
         """Returns the compiler of grammars for what a job serves, made on demand; None: answers can follow none."""
-        if self.compiler is None and ready.guided and ready.model is not None:
-            self.compiler = Compiler(Path(ready.model, "tokenizer.json"), ready.vocab, ready.eos)
+        if self.compiler is None and engine_info.guided and engine_info.model is not None:
+            self.compiler = GrammarCompiler(
+                Path(engine_info.model, "tokenizer.json"), engine_info.vocab, engine_info.eos
+            )
         return self.compiler
 
     @cached_property
-    def _dialect(self) -> Dialect | None:
-        return dialect_of(self.tokens.template)
+    def _chat_format(self) -> ChatFormat | None:
+        return find_chat_format(self.tokenizer.template)
 
     async def open(
         self,
         body: Chat | Completion,
         *,
         defaults: Mapping[str, Any] | None = None,
-        parsed: bool = True,
-        run: Callable[..., Awaitable[Reading]] | None = None,
-        salt: str | None = None,
+        parse_output: bool = True,
+        run: Callable[..., Awaitable[ProcessedPrompt]] | None = None,
+        cache_salt: str | None = None,
         request_id: str = "",
     ) -> Answer:
         """Submits the continuations of a body; the caller closes the answer.
@@ -91,19 +93,27 @@ class Session:
         Raises:
             ApiError: the request is refused, with the reason.
         """
-        ready = self.core.refuse_unless_ready()
-        work = self.tokens, self._dialect if isinstance(body, Chat) else None, body, ready
-        reading = read(*work) if run is None else await run(read, *work)
-        grammar = None if reading.form is None else await grammar_of(reading.form, self.compiler_for(ready), ready)
-        requests = requests_of(body, reading, self.defaults if defaults is None else defaults, ready, grammar, salt)
+        engine_info = self.engine_client.refuse_unless_ready()
+        work = self.tokenizer, self._chat_format if isinstance(body, Chat) else None, body, engine_info
+        processed = process_prompt(*work) if run is None else await run(process_prompt, *work)
+        grammar = (
+            None
+            if processed.grammar_spec is None
+            else await compile_grammar(processed.grammar_spec, self.compiler_for(engine_info), engine_info)
+        )
+        requests = make_requests(
+            body, processed, self.defaults if defaults is None else defaults, engine_info, grammar, cache_salt
+        )
         changed = asyncio.Event()
-        parsers = [self._parser(body, reading) if parsed else None for _ in requests]
-        flights = self.core.start(requests, changed.set, request_id)  # nothing below fails before the answer owns them
+        parsers = [self._parser(body, processed) if parse_output else None for _ in requests]
+        generations = self.engine_client.start(
+            requests, changed.set, request_id
+        )  # nothing below fails before the answer owns them
         choices = [
-            Choice(index, flight, self.tokens, body, self.core.abort, parser)
-            for index, (flight, parser) in enumerate(zip(flights, parsers, strict=True))
+            Choice(index, generation, self.tokenizer, body, self.engine_client.abort, parser)
+            for index, (generation, parser) in enumerate(zip(generations, parsers, strict=True))
         ]
-        return Answer(body, reading, choices, self.tokens, changed, request_id, self.name)
+        return Answer(body, processed, choices, self.tokenizer, changed, request_id, self.name)
 
     def check_model(self, model: str | None) -> None:
         """Raises ApiError 404 if a request is for another model."""
@@ -115,15 +125,17 @@ class Session:
         if self.compiler is not None:
             await self.compiler.close()
 
-    def _parser(self, body: Chat | Completion, reading: Reading) -> Parser | None:
+    def _parser(self, body: Chat | Completion, processed: ProcessedPrompt) -> Parser | None:
         """Creates the parser of a continuation; None for completions, which are text alone."""
         if not isinstance(body, Chat):
             return None
-        dialect, turn = self._dialect, reading.turn or ""
-        template = None if dialect is None else dialect.template
-        if template is not None and begins_with_mark(body.shape, dialect) and not turn.strip():
-            template = template | {"fields": {name: f for name, f in template["fields"].items() if name != THOUGHTS}}
-        if body.has_to_call and (dialect is None or dialect.calls is None):
-            return PlainParser(template, turn, body.named)
-        given = [tool.model_dump(exclude_none=True) for tool in body.shown_tools]
-        return Parser(template, turn, given, body.may_call_again)
+        chat_format, turn = self._chat_format, processed.turn or ""
+        template = None if chat_format is None else chat_format.template
+        if template is not None and starts_with_think_mark(body.structured_output, chat_format) and not turn.strip():
+            template = template | {
+                "fields": {name: f for name, f in template["fields"].items() if name != THINKING_FIELD}
+            }
+        if body.must_call_tool and (chat_format is None or chat_format.calls is None):
+            return JsonCallParser(template, turn, body.forced_function)
+        given = [tool.model_dump(exclude_none=True) for tool in body.prompt_tools]
+        return Parser(template, turn, given, body.allows_several_calls)

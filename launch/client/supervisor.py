@@ -16,7 +16,7 @@ from pathlib import Path
 
 from helix.config import ServeConfig
 from helix.packages import ROOT, rank_environment
-from launch.client.core import Core, Flight
+from launch.client.engine_client import EngineClient, Generation
 from launch.client.errors import WRONG_SETTINGS
 
 LOG = logging.getLogger("helix.serving")  # unlike a print, a log that cannot be written raises nothing
@@ -26,17 +26,17 @@ LAUNCHER = "HELIX_LAUNCHER"  # environment variable of a launcher of ranks: the 
 CAUSES = (r"(rank \d+|the launcher) was (killed|stopped)", r"error\b", r"[\w.]+(Error|Exception): ")
 WINDOW_S = 600.0  # in which `serve.restarts` are counted
 BACKOFF_S = (1.0, 2.0, 4.0)  # delays before the first restarts in the window; the last one repeats
-LOOK_S = 0.05  # between two attempts to connect
+POLL_S = 0.05  # between two attempts to connect
 BEAT_S = 1.0  # between two looks at the ranks' progress
-ENDING_S = 20.0  # for ranks to end once they are told to
-LAST_WORDS_S = 3.0  # for a launcher to print the reason, once a rank has failed
+SHUTDOWN_S = 20.0  # for ranks to end once they are told to
+FAILURE_OUTPUT_S = 3.0  # for a launcher to print the reason, once a rank has failed
 
 
-class GaveUp(Exception):
+class JobFailed(Exception):
     """Error: no job will be started again."""
 
 
-class Silence:
+class HangDetector:
     """Time for which ranks that have work make no progress.
 
     Progress is the engine's own: `progress` in its statistics counts decisions and layers, and a chunk of a prompt may
@@ -45,19 +45,19 @@ class Silence:
     """
 
     def __init__(self) -> None:
-        self._looks = 0
-        self._seen: float | None = None
+        self._stalled_checks = 0
+        self._last_progress: float | None = None
 
-    def look(self, busy: bool, stats: Mapping[str, float]) -> float:
+    def check(self, busy: bool, stats: Mapping[str, float]) -> float:
         """Returns the seconds of silence beyond what was announced; to be called every BEAT_S seconds."""
         progress = stats.get("progress")
-        self._looks = self._looks + 1 if busy and progress == self._seen else 0
-        self._seen = progress
-        return self._looks * BEAT_S - stats.get("chunk_s", 0.0)
+        self._stalled_checks = self._stalled_checks + 1 if busy and progress == self._last_progress else 0
+        self._last_progress = progress
+        return self._stalled_checks * BEAT_S - stats.get("chunk_s", 0.0)
 
 
 class Supervisor:
-    """Supervisor of the job behind a core, while `keep` runs.
+    """Supervisor of the job behind a core, while `run` runs.
 
     Args:
         arguments: settings of the ranks; with `serve.attach`, the ranks are started elsewhere.
@@ -69,22 +69,27 @@ class Supervisor:
     """
 
     def __init__(
-        self, core: Core, serve: ServeConfig, arguments: Sequence[str], directory: Path, log: int | None = None
+        self,
+        engine_client: EngineClient,
+        serve: ServeConfig,
+        arguments: Sequence[str],
+        directory: Path,
+        log: int | None = None,
     ) -> None:
-        self._core = core
+        self._engine_client = engine_client
         self._serve = serve
         self._arguments = arguments
         self._directory = directory
         self._log = log
         self._jobs = 0
-        self.refused = False
+        self.settings_refused = False
         self._stopping = False
 
-    async def keep(self) -> None:
+    async def run(self) -> None:
         """Keeps the job running until `stop` ends it.
 
         Raises:
-            GaveUp: it did not start, or failed too often.
+            JobFailed: it did not start, or failed too often.
             ValueError: files of the model directory other than weights cannot be read.
         """
         failures: deque[float] = deque()
@@ -95,25 +100,25 @@ class Supervisor:
                 why = str(error)
             if self._stopping:
                 return
-            if self._core.ready is None and self._serve.attach is None:
-                raise GaveUp("the ranks did not start")
-            given_up = self._core.lost(why)
+            if self._engine_client.engine_info is None and self._serve.attach is None:
+                raise JobFailed("the ranks did not start")
+            given_up = self._engine_client.on_job_lost(why)
             if given_up is not None:
-                LOG.warning("not tried again: %s", _described(given_up))
+                LOG.warning("not tried again: %s", _describe(given_up))
             failures.append(time.monotonic())
             while failures[0] < time.monotonic() - WINDOW_S:
                 failures.popleft()
             if self._serve.attach is None and len(failures) > self._serve.restarts:
-                raise GaveUp(f"serve.restarts={self._serve.restarts} restarts in ten minutes were not enough: {why}")
-            LOG.warning("%s: %d requests wait for it to come back", why, len(self._core.flights))
-            self._core.observer.restarted()
+                raise JobFailed(f"serve.restarts={self._serve.restarts} restarts in ten minutes were not enough: {why}")
+            LOG.warning("%s: %d requests wait for it to come back", why, len(self._engine_client.generations))
+            self._engine_client.observer.on_restart()
             await asyncio.sleep(BACKOFF_S[min(len(failures), len(BACKOFF_S)) - 1])
 
     async def stop(self) -> None:
-        """Ends the job while `keep` runs; an attached job keeps running."""
+        """Ends the job while `run` runs; an attached job keeps running."""
         self._stopping = True
         if self._serve.attach is None:
-            self._core.stop()
+            self._engine_client.stop()
 
     async def _job(self) -> str:
         """Runs a job to its end and returns the reason of its end."""
@@ -133,8 +138,8 @@ class Supervisor:
             await asyncio.wait((ended, working), return_when=asyncio.FIRST_COMPLETED)
             why = working.result() if working.done() else ""
             if working.done():
-                await asyncio.wait((ended,), timeout=ENDING_S if self._stopping else LAST_WORDS_S)
-            self.refused = process.returncode == WRONG_SETTINGS
+                await asyncio.wait((ended,), timeout=SHUTDOWN_S if self._stopping else FAILURE_OUTPUT_S)
+            self.settings_refused = process.returncode == WRONG_SETTINGS
             return why or f"the ranks ended ({_exit(process.returncode)})"
         finally:
             working.cancel()
@@ -159,14 +164,14 @@ class Supervisor:
                 reader, writer = await asyncio.open_unix_connection(path)
                 break
             except OSError:
-                await asyncio.sleep(LOOK_S)
-        core, hang_s, silence = self._core, self._serve.hang_s, Silence()
-        serving = asyncio.create_task(core.serve(reader, writer))
+                await asyncio.sleep(POLL_S)
+        engine_client, hang_s, silence = self._engine_client, self._serve.hang_s, HangDetector()
+        serving = asyncio.create_task(engine_client.serve(reader, writer))
         try:
             while not serving.done():
                 await asyncio.wait((serving,), timeout=BEAT_S)
-                busy = core.connected and (bool(core.flights) or self._stopping)
-                if silence.look(busy, core.stats) > (min(hang_s, ENDING_S) if self._stopping else hang_s):
+                busy = engine_client.connected and (bool(engine_client.generations) or self._stopping)
+                if silence.check(busy, engine_client.stats) > (min(hang_s, SHUTDOWN_S) if self._stopping else hang_s):
                     raise TimeoutError(f"the ranks made no progress for serve.hang_s={hang_s:g} s")
             return await serving
         finally:
@@ -175,13 +180,13 @@ class Supervisor:
                 await serving
 
 
-def _described(flight: Flight) -> str:
+def _describe(generation: Generation) -> str:
     """Describes a request without its content."""
-    request = flight.request
+    request = generation.request
     grammar = "none" if request.grammar is None else f"{len(request.grammar)} characters"
     prompt = f"a prompt of {len(request.prompt)} tokens, {request.max_tokens} to draw"
     sampling = ", ".join(request.sampling.to_dict()) or "greedy"
-    return f"request {flight.name}, {prompt}, grammar: {grammar}, sampling: {sampling}"
+    return f"request {generation.name}, {prompt}, grammar: {grammar}, sampling: {sampling}"
 
 
 def _exit(code: int | None) -> str:

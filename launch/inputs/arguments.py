@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_origin
 
-from helix.schema import unknown, value_of
+from helix.schema import parse_value, unknown_message
 
 HOME = Path(__file__).resolve().parents[2]  # the checkout, or where a wheel is installed
 
@@ -37,18 +37,18 @@ def parse(
             hint = f"; did you mean {near[0]}=VALUE?" if near else ""
             raise ValueError(f"{argument}: arguments are KEY=VALUE, with keys {', '.join(kinds)}{hint} (see --help)")
         if key not in kinds:
-            raise ValueError(unknown(key, kinds))
+            raise ValueError(unknown_message(key, kinds))
         if key in values:
             raise ValueError(f"{key} is given twice")
         if not text:
             raise ValueError(f"{key}= has no value")
-        values[key] = value_of(key, text.split(",") if get_origin(kinds[key]) is list else text, kinds[key])
+        values[key] = parse_value(key, text.split(",") if get_origin(kinds[key]) is list else text, kinds[key])
     if missing := [key for key in needed if key not in values]:
         raise ValueError(f"{' and '.join(missing)} missing: add {' '.join(f'{key}=VALUE' for key in missing)}")
     return values
 
 
-def helped(arguments: Sequence[str], text: str | None) -> bool:
+def handle_help(arguments: Sequence[str], text: str | None) -> bool:
     """Prints a command's text and ends the command if `--help` is among its arguments."""
     if wanted := not {"-h", "--help"}.isdisjoint(arguments):
         print(text)

@@ -15,14 +15,14 @@ from helix.config import Config, LayoutConfig, ModelConfig, SpeculationConfig
 from helix.layers.specs import AttentionSpec
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
-from helix.planner.plan import Question, plan
-from helix.planner.points import LayerDrafts, Options, Sparse, Tier
-from helix.setup.buffers import most_slots
+from helix.planner.plan import PlanQuery, plan
+from helix.planner.points import LayerDrafts, Offload, Options, Sparse
+from helix.setup.buffers import max_slots
 from helix.setup.parts import make_eagle3, stored_format
 from launch.inputs.hardware import hardware_of
 
 if TYPE_CHECKING:
-    from launch.inputs.prompts import PromptLine  # with the schemas of requests, which planning does without
+    from launch.inputs.prompt_files import PromptLine  # with the schemas of requests, which planning does without
 
 KV_DTYPES = {"auto": "bf16", "fp8": "e4m3", "fp8_all": "e4m3_all", "k16v8": "k16v8"}  # in the planner's words
 TEXT_BYTES = 4  # a token of text, about; counting them takes the tokenizer, which rank 0 alone loads
@@ -51,17 +51,17 @@ def choose(
         raise ValueError(f"layout=auto chooses {', '.join(given)} itself: leave unset, or set layout=helix")
     if device is None:
         tpa = max(n for n in range(1, world_size + 1) if world_size % n == 0 and spec.attention.kv_heads % n == 0)
-        chosen = HelixLayout.create("helix", world_size // tpa, tpa)
+        layout = HelixLayout.create("helix", world_size // tpa, tpa)
         allowed = f"the largest tpa that divides {spec.attention.kv_heads} KV heads and {world_size} ranks"
-        return chosen, f"no predictions on CPUs: {allowed}; kvp is the rest"
+        return layout, f"no predictions on CPUs: {allowed}; kvp is the rest"
     hardware = hardware_of(device)
     if config.comm.backend == "nccl":
         hardware = hardware.over_nccl()
     batch, length = workload(config, prompts) if prompts else load
-    options = planned(config, spec)
+    options = planner_options(config, spec)
     # A layer that drafts takes about as much memory, and each of its runs about as long, as one of the model.
     ranking = plan(
-        Question(replace(spec, layers=spec.stack, draft=None), hardware, world_size, length, batch, options=options)
+        PlanQuery(replace(spec, layers=spec.stack, draft=None), hardware, world_size, length, batch, options=options)
     )
     sparse = options.sparse is not None and length >= options.sparse.from_tokens
     attention = f", {config.attention.policy} attention" if sparse else ""
@@ -75,10 +75,10 @@ def workload(config: Config, prompts: Sequence[PromptLine]) -> tuple[int, int]:
     # What is no number will be refused, with its request.
     limits = (prompt.options.get("max_tokens") for prompt in prompts)
     lengths = [_tokens(p) + (n if isinstance(n, int) else new) for p, n in zip(prompts, limits, strict=True)]
-    return min(len(prompts), most_slots(config, "cuda")), max(lengths)
+    return min(len(prompts), max_slots(config, "cuda")), max(lengths)
 
 
-def planned(config: Config, spec: DecoderSpec) -> Options:
+def planner_options(config: Config, spec: DecoderSpec) -> Options:
     """Returns the planner's options for a config: dtypes, the cache, and which keys are read.
 
     Raises:
@@ -90,10 +90,10 @@ def planned(config: Config, spec: DecoderSpec) -> Options:
     # fp16 has as many bytes as bf16, and is as fast.
     kv = config.kv
     # What is hot, nobody knows before: nothing is counted on.
-    tier = Tier(0.0, kv.host_bytes or inf, kv.gpu_bytes) if kv.tier == "host" else None
+    offload = Offload(0.0, kv.offload_host_bytes or inf, kv.offload_gpu_bytes) if kv.offload == "host" else None
     weights, experts = weight_dtypes(config.model)
     return Options(
-        weights, KV_DTYPES[kv.dtype], "bf16", experts, "bf16", "bf16", sparse=budget(config), tier=tier,
+        weights, KV_DTYPES[kv.dtype], "bf16", experts, "bf16", "bf16", sparse=budget(config), offload=offload,
         memory_fraction=kv.memory_fraction, page_size=config.blocks.page,
         prompt_chunk=None if config.decode.prefill_chunk == "auto" else int(config.decode.prefill_chunk),
     )  # fmt: skip
@@ -107,14 +107,14 @@ def layer_drafts(config: SpeculationConfig, spec: DecoderSpec) -> LayerDrafts | 
     """
     if spec.draft is None:
         return None
-    alone = replace(spec, layers=(spec.draft,), brought=None, draft=None, taps=())
+    draft_spec = replace(spec, layers=(spec.draft,), nextn=None, draft=None, aux_hidden_state_layers=())
     if config.drafter == "mtp":
-        return LayerDrafts(alone, 2 * spec.hidden, 2 * spec.hidden, True)
-    own = make_eagle3(config, spec)
+        return LayerDrafts(draft_spec, 2 * spec.hidden, 2 * spec.hidden, True)
+    eagle3 = make_eagle3(config, spec)
     assert isinstance(spec.draft.mixer, AttentionSpec)
-    layer = replace(spec.draft, mixer=replace(spec.draft.mixer, window=config.window or own.max_positions))
-    alone = replace(alone, layers=(layer,), hidden=own.hidden, vocab=own.vocab or spec.vocab)
-    return LayerDrafts(alone, len(own.taps) * spec.hidden, 0, own.vocab is None)
+    layer = replace(spec.draft, mixer=replace(spec.draft.mixer, window=config.window or eagle3.max_positions))
+    draft_spec = replace(draft_spec, layers=(layer,), hidden=eagle3.hidden, vocab=eagle3.vocab or spec.vocab)
+    return LayerDrafts(draft_spec, len(eagle3.aux_hidden_state_layers) * spec.hidden, 0, eagle3.vocab is None)
 
 
 def weight_dtypes(config: ModelConfig) -> tuple[str, str]:
@@ -130,8 +130,8 @@ def budget(config: Config) -> Sparse | None:
     a = config.attention
     if a.policy == "dense":
         return None
-    of_parts = a.parts, a.candidate_blocks
-    return Sparse(a.topk, a.sink_blocks, a.local_blocks, a.block, a.choice, a.from_tokens, *of_parts)
+    subblocks = a.parts, a.candidate_blocks
+    return Sparse(a.num_blocks, a.sink_blocks, a.local_blocks, a.block, a.choice, a.from_tokens, *subblocks)
 
 
 def _tokens(prompt: PromptLine) -> int:

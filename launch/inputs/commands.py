@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from launch.inputs.command_parser import Command
 from launch.inputs.flags import CHAT_FLAGS, MODEL_FLAGS, RUN_FLAGS, SERVE_FLAGS
-from launch.inputs.front import Command
 
 LAYOUT_KEYS = (
     ("layout=auto", "the layout that the planner predicts to be the fastest"),
@@ -13,7 +13,7 @@ LAYOUT_KEYS = (
 RUNTIME_KEYS = (
     *LAYOUT_KEYS,
     ("speculation=ngram | sparse", "several tokens a step, none of them changed: by prompt lookup, by few keys"),
-    ("attention=parts", "steps read few keys (lossy); block_sparse: faster, loses lines; with kv.tier=host"),
+    ("attention=parts", "steps read few keys (lossy); block_sparse is faster, loses lines; kv.offload=host"),
     ("hopb=on | off | auto", "overlap of the exchange with attention of other sequences"),
 )
 SWEEP_KEYS = (

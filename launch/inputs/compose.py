@@ -23,13 +23,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from helix.config import Config
-from helix.schema import build, expected, is_literal_text, leaves, said, types, unknown_key
-from launch.inputs.front import CONF, RUN, Command, Line, Settings, nearest_shapes, parser
+from helix.schema import build, describe_type, field_types, format_value, is_literal_text, leaves, unknown_key_message
+from launch.inputs.command_parser import CONF, RUN, Command, CommandLine, Settings, nearest_shapes, parser
 from launch.inputs.keys import keys
 
 ROOT = CONF.parent
 SCHEMA = "helix_schema"  # its name to the primary config
-ONE_AT_A_TIME = RLock()
+HYDRA_LOCK = RLock()
 HYDRA_DEFAULTS = (  # of --multirun; the user's overrides come later and win
     "hydra/job_logging=none",
     "hydra/hydra_logging=none",
@@ -41,7 +41,7 @@ OmegaConf.register_new_resolver("root", lambda: str(ROOT))
 
 
 @dataclass(frozen=True)
-class PointLine:
+class SweepPoint:
     """A point of `--multirun`: its overrides, its config, its own directory, and that of the sweep."""
 
     overrides: list[str]
@@ -50,16 +50,16 @@ class PointLine:
     sweep: Path
 
 
-def composed(overrides: Sequence[str], settings: Settings = RUN) -> Config:
+def compose_config(overrides: Sequence[str], settings: Settings = RUN) -> Config:
     """Composes the config of a run.
 
     Raises:
         ValueError: a mistake in the overrides, in one line.
     """
-    return _as_config(_composed(overrides, settings), settings)
+    return _as_config(_compose(overrides, settings), settings)
 
 
-def points(line: Line, directory: Path | None = None) -> list[PointLine]:
+def points(line: CommandLine, directory: Path | None = None) -> list[SweepPoint]:
     """Composes each point of `--multirun`, as Hydra's sweeper lists them, and makes its directory.
 
     Args:
@@ -76,19 +76,19 @@ def points(line: Line, directory: Path | None = None) -> list[PointLine]:
         sweepers.add(job.runtime.choices["hydra/sweeper"])
         found.append((list(job.overrides.task), config, Path(job.runtime.output_dir), Path(job.sweep.dir).absolute()))
 
-    with _said(line.settings), _hydra(line.settings) as search:
-        own = [_checked(text, line.settings, sweeps=True) for text in line.overrides]
-        place = [] if directory is None else [f"hydra.sweep.dir='{directory}'"]
-        overrides = [*HYDRA_DEFAULTS, search, *own, *place]
-        GlobalHydra.instance().hydra.multirun(line.settings.begin, collect, overrides, with_log_configuration=False)
+    with _translate_errors(line.settings), _open_hydra(line.settings) as search:
+        checked = [_check_override(text, line.settings, sweeps=True) for text in line.overrides]
+        directory_override = [] if directory is None else [f"hydra.sweep.dir='{directory}'"]
+        overrides = [*HYDRA_DEFAULTS, search, *checked, *directory_override]
+        GlobalHydra.instance().hydra.multirun(line.settings.primary, collect, overrides, with_log_configuration=False)
     if other := sweepers - {"basic"}:
         raise ValueError(f"hydra/sweeper={other.pop()} chooses points by what others measured: leave it out")
     if not found:
         raise ValueError("there is no point: a sweep has no values, or hydra/launcher runs them in other processes")
-    return [PointLine(texts, _as_config(config, line.settings), *places) for texts, config, *places in found]
+    return [SweepPoint(texts, _as_config(config, line.settings), *places) for texts, config, *places in found]
 
 
-def told(line: Line, command: Command) -> str | None:
+def info_text(line: CommandLine, command: Command) -> str | None:
     """Writes what `--help`, `--info` or `--cfg job` print; None where none of them is there.
 
     Raises:
@@ -102,16 +102,16 @@ def told(line: Line, command: Command) -> str | None:
     if options.get("--cfg", "job") != "job":
         raise ValueError(f"--cfg {options['--cfg']}: take --cfg job, the config in effect; Hydra's own is not used")
     if "--info" in options:
-        return _info(settings) + _shown(line.overrides, {}, settings)
+        return _info(settings) + _config_yaml(line.overrides, {}, settings)
     if "--cfg" in options and "--multirun" in options:
         with TemporaryDirectory() as directory:
             several = enumerate([point.overrides for point in points(line, Path(directory))])
-        return "".join(f"# point {i}: {' '.join(p)}\n{_shown(p, options, settings)}" for i, p in several)
-    return _shown(line.overrides, options, settings) if "--cfg" in options else None
+        return "".join(f"# point {i}: {' '.join(p)}\n{_config_yaml(p, options, settings)}" for i, p in several)
+    return _config_yaml(line.overrides, options, settings) if "--cfg" in options else None
 
 
-def _shown(overrides: Sequence[str], options: dict[str, str], settings: Settings) -> str:
-    config = _composed(overrides, settings)
+def _config_yaml(overrides: Sequence[str], options: dict[str, str], settings: Settings) -> str:
+    config = _compose(overrides, settings)
     _as_config(config, settings)
     part = OmegaConf.select(config, name) if (name := options.get("--package")) else config
     if part is None or (name and not OmegaConf.is_config(part)):
@@ -132,16 +132,16 @@ def _info(settings: Settings) -> str:
 
 
 @contextmanager
-def _hydra(settings: Settings) -> Iterator[str]:
+def _open_hydra(settings: Settings) -> Iterator[str]:
     """Opens Hydra over the directory of the primary config; yields the override that adds the others.
 
     Hydra is one in a process: threads take turns, and a program that Hydra started finds its own again.
     """
     ConfigStore.instance().store(name=SCHEMA, node=asdict(settings.schema()))
-    first = [d for d in settings.directories if (d / f"{settings.begin}.yaml").exists()][-1]
-    others = (f"file://{place}" for place in settings.directories if place != first)
-    places = ",".join(QuotedString(place, Quote.single).with_quotes() for place in others)
-    with ONE_AT_A_TIME:
+    first = [d for d in settings.directories if (d / f"{settings.primary}.yaml").exists()][-1]
+    others = (f"file://{path}" for path in settings.directories if path != first)
+    places = ",".join(QuotedString(path, Quote.single).with_quotes() for path in others)
+    with HYDRA_LOCK:
         outer = GlobalHydra.instance().hydra
         GlobalHydra.instance().clear()
         try:
@@ -152,7 +152,7 @@ def _hydra(settings: Settings) -> Iterator[str]:
 
 
 @contextmanager
-def _said(settings: Settings) -> Iterator[None]:
+def _translate_errors(settings: Settings) -> Iterator[None]:
     """Turns what Hydra refuses into one line, with the nearest option or what a value has to be."""
     try:
         yield
@@ -160,23 +160,23 @@ def _said(settings: Settings) -> Iterator[None]:
         group, _, option = (error.missing_cfg_file or "").rpartition("/")
         raise ValueError(f"{group}={option}: {_no_option(group, option, error.options or [])}") from error
     except (HydraException, OmegaConfBaseException) as error:
-        override = _line(error).partition("Error merging override ")[2]
+        override = _first_line(error).partition("Error merging override ")[2]
         kinds = {name: kind for name, kind, _ in leaves(settings.schema)}
         if (kind := kinds.get(override.partition("=")[0].lstrip("+~"))) is not None:
-            raise ValueError(f"{override} must be {expected(kind)}") from error
-        raise ValueError(f"the settings do not go together: {_line(error)}") from error
+            raise ValueError(f"{override} must be {describe_type(kind)}") from error
+        raise ValueError(f"the settings do not go together: {_first_line(error)}") from error
     except OSError as error:
         raise ValueError(f"hydra.sweep.dir: {error.filename} cannot be made: {error.strerror}") from error
 
 
-def _composed(overrides: Sequence[str], settings: Settings) -> DictConfig:
-    checked = [_checked(text, settings, sweeps=False) for text in overrides]
+def _compose(overrides: Sequence[str], settings: Settings) -> DictConfig:
+    checked = [_check_override(text, settings, sweeps=False) for text in overrides]
     # A text whose name a folder of conf/ has, as `hardware`, would be a group to Hydra.
-    folders = {place.name for directory in settings.directories for place in directory.iterdir() if place.is_dir()}
-    names = types(settings.schema).keys() & folders - settings.groups.keys()
+    folders = {folder.name for directory in settings.directories for folder in directory.iterdir() if folder.is_dir()}
+    names = field_types(settings.schema).keys() & folders - settings.groups.keys()
     texts = [text for text in checked if text.partition("=")[0] in names]
-    with _said(settings), _hydra(settings) as search:
-        config = compose(settings.begin, [*(text for text in checked if text not in texts), search])
+    with _translate_errors(settings), _open_hydra(settings) as search:
+        config = compose(settings.primary, [*(text for text in checked if text not in texts), search])
     for text in texts:
         OmegaConf.update(config, text.partition("=")[0], _parsed(text).value())
     return config
@@ -186,16 +186,16 @@ def _as_config(config: DictConfig, settings: Settings) -> Config:
     try:
         content = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
-        raise ValueError(f"{error.full_key or 'the config'}: {_line(error)}") from error
+        raise ValueError(f"{error.full_key or 'the config'}: {_first_line(error)}") from error
     assert isinstance(content, dict)
     return build(settings.schema, {str(key): value for key, value in content.items()})
 
 
-def _line(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def _checked(text: str, settings: Settings, sweeps: bool) -> str:
+def _check_override(text: str, settings: Settings, sweeps: bool) -> str:
     """Checks an override and returns it for Hydra: paths are literal, all else follows Hydra's grammar.
 
     Raises:
@@ -237,7 +237,7 @@ def _checked(text: str, settings: Settings, sweeps: bool) -> str:
         options = override.value() if isinstance(override.value(), list) else [override.value()]
         for option in options:
             if option not in settings.groups[key] and not (key == "experiment" and option is None):
-                raise ValueError(f"{text}: {_no_option(key, said(option), settings.groups[key])}")
+                raise ValueError(f"{text}: {_no_option(key, format_value(option), settings.groups[key])}")
     return text
 
 
@@ -248,17 +248,17 @@ def _no_option(group: str, option: str, known: Sequence[str]) -> str:
 
 def _refuse(key: str, text: str, settings: Settings) -> None:
     """Raises ValueError for a key that the schema does not have."""
-    if key.partition(".")[0] == "bench" and "bench" not in types(settings.schema):
+    if key.partition(".")[0] == "bench" and "bench" not in field_types(settings.schema):
         raise ValueError(f"{text}: benchmarks have a command of their own: helix bench {text} ...")
     names = [name for name, _, _ in leaves(settings.schema)]
-    if own := [name for name in names if name.startswith(f"{key}.")]:
-        raise ValueError(f"{text}: {key} is set by its keys: {', '.join(own)}")
+    if children := [name for name in names if name.startswith(f"{key}.")]:
+        raise ValueError(f"{text}: {key} is set by its keys: {', '.join(children)}")
     parent, _, _ = key.rpartition(".")
     while parent and not any(name.startswith(f"{parent}.") for name in names):
         parent, _, _ = parent.rpartition(".")
     depth = len(parent.split(".")) if parent else 0
     siblings = dict.fromkeys(".".join(name.split(".")[: depth + 1]) for name in names if name.startswith(parent))
-    raise ValueError(unknown_key(settings.schema, key, list(siblings)))
+    raise ValueError(unknown_key_message(settings.schema, key, list(siblings)))
 
 
 def _literal_paths(key: str, text: str, sweeps: bool) -> str:

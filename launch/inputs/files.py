@@ -31,7 +31,7 @@ def check_writable(key: str, path: Path) -> None:
         raise ValueError(f"{key}={path} cannot be written: {error.strerror}") from error
 
 
-def check_picture(path: Path) -> None:
+def check_plot_path(path: Path) -> None:
     """Raises ValueError if a picture, given as --plot, has no name of a picture or cannot be written."""
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise ValueError(f"--plot={path} must end in .png, .svg or .pdf")

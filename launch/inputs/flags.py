@@ -25,15 +25,15 @@ class Flag:
     value: str
     key: str
     what: str = ""
-    words: Mapping[str, str] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
     def overrides(self, value: str) -> list[str]:
         *more, key = self.key.split()
-        return [*more, f"{key}={self.words.get(value, value)}"]
+        return [*more, f"{key}={self.aliases.get(value, value)}"]
 
 
 MODEL_FLAGS = (
-    Flag(("--dtype",), "TYPE", "model.dtype", words={"half": "float16", "float": "float32"}),
+    Flag(("--dtype",), "TYPE", "model.dtype", aliases={"half": "float16", "float": "float32"}),
     Flag(("--tensor-parallel-size", "-tp"), "N", "layout=tp layout.tpa", "plain TP; better: layout=auto"),
     Flag(("--max-model-len",), "TOKENS", "decode.max_length"),
     Flag(("--max-num-seqs",), "N", "decode.max_batch"),
@@ -74,7 +74,7 @@ HYDRA = (
     Flag(("--multirun", "-m"), "", "", "points: KEY=A,B, range(1,5), choice(A,B), glob(*); hydra.sweep.dir=DIR"),
 )
 # Flags of vLLM, SGLang and Hydra that mean nothing here, or that a key says better.
-FLAGS_OF_OTHERS = {
+FOREIGN_FLAGS = {
     "--trust-remote-code": "no code of a checkpoint is ever run: models are those that the runtime knows",
     "--pipeline-parallel-size": "layers are not split over ranks: layout=auto, or layout.kvp=N layout.tpa=M",
     "--decode-context-parallel-size": "layout.kvp=N splits the tokens of the cache over N ranks",
@@ -88,8 +88,8 @@ FLAGS_OF_OTHERS = {
     "--block-size": "kv.page_size=N",
     "--num-gpu-blocks-override": "kv.tokens=N, of all ranks",
     "--swap-space": "nothing is swapped: sequences that are preempted are computed again",
-    "--cpu-offload-gb": "weights stay on the GPU; keys and values: attention=block_sparse kv.tier=host",
-    "--kv-offloading-size": "attention=block_sparse kv.tier=host kv.host_bytes=BYTES, of each rank",
+    "--cpu-offload-gb": "weights stay on the GPU; keys and values: attention=block_sparse kv.offload=host",
+    "--kv-offloading-size": "attention=block_sparse kv.offload=host kv.offload_host_bytes=BYTES, of each rank",
     "--enforce-eager": "decode steps are always captured in graphs on a GPU",
     "--load-format": "model.load=random takes random weights; checkpoints are safetensors",
     "--revision": "ORG/NAME@REVISION",

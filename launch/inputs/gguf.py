@@ -75,7 +75,7 @@ INNER = {
 }
 ROPE_FACTORS = "rope_freqs.weight"  # by which a Llama 3.1 divides its frequencies
 EXACT = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-NEEDED = "to read GGUF, the package gguf is needed: pip install 'gguf>=0.17' (the extra helix-runtime[gguf])"
+MISSING_PACKAGE = "to read GGUF, the package gguf is needed: pip install 'gguf>=0.17' (the extra helix-runtime[gguf])"
 
 
 @dataclass(frozen=True)
@@ -109,11 +109,11 @@ class GGUFModel:
         Raises:
             ValueError: a value is no number or does not fit the dtype, or its quantisation is unknown.
         """
-        of = self.spec.attention
+        attention = self.spec.attention
         for name, tensor in self._tensors.items():
             values = torch.tensor(_values(tensor, self.path))
             if self.metadata["general.architecture"] == "llama" and re.search(r"\.attn_[qk]\.", name):
-                values = _halves_apart(values, of.q_heads if ".attn_q." in name else of.kv_heads)
+                values = _unpermute(values, attention.q_heads if ".attn_q." in name else attention.kv_heads)
             if not values.isfinite().all():
                 raise ValueError(f"{name} in {self.path} has NaN or infinite values: the file is damaged")
             values = values.to(dtype)
@@ -140,10 +140,10 @@ def read_gguf(path: Path) -> GGUFModel:
     if (parts := metadata.get("split.count", 1)) not in (0, 1):
         raise ValueError(f"{path} is one of {parts} parts: join them with `llama-gguf-split --merge` first")
     factors = tensors.pop(ROPE_FACTORS, None)
-    stretched = None if factors is None else _values(factors, path)
+    rope_factors = None if factors is None else _values(factors, path)
     try:
         _check_keys(metadata, architecture)
-        config = _config(metadata, architecture, tensors, stretched)
+        config = _config(metadata, architecture, tensors, rope_factors)
         spec = spec_from_config(config)
         shapes = {name: shape for tensor in tensors.values() for name, shape in _shapes(tensor).items()}
     except ValueError as error:
@@ -176,7 +176,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
         from gguf import GGUFReader  # an extra of its own
     except ModuleNotFoundError as error:
-        raise ValueError(NEEDED) from error
+        raise ValueError(MISSING_PACKAGE) from error
     try:
         reader = GGUFReader(path)
         metadata = {name: field.contents() for name, field in reader.fields.items()}
@@ -222,13 +222,13 @@ def _check_keys(metadata: dict[str, Any], architecture: str) -> None:
 
 
 def _config(
-    metadata: dict[str, Any], architecture: str, tensors: dict[str, Any], stretched: np.ndarray | None
+    metadata: dict[str, Any], architecture: str, tensors: dict[str, Any], rope_factors: np.ndarray | None
 ) -> dict[str, Any]:
     """Returns the content of `config.json`, in full: defaults are those of one checkpoint."""
-    own = {k.removeprefix(f"{architecture}."): v for k, v in metadata.items() if k.startswith(f"{architecture}.")}
+    hparams = {k.removeprefix(f"{architecture}."): v for k, v in metadata.items() if k.startswith(f"{architecture}.")}
 
     def value(key: str, default: Any = None) -> Any:
-        if (found := own.get(key, default)) is None:
+        if (found := hparams.get(key, default)) is None:
             raise ValueError(f"{architecture}.{key} is missing")
         return _short(found) if isinstance(found, float) else found
 
@@ -236,7 +236,7 @@ def _config(
     head_dim = value("attention.key_length", value("rope.dimension_count", hidden // max(heads, 1)))
     for key in ("attention.value_length", "rope.dimension_count"):
         if value(key, head_dim) != head_dim:
-            raise ValueError(f"{architecture}.{key}={own[key]} is not the heads' size {head_dim}: not supported")
+            raise ValueError(f"{architecture}.{key}={hparams[key]} is not the heads' size {head_dim}: not supported")
     if "token_embd.weight" not in tensors:
         raise ValueError("there is no tensor token_embd.weight")
     config = {
@@ -251,7 +251,7 @@ def _config(
         "head_dim": head_dim,
         "max_position_embeddings": value("context_length"),
         "rms_norm_eps": value("attention.layer_norm_rms_epsilon"),
-        "rope_parameters": _rope(value, head_dim, stretched),
+        "rope_parameters": _rope(value, head_dim, rope_factors),
         "tie_word_embeddings": "output.weight" not in tensors,
         "hidden_act": "silu",
     } | special_ids(metadata)
@@ -264,8 +264,8 @@ def _config(
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
         }
-    elif experts := [key for key in own if key.startswith("expert_") and own[key]]:
-        raise ValueError(f"{architecture}.{experts[0]}={own[experts[0]]} is not supported")
+    elif experts := [key for key in hparams if key.startswith("expert_") and hparams[key]]:
+        raise ValueError(f"{architecture}.{experts[0]}={hparams[experts[0]]} is not supported")
     return config
 
 
@@ -296,11 +296,11 @@ def special_ids(metadata: dict[str, Any]) -> dict[str, Any]:
     return {"bos_token_id": token("bos"), "pad_token_id": token("padding"), "eos_token_id": several or one}
 
 
-def _rope(value: Any, head_dim: int, stretched: np.ndarray | None) -> dict[str, Any]:
+def _rope(value: Any, head_dim: int, rope_factors: np.ndarray | None) -> dict[str, Any]:
     scaled_by = value("rope.scaling.factor", 0.0)
     # llama.cpp reads a factor without a type as linear scaling.
     kind, theta = value("rope.scaling.type", "linear" if scaled_by else "none"), value("rope.freq_base", 10000.0)
-    if stretched is not None and kind != "none":
+    if rope_factors is not None and kind != "none":
         raise ValueError(f"rope.scaling.type={kind} beside {ROPE_FACTORS} is not supported")
     if kind == "linear":
         return {"rope_type": "linear", "rope_theta": theta, "factor": value("rope.scaling.factor")}
@@ -313,10 +313,10 @@ def _rope(value: Any, head_dim: int, stretched: np.ndarray | None) -> dict[str, 
         }
     if kind != "none":
         raise ValueError(f"rope.scaling.type={kind} is not supported; supported: none, linear, yarn")
-    if stretched is None:
+    if rope_factors is None:
         return {"rope_type": "default", "rope_theta": theta}
     # The file has what became of Llama 3.1's parameters; all of its kind have the same but for the factor.
-    factor = _short(float(stretched.max()))
+    factor = _short(float(rope_factors.max()))
     scaling = {
         "factor": factor,
         "low_freq_factor": 1.0,
@@ -325,7 +325,7 @@ def _rope(value: Any, head_dim: int, stretched: np.ndarray | None) -> dict[str, 
     }
     plain, _ = frequencies(RopeSpec("default", theta, head_dim))
     scaled, _ = frequencies(RopeSpec("llama3", theta, head_dim, scaling))
-    if stretched.shape != plain.shape or not np.allclose(plain / scaled, stretched, rtol=1e-4):
+    if rope_factors.shape != plain.shape or not np.allclose(plain / scaled, rope_factors, rtol=1e-4):
         raise ValueError(f"the factors in {ROPE_FACTORS} are not those of a Llama 3.1, which is not supported")
     return {"rope_type": "llama3", "rope_theta": theta, **scaling}
 
@@ -367,7 +367,7 @@ def _values(tensor: Any, path: Path) -> np.ndarray:
         raise ValueError(f"{tensor.name} in {path} is quantised as {kind}, which cannot be read") from error
 
 
-def _halves_apart(weight: Tensor, heads: int) -> Tensor:
+def _unpermute(weight: Tensor, heads: int) -> Tensor:
     """Moves the halves of rotated pairs apart, as elsewhere, in rows [heads x D, ...] that have them side by side."""
     pairs = math.prod(weight.shape[:1]) // heads // 2
     return weight.unflatten(0, (heads, pairs, 2)).transpose(1, 2).flatten(0, 2).contiguous()

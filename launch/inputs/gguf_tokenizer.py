@@ -12,7 +12,7 @@ LLAMA3_WORDS = QWEN2_WORDS.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 
 
 @dataclass(frozen=True)
-class Splitting:
+class PreTokenizer:
     """A rule that splits texts into words before bytes are merged.
 
     Attributes:
@@ -23,19 +23,19 @@ class Splitting:
         bos: texts begin with a special token unless the file says otherwise.
     """
 
-    words: str | None = None
-    digits: bool = False
+    pattern: str | None = None
+    split_digits: bool = False
     nfc: bool = False
-    whole: bool = False
+    ignore_merges: bool = False
     bos: bool = False
 
 
 # By `tokenizer.ggml.pre`.
-SPLITTINGS = {
-    "gpt-2": Splitting(),
-    "smollm": Splitting(digits=True),
-    "qwen2": Splitting(QWEN2_WORDS, nfc=True),
-    "llama-bpe": Splitting(LLAMA3_WORDS, whole=True, bos=True),
+PRE_TOKENIZERS = {
+    "gpt-2": PreTokenizer(),
+    "smollm": PreTokenizer(split_digits=True),
+    "qwen2": PreTokenizer(QWEN2_WORDS, nfc=True),
+    "llama-bpe": PreTokenizer(LLAMA3_WORDS, ignore_merges=True, bos=True),
 }
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # `tokenizer.ggml.token_type`
 TYPES = {NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED}
@@ -56,7 +56,7 @@ KEYS: dict[str, type] = {
 }  # fmt: skip
 
 
-def bytes_of_characters() -> dict[str, int]:
+def byte_decoder() -> dict[str, int]:
     """Returns the byte of each character in byte-level vocabularies: a printable one stands for itself."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -78,9 +78,9 @@ def make_tokenizer(metadata: dict[str, Any]) -> Any:
     kind, pre = value("model"), value("pre")
     if kind != "gpt2":
         raise ValueError(f"tokenizer.ggml.model={kind} is not supported; supported: gpt2 (byte-level BPE)")
-    if pre not in SPLITTINGS:
-        raise ValueError(f"tokenizer.ggml.pre={pre} is not supported; supported: {', '.join(SPLITTINGS)}")
-    splitting = SPLITTINGS[pre]
+    if pre not in PRE_TOKENIZERS:
+        raise ValueError(f"tokenizer.ggml.pre={pre} is not supported; supported: {', '.join(PRE_TOKENIZERS)}")
+    pre_tokenizer = PRE_TOKENIZERS[pre]
     for key, element in (("tokens", str), ("token_type", int), ("merges", str)):
         if not value(key) or not all(isinstance(entry, element) for entry in value(key)):
             what = f"is missing, empty or no list of {element.__name__}: texts would become other tokens"
@@ -96,13 +96,13 @@ def make_tokenizer(metadata: dict[str, Any]) -> Any:
     for key in IDS:
         if (token := value(f"{key}_token_id")) not in in_use:
             raise ValueError(f"tokenizer.ggml.{key}_token_id={token} is none of the {len(vocabulary)} tokens in use")
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=splitting.whole))
-    if splitting.nfc:
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre_tokenizer.ignore_merges))
+    if pre_tokenizer.nfc:
         tokenizer.normalizer = normalizers.NFC()
-    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if splitting.digits else []
-    if splitting.words is not None:
-        steps.append(pre_tokenizers.Split(Regex(splitting.words), behavior="isolated"))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splitting.words is None))
+    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if pre_tokenizer.split_digits else []
+    if pre_tokenizer.pattern is not None:
+        steps.append(pre_tokenizers.Split(Regex(pre_tokenizer.pattern), behavior="isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre_tokenizer.pattern is None))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_tokens(
@@ -118,7 +118,7 @@ def make_tokenizer(metadata: dict[str, Any]) -> Any:
             special[f"{name}_token"] = texts[token]
     around = [
         special.get(f"{name}_token") if value(f"add_{name}_token", default) else None
-        for name, default in (("bos", splitting.bos), ("eos", False))
+        for name, default in (("bos", pre_tokenizer.bos), ("eos", False))
     ]
     if any(around):
         before, after = around
@@ -135,7 +135,7 @@ def _check(texts: list[str], types: list[int], merges: list[tuple[str, ...]], vo
     """Raises ValueError if the parts of a vocabulary do not fit each other."""
     if len(vocabulary) != sum(type_ != UNUSED for type_ in types):
         raise ValueError("tokenizer.ggml.tokens has a text twice")
-    known = bytes_of_characters().keys()
+    known = byte_decoder().keys()
     for text, type_ in zip(texts, types, strict=True):
         if type_ == NORMAL and not known >= set(text):
             raise ValueError(f"tokenizer.ggml.tokens has {text!r}, which is not a text of bytes")

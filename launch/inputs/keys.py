@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Iterator
 
-from helix.schema import expected, leaves, said, types
+from helix.schema import describe_type, field_types, format_value, leaves
 
 
 def meanings(schema: type) -> dict[str, str]:
@@ -29,6 +29,6 @@ def keys(schema: type, prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
         holder = schema
         *path, name = key.split(".")
         for part in path:
-            holder = types(holder)[part]
-        unset = "unset" if default is None else "[]" if default == [] else said(default)
-        yield prefix + key, unset, meanings(holder)[name], expected(kind).removesuffix(", or null")
+            holder = field_types(holder)[part]
+        unset = "unset" if default is None else "[]" if default == [] else format_value(default)
+        yield prefix + key, unset, meanings(holder)[name], describe_type(kind).removesuffix(", or null")

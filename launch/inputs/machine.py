@@ -13,7 +13,7 @@ from rich.table import Table
 
 from helix.devices import choose_backend
 from helix.errors import ConfigError
-from helix.place import Place
+from helix.rank_info import RankInfo
 from launch.inputs.hardware import hardware_of, load_hardware
 
 PACKAGES = ("helix-runtime", "torch", "triton", "transformers", "safetensors", "hydra-core", "huggingface_hub")
@@ -36,7 +36,7 @@ def backend(count: int) -> str:
     """Chooses the backend that comm.backend=auto takes for a rank on each GPU, or for CPU ranks."""
     ranks = max(count, 1)
     peers = all(torch.cuda.can_device_access_peer(a, b) for a in range(count) for b in range(count) if a != b)
-    return choose_backend("auto", Place(0, ranks, 0, ranks), [{"gpus": count, "peers": peers}])
+    return choose_backend("auto", RankInfo(0, ranks, 0, ranks), [{"gpus": count, "peers": peers}])
 
 
 def kernels(capability: tuple[int, int] | None) -> str:

@@ -19,31 +19,31 @@ from helix.planner.plan import (
     CHUNKS,
     MODES,
     PlannedLayout,
-    Question,
+    PlanQuery,
     Ranking,
-    enough_gpus,
     largest_batch,
     longest_context,
+    min_gpus,
     plan,
 )
-from helix.schema import types
+from helix.schema import field_types
 from helix.setup.parts import make_spec
-from launch.inputs.auto_layout import layer_drafts, planned
-from launch.inputs.comparing import sparse_pays_from
-from launch.inputs.compose import composed
-from launch.inputs.front import Settings
+from launch.inputs.auto_layout import layer_drafts, planner_options
+from launch.inputs.break_even import sparse_pays_from
+from launch.inputs.command_parser import Settings
+from launch.inputs.compose import compose_config
 from launch.inputs.hardware import device_here, hardware_of, load_hardware
-from launch.inputs.questions import PLAN, PlanConfig
+from launch.inputs.planner_commands import PLAN, PlanConfig
 
 WIDTHS = ("kvp", "tpa", "tpf", "ep", "dp")
 FP8 = ("kv.dtype=fp8", "model.weights=fp8")
 
 
-OWN = {*types(PlanConfig)} - {*types(Config)}
+PLANNER_KEYS = {*field_types(PlanConfig)} - {*field_types(Config)}
 
 
 @dataclass(frozen=True)
-class CheckedQuestion:
+class CheckedQuery:
     """A question to the planner, as it was typed and as the planner takes it.
 
     Attributes:
@@ -54,66 +54,68 @@ class CheckedQuestion:
     overrides: tuple[str, ...]
     settings: Settings
     config: PlanConfig
-    question: Question
+    query: PlanQuery
 
     @cached_property
     def values(self) -> dict[str, str]:
         """Values as typed, by key."""
-        return {key_of(text): text.partition("=")[2] for text in self.overrides}
+        return {override_key(text): text.partition("=")[2] for text in self.overrides}
 
     @property
     def model(self) -> str:
         """The model's directory, or its name, as typed."""
         return self.values.get("model.path", self.values.get("model", "the model"))
 
-    def runtime(self, choice: PlannedLayout) -> list[str]:
+    def runtime_overrides(self, choice: PlannedLayout) -> list[str]:
         """Returns the overrides with which the runtime takes this layout, beside the model's."""
-        q, layout, sparse, tier = self.question, choice.layout, self.question.options.sparse, self.question.options.tier
+        q, layout, sparse, tier = self.query, choice.layout, self.query.options.sparse, self.query.options.offload
         tokens = 0 if tier is not None else None if sparse is None else sparse_pays_from(q, choice)
-        chosen = [f"layout={layout.mode}"] if layout.mode != "helix" else []
+        choice_overrides = [f"layout={layout.mode}"] if layout.mode != "helix" else []
         widths = {key: getattr(layout, key) for key in WIDTHS if key != "tpf"}  # which the others leave
-        chosen += [f"layout.{key}={width}" for key, width in widths.items() if width > 1]
-        left_out = {*OWN, "layout"}
+        choice_overrides += [f"layout.{key}={width}" for key, width in widths.items() if width > 1]
+        excluded = {*PLANNER_KEYS, "layout"}
         config = self.config
         if choice.gamma:
-            chosen += [f"speculation.gamma={choice.gamma}"]
+            choice_overrides += [f"speculation.gamma={choice.gamma}"]
         else:
-            left_out, config = left_out | {"speculation"}, replace(config, speculation=SpeculationConfig())
+            excluded, config = excluded | {"speculation"}, replace(config, speculation=SpeculationConfig())
         if tokens is None:
-            left_out, config = left_out | {"attention"}, replace(config, attention=AttentionConfig())
+            excluded, config = excluded | {"attention"}, replace(config, attention=AttentionConfig())
         elif "attention.from_tokens" not in self.values:
-            chosen += [f"attention.from_tokens={tokens}"]
+            choice_overrides += [f"attention.from_tokens={tokens}"]
         if choice.append_block != config.blocks.append:
-            chosen += [f"kv.append_block={choice.append_block}"]
+            choice_overrides += [f"kv.append_block={choice.append_block}"]
         if tier is not None:
             host = tier.host_bytes if isfinite(tier.host_bytes) else 1.02 * choice.host_bytes
             gpu = tier.gpu_bytes or q.options.memory_fraction * (choice.free_bytes + choice.kv_bytes)
-            chosen += [f"kv.host_bytes={host:.3g}", f"kv.gpu_bytes={gpu:.3g}"]
+            choice_overrides += [f"kv.offload_host_bytes={host:.3g}", f"kv.offload_gpu_bytes={gpu:.3g}"]
         if config.batch is not None or q.ttl_s is not None:
-            chosen += [f"decode.max_batch={choice.batch}"]
-        mine = {*map(key_of, chosen), "model", "model.path"}
-        keys = [(text, key_of(text)) for text in self.overrides]
-        return [t for t, key in keys if key not in mine and key.partition(".")[0] not in left_out] + chosen
+            choice_overrides += [f"decode.max_batch={choice.batch}"]
+        choice_keys = {*map(override_key, choice_overrides), "model", "model.path"}
+        keys = [(text, override_key(text)) for text in self.overrides]
+        return [
+            t for t, key in keys if key not in choice_keys and key.partition(".")[0] not in excluded
+        ] + choice_overrides
 
     def command(self, choice: PlannedLayout) -> list[str]:
         """Returns the words of the command that serves this layout, quoted for a shell; a shape's directory is DIR."""
         model = "DIR" if self.config.model.path is None else self.model
-        return [shlex.quote(word) for word in ("helix", "serve", model, *self.runtime(choice))]
+        return [shlex.quote(word) for word in ("helix", "serve", model, *self.runtime_overrides(choice))]
 
 
-def key_of(override: str) -> str:
+def override_key(override: str) -> str:
     return override.lstrip("+~").partition("=")[0]
 
 
-def check_question(overrides: Sequence[str], settings: Settings = PLAN.settings) -> CheckedQuestion:
+def check_query(overrides: Sequence[str], settings: Settings = PLAN.settings) -> CheckedQuery:
     """Composes a question.
 
     Raises:
         ValueError: a value is wrong or missing, or the runtime does not know the model's family.
     """
     overrides = [re.sub(r"^modes=(?=[^\[])(.*)", r"modes=[\1]", text) for text in overrides]  # modes=tp,helix is a list
-    typed = {key_of(text) for text in overrides}
-    config = composed([*([] if typed & {"layout", "layout.mode"} else ["layout=auto"]), *overrides], settings)
+    typed = {override_key(text) for text in overrides}
+    config = compose_config([*([] if typed & {"layout", "layout.mode"} else ["layout=auto"]), *overrides], settings)
     assert isinstance(config, PlanConfig)
     missing = [] if any(key.split(".")[0] == "model" for key in typed) else ["MODEL"]
     missing += [key for key in ("gpus", "context") if getattr(config, key) is None]
@@ -131,17 +133,19 @@ def check_question(overrides: Sequence[str], settings: Settings = PLAN.settings)
     if "attention.from_tokens" not in typed:
         config.attention.from_tokens = 0  # sparse at every length; the command says from where on it pays
     if config.context > spec.max_positions:
-        model = next((t.partition("=")[2] for t in overrides if key_of(t) in ("model", "model.path")), "the model")
+        model = next(
+            (t.partition("=")[2] for t in overrides if override_key(t) in ("model", "model.path")), "the model"
+        )
         raise ValueError(
             f"context={config.context} exceeds {model}'s {spec.context}: give at most {spec.max_positions}"
         )
     given = [(key, getattr(layout, key)) for key in WIDTHS]
-    options = planned(config, spec)
-    if options.tier is not None:
-        tier = replace(options.tier, hits=config.hits, ahead=config.guessed if kv.ahead else None)
-        options = replace(options, tier=tier)
-    question = Question(
-        replace(spec, draft=None, taps=()),
+    options = planner_options(config, spec)
+    if options.offload is not None:
+        tier = replace(options.offload, hit_rate=config.hits, prefetch=config.guessed if kv.offload_prefetch else None)
+        options = replace(options, offload=tier)
+    question = PlanQuery(
+        replace(spec, draft=None, aux_hidden_state_layers=()),
         pick_hardware(config.hardware, config.comm.backend),
         config.gpus,
         config.context,
@@ -152,14 +156,14 @@ def check_question(overrides: Sequence[str], settings: Settings = PLAN.settings)
         speculation.sparsity if speculation.drafter == "sparse" else None,
         layer_drafts(speculation, spec),
         tuple(config.modes) or (MODES if layout.mode == "auto" else (layout.mode,)),
-        tuple((key, n) for key, n in given if n is not None and (f"layout.{key}" in typed or n != _unset(key))),
+        tuple((key, n) for key, n in given if n is not None and (f"layout.{key}" in typed or n != _default_width(key))),
         CHUNKS[:1] if config.hopb.chunks == "none" else CHUNKS,
         options,
     )
-    return CheckedQuestion(tuple(overrides), settings, config, question)
+    return CheckedQuery(tuple(overrides), settings, config, question)
 
 
-def _unset(width: str) -> int | None:
+def _default_width(width: str) -> int | None:
     default: int | None = getattr(LayoutConfig(), width)
     return default
 
@@ -177,10 +181,13 @@ def _check(config: PlanConfig, typed: set[str]) -> None:
         raise ValueError("speculation.drafter=eagle3 needs speculation.path=DIR, the directory of its checkpoint")
     if drafter == "sparse" and config.attention.policy != "dense":
         raise ValueError("speculation.drafter=sparse is verified over all keys: leave out attention")
-    for key, of in (("hits", "kv.tier=host"), ("guessed", "kv.ahead=true")):
-        share, set_ = getattr(config, key), config.kv.tier == "host" and (key == "hits" or config.kv.ahead)
+    for key, needed in (("hits", "kv.offload=host"), ("guessed", "kv.offload_prefetch=true")):
+        share, set_ = (
+            getattr(config, key),
+            config.kv.offload == "host" and (key == "hits" or config.kv.offload_prefetch),
+        )
         if key in typed and not set_:
-            raise ValueError(f"{key}={share:g} is of {of}: add it, or leave out {key}")
+            raise ValueError(f"{key}={share:g} is of {needed}: add it, or leave out {key}")
     if config.hopb.chunks not in ("auto", "best", "none"):
         raise ValueError(f"hopb.chunks={config.hopb.chunks}: the planner finds the best number itself: leave out hopb")
     if config.kv.append_block is not None:
@@ -189,8 +196,8 @@ def _check(config: PlanConfig, typed: set[str]) -> None:
         raise ValueError(f"comm.backend={config.comm.backend} is not predicted; choose one of auto, symm_mem, nccl")
     if config.modes and config.layout.mode != "auto":
         raise ValueError(f"modes={','.join(config.modes)} and layout.mode={config.layout.mode}: give one of them")
-    if config.kv.tier == "host" and config.kv.host_bytes is None:
-        config.kv.host_bytes = inf  # as much as they take
+    if config.kv.offload == "host" and config.kv.offload_host_bytes is None:
+        config.kv.offload_host_bytes = inf  # as much as they take
     check_config(config)
 
 
@@ -209,33 +216,35 @@ def pick_hardware(name: str | None, backend: str) -> Hardware:
     return hardware.over_nccl() if backend == "nccl" else hardware
 
 
-def remedies(checked: CheckedQuestion) -> list[tuple[list[str], Ranking]]:
+def remedies(checked: CheckedQuery) -> list[tuple[list[str], Ranking]]:
     """Finds changes of a question for which nothing fits, each with the ranking that it brings.
 
     First those for the same work on the same GPUs, in FP8; then more GPUs; then few keys out of host memory; last less
     work. Each is planned as if it were typed.
     """
-    q, config = checked.question, checked.config
-    offload = ["kv.tier=host", *(["attention=block_sparse"] if config.attention.policy == "dense" else [])]
-    found = [_changed(checked, [change]) for change in FP8]
+    q, config = checked.query, checked.config
+    offload = ["kv.offload=host", *(["attention=block_sparse"] if config.attention.policy == "dense" else [])]
+    found = [_replan(checked, [change]) for change in FP8]
     if not any(found):
-        found.append(_changed(checked, FP8))
-    if (gpus := enough_gpus(q)) is not None:
-        found.append(_changed(checked, [f"gpus={gpus}"]))
-    if config.kv.tier == "gpu":
-        found.append(_changed(checked, offload))
+        found.append(_replan(checked, FP8))
+    if (gpus := min_gpus(q)) is not None:
+        found.append(_replan(checked, [f"gpus={gpus}"]))
+    if config.kv.offload == "none":
+        found.append(_replan(checked, offload))
     if (q.batch or 1) > 1 and (batch := largest_batch(q)):
-        found.append(_changed(checked, [f"batch={batch}"]))
+        found.append(_replan(checked, [f"batch={batch}"]))
     if context := longest_context(q):
-        found.append(_changed(checked, [f"context={context // 1024}K"]))
+        found.append(_replan(checked, [f"context={context // 1024}K"]))
     return [change for change in found if change is not None]
 
 
-def _changed(checked: CheckedQuestion, change: Sequence[str]) -> tuple[list[str], Ranking] | None:
+def _replan(checked: CheckedQuery, change: Sequence[str]) -> tuple[list[str], Ranking] | None:
     """Plans a question with further overrides; None where it cannot be, or nothing fits."""
-    keys = {key_of(text) for text in change}
-    kept = [t for t in checked.overrides if key_of(t) not in keys and key_of(t).partition(".")[0] not in keys]
+    keys = {override_key(text) for text in change}
+    other_overrides = [
+        t for t in checked.overrides if override_key(t) not in keys and override_key(t).partition(".")[0] not in keys
+    ]
     try:
-        return [*change], plan(check_question([*kept, *change], checked.settings).question)
+        return [*change], plan(check_query([*other_overrides, *change], checked.settings).query)
     except ValueError:
         return None

@@ -17,7 +17,7 @@ from helix.devices import choose_backend, ranks
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
 from helix.models.loading import Checkpoint
-from helix.place import Place
+from helix.rank_info import RankInfo
 from helix.setup.drafts import (
     CheckedDraft,
     check_draft_files,
@@ -31,8 +31,8 @@ from helix.tokenizer import check_tokenizer_files, has_tokenizer
 from launch.inputs.auto_layout import choose
 from launch.inputs.files import check_record, check_writable
 from launch.inputs.hardware import device_here
-from launch.inputs.prompts import PromptFile, PromptLine, check_defaults, kept_results
-from launch.inputs.work import DECODE, Work, work_of
+from launch.inputs.job_kinds import DECODE, JobKind, select_job_kind
+from launch.inputs.prompt_files import PromptFile, PromptLine, check_defaults, existing_results
 
 TIMED = "helix bench bench=decode"  # a benchmark's command, which says only what takes how long
 
@@ -65,7 +65,7 @@ def preflight(
     config: Config,
     world_size: int,
     device: str | None = None,
-    work: Work | None = None,
+    job_kind: JobKind | None = None,
     writes: bool = True,
 ) -> CheckedRun:
     """Checks all that can be wrong with a run, the machine aside; once, for all ranks of a host.
@@ -81,11 +81,11 @@ def preflight(
     """
     check(config)
     check_defaults(config.decode)
-    work = work_of(config) if work is None else work
+    job_kind = select_job_kind(config) if job_kind is None else job_kind
     auto = config.layout.mode == "auto"
     layout = HelixLayout.create(kvp=world_size) if auto else make_layout(config.layout)
     if config.comm.backend == "emulated":
-        _check_emulated(config, work, layout, world_size)
+        _check_emulated(config, job_kind, layout, world_size)
     elif layout.world_size != world_size:
         raise ValueError(
             f"{layout.ranks}, but {world_size} were started: use torchrun --nproc-per-node={layout.world_size} or "
@@ -93,20 +93,20 @@ def preflight(
         )
     spec = make_spec(config)
     check_weights(config.model, "model")
-    prompts = _prompts(config, work)
+    prompts = _prompts(config, job_kind)
     reason = None
     if auto:
         check_cache(config, layout, spec)
-        layout, reason = choose(config, spec, prompts, world_size, device, work.load)
+        layout, reason = choose(config, spec, prompts, world_size, device, job_kind.load)
     check_model(config, layout, spec)
-    work.check(prompts)
+    job_kind.check(prompts)
     run = assemble(config, layout)
     check_tensors(run.checkpoint, run.spec)
     if run.draft is not None:
         check_draft_files(config, run.draft)
     if config.speculation.drafter == "eagle3":
         check_eagle3(config, layout, run.spec)
-    finished = _check_files(config, work, prompts) if writes else False
+    finished = _check_files(config, job_kind, prompts) if writes else False
     return replace(run, prompts=prompts, finished=finished, reason=reason)
 
 
@@ -118,7 +118,7 @@ def assemble(config: Config, layout: HelixLayout) -> CheckedRun:
     return CheckedRun(config, layout, spec, checkpoint, draft, resolved)
 
 
-def prepared(config: Config, work: Work | None = None) -> CheckedRun:
+def prepare_run(config: Config, job_kind: JobKind | None = None) -> CheckedRun:
     """Checks all that can be checked without ranks; returns the run, for the ranks that this host starts.
 
     Raises:
@@ -126,17 +126,17 @@ def prepared(config: Config, work: Work | None = None) -> CheckedRun:
     """
     world_size, gpus = ranks(config), torch.cuda.device_count()
     device = device_here() if gpus >= world_size and config.comm.backend != "gloo" else None
-    run = preflight(config, world_size, device, work)
+    run = preflight(config, world_size, device, job_kind)
     check_tokenizer_files(config.model.path)
     # Whether GPUs reach each other they say themselves.
-    choose_backend(config.comm.backend, Place(0, world_size, 0, world_size), [{"gpus": gpus, "peers": True}])
+    choose_backend(config.comm.backend, RankInfo(0, world_size, 0, world_size), [{"gpus": gpus, "peers": True}])
     return run
 
 
-def _check_files(config: Config, work: Work, prompts: Sequence[PromptLine]) -> bool:
+def _check_files(config: Config, job_kind: JobKind, prompts: Sequence[PromptLine]) -> bool:
     """Checks the files that a run writes; returns whether decode.output has the results of all prompts already."""
     files = {"decode.prompts": config.decode.prompts, "decode.output": config.decode.output, "record": config.record}
-    given = {key: path for key, path in (files | work.files).items() if path is not None}
+    given = {key: path for key, path in (files | job_kind.files).items() if path is not None}
     if len({os.path.realpath(path) for path in given.values()}) < len(given):
         *all_but_last, last = (f"{key}={path}" for key, path in given.items())
         raise ValueError(f"{', '.join(all_but_last)} and {last} must be different files")
@@ -145,13 +145,13 @@ def _check_files(config: Config, work: Work, prompts: Sequence[PromptLine]) -> b
             check_writable(key, Path(path))
     if config.record is not None:
         check_record(Path(config.record))
-    return len(prompts) > 0 and bool((kept_results(config, prompts) >= 0).all())
+    return len(prompts) > 0 and bool((existing_results(config, prompts) >= 0).all())
 
 
-def _check_emulated(config: Config, work: Work, layout: HelixLayout, processes: int) -> None:
+def _check_emulated(config: Config, job_kind: JobKind, layout: HelixLayout, processes: int) -> None:
     """Raises ValueError if these processes cannot emulate ranks of the layout."""
     what = "comm.backend=emulated: one or two GPUs emulate ranks of a larger layout"
-    if not work.timed:
+    if not job_kind.timed:
         raise ValueError(f"{what}, and tokens mean nothing: use `{TIMED}`, or bench=comm, hopb or prefill there")
     if config.layout.mode == "auto" or not 1 <= processes <= min(emulated.PROCESSES, layout.world_size - 1):
         raise ValueError(
@@ -160,14 +160,14 @@ def _check_emulated(config: Config, work: Work, layout: HelixLayout, processes: 
         )
 
 
-def _prompts(config: Config, work: Work) -> Sequence[PromptLine]:
+def _prompts(config: Config, job_kind: JobKind) -> Sequence[PromptLine]:
     """Reads the prompts to decode."""
-    if work.prompts == "none" or (work.prompts == "taken" and config.decode.prompts is None):
+    if job_kind.prompts == "none" or (job_kind.prompts == "taken" and config.decode.prompts is None):
         return []
     if config.decode.prompts is None:
         raise ValueError(f"nothing to do: set decode.prompts=FILE.jsonl, or time decode steps with `{TIMED}`")
     prompts = PromptFile(Path(config.decode.prompts))
-    if work is not DECODE and prompts.has_bodies:
+    if job_kind is not DECODE and prompts.has_bodies:
         raise ValueError(f'{config.decode.prompts} holds messages, forms or a batch: measure "prompt" or "prompt_ids"')
     if prompts.has_text and not has_tokenizer(config.model.path):
         why = "a shape without model.path has no tokenizer"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from helix.planner.plan import NothingFits, PlannedLayout, Ranking
-from launch.inputs.comparing import compare_drafts, compare_sparse, ms, sparse_pays_from, ttl_s
-from launch.inputs.planning import CheckedQuestion, remedies
+from helix.planner.plan import NoLayoutFits, PlannedLayout, Ranking
+from launch.inputs.break_even import compare_drafts, compare_sparse, ms, sparse_pays_from, ttl_s
+from launch.inputs.planning import CheckedQuery, remedies
 from launch.inputs.tables import command_line, table, wrapped
 
 LEGEND = (
@@ -16,12 +16,12 @@ LEGEND = (
 )
 
 
-def as_json(ranking: Ranking, checked: CheckedQuestion) -> dict[str, Any]:
+def as_json(ranking: Ranking, checked: CheckedQuery) -> dict[str, Any]:
     """Returns everything that the tables show, and more, for JSON."""
-    q = ranking.question
+    q = ranking.query
 
     def described(choice: PlannedLayout) -> dict[str, Any]:
-        more = {"in_time": ranking.in_time(choice), "command": " ".join(checked.command(choice))}
+        more = {"meets_ttl": ranking.meets_ttl(choice), "command": " ".join(checked.command(choice))}
         if q.options.sparse is not None:
             more |= {"dense_ttl_s": ttl_s(q, choice, q.context), "pays_from": sparse_pays_from(q, choice)}
         return asdict(choice) | more
@@ -32,21 +32,21 @@ def as_json(ranking: Ranking, checked: CheckedQuestion) -> dict[str, Any]:
         "reason": ranking.reason,
         "verdict": ranking.verdict,
         **({"compared": compare_sparse(ranking)} if q.options.sparse else {}),
-        **({"drafting": compare_drafts(ranking)} if q.priced else {}),
+        **({"drafting": compare_drafts(ranking)} if q.draft_has_cost else {}),
         "choices": [described(choice) for choice in ranking.choices],
-        "refused": [asdict(refused) for refused in ranking.refused],
+        "refused": [asdict(refused) for refused in ranking.rejected],
     }
 
 
-def as_text(ranking: Ranking, checked: CheckedQuestion, width: int) -> str:
+def as_text(ranking: Ranking, checked: CheckedQuery, width: int) -> str:
     """Writes the tables, the reasons and the command, in lines of at most this many columns."""
-    q, choices, first = ranking.question, ranking.choices, ranking.choices[0]
+    q, choices, first = ranking.query, ranking.choices, ranking.choices[0]
     gb = {
         name: [f"{getattr(c, key) / 1e9:.1f}" for c in choices]
         for name, key in (("weights\nGB", "weight_bytes"), ("KV\nGB", "kv_bytes"), ("left\nGB", "free_bytes"))
     }
     dense = {"dense\nms": [f"{1e3 * ttl_s(q, c, q.context):.2f}" for c in choices]} if q.options.sparse else {}
-    late = {} if q.ttl_s is None else {"in time": [("no", "yes")[ranking.in_time(c)] for c in choices]}
+    late = {} if q.ttl_s is None else {"in time": [("no", "yes")[ranking.meets_ttl(c)] for c in choices]}
     columns = {
         "layout": [c.name for c in choices],
         "batch": [str(c.batch) for c in choices],
@@ -56,40 +56,40 @@ def as_text(ranking: Ranking, checked: CheckedQuestion, width: int) -> str:
         "TTL\nms": [f"{1e3 * c.ttl_s:.2f}" for c in choices],
         **late,
         **dense,
-        "user\ntok/s": [f"{c.user:.1f}" for c in choices],
-        "GPU\ntok/s": [f"{c.gpu:.1f}" for c in choices],
+        "user\ntok/s": [f"{c.tokens_per_s_user:.1f}" for c in choices],
+        "GPU\ntok/s": [f"{c.tokens_per_s_gpu:.1f}" for c in choices],
         **gb,
         "most\nseqs": [f"{c.largest_batch:,}" for c in choices],
-        "longest\ntokens": [f"{c.longest:,}" for c in choices],
+        "longest\ntokens": [f"{c.longest_context:,}" for c in choices],
         "known": [c.provenance for c in choices],
     }
     title = f"{checked.model}, {q.context:,} tokens on {q.gpus} x {q.hardware.name}"
-    said = [wrapped(title, width), table(columns, width), wrapped(LEGEND, width)]
+    sections = [wrapped(title, width), table(columns, width), wrapped(LEGEND, width)]
     lacking = [
         f"no room: {r.layout} lacks {r.missing_bytes / 1e9:.1f} GB a GPU; "
         + (f"{r.largest_batch} would fit" if r.largest_batch else "not one sequence fits")
-        for r in ranking.refused
+        for r in ranking.rejected
     ]
-    said += [wrapped("\n".join(lacking), width)] if lacking else []
-    if q.options.tier is not None:
-        fetched = f"with {q.options.tier.hits:.0%} hits fetches its part in {1e3 * first.phases['fetch']:.2f} ms"
-        said.append(
+    sections += [wrapped("\n".join(lacking), width)] if lacking else []
+    if q.options.offload is not None:
+        fetched = f"with {q.options.offload.hit_rate:.0%} hits fetches its part in {1e3 * first.phases['fetch']:.2f} ms"
+        sections.append(
             wrapped(f"In host memory: {first.host_bytes / 1e9:.1f} GB a rank, of which a step {fetched}.", width)
         )
     why = [ranking.reason, ranking.verdict]
     why += [compare_sparse(ranking)] if q.options.sparse is not None else []
-    if q.priced:
+    if q.draft_has_cost:
         why.append(compare_drafts(ranking))
     elif q.acceptance is not None:
         why.append("Drafting is counted as free, and acceptance as the same at every place.")
-    said.append(wrapped("\n".join(why), width))
+    sections.append(wrapped("\n".join(why), width))
     shape = ", with DIR a checkpoint of this shape (Helix has no weights of it)"
     to_serve = f"To serve it{shape if checked.config.model.path is None else ''}:"
-    said.append(f"{wrapped(to_serve, width)}\n{command_line(checked.command(first), width)}")
-    return "\n\n".join(said)
+    sections.append(f"{wrapped(to_serve, width)}\n{command_line(checked.command(first), width)}")
+    return "\n\n".join(sections)
 
 
-def nothing_fits(error: NothingFits, checked: CheckedQuestion, width: int) -> str:
+def nothing_fits(error: NoLayoutFits, checked: CheckedQuery, width: int) -> str:
     """Writes what is lacking, and each change with which it would fit, with what that takes."""
     found = [(" ".join(change), ranking, ranking.choices[0]) for change, ranking in remedies(checked)]
     if not found:
@@ -97,7 +97,7 @@ def nothing_fits(error: NothingFits, checked: CheckedQuestion, width: int) -> st
     columns = {
         "What would fit": [change for change, _, _ in found],
         "layout": [choice.name for _, _, choice in found],
-        "TTL": [ms(choice.ttl_s) + ("" if ranking.in_time(choice) else " (late)") for _, ranking, choice in found],
+        "TTL": [ms(choice.ttl_s) + ("" if ranking.meets_ttl(choice) else " (late)") for _, ranking, choice in found],
         "host memory\na rank": [f"{c.host_bytes / 1e9:.1f} GB" if c.host_bytes else "-" for _, _, c in found],
     }
     if not any(choice.host_bytes for _, _, choice in found):

@@ -6,12 +6,12 @@ from functools import cache
 
 from helix.models import DecoderSpec
 from helix.setup.parts import make_spec
-from launch.inputs.compose import composed
-from launch.inputs.front import CONF, nearest_shapes
+from launch.inputs.command_parser import CONF, nearest_shapes
+from launch.inputs.compose import compose_config
 
 
 def spec_of(model: str, *overrides: str) -> DecoderSpec:
-    return make_spec(composed([f"model={model}", *overrides]))
+    return make_spec(compose_config([f"model={model}", *overrides]))
 
 
 @cache

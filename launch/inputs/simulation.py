@@ -11,7 +11,7 @@ from helix.planner.points import Options, Points
 from helix.planner.step import StepCost, predict
 from helix.setup.parts import make_spec
 from launch.inputs.hardware import load_hardware
-from launch.inputs.questions import PointConfig
+from launch.inputs.planner_commands import PointConfig
 from launch.inputs.tables import table, terminal_width, wrapped
 
 NUMBERS = (  # of a phase: name and unit, factor, digits
@@ -43,12 +43,15 @@ def print_point(config: PointConfig, model: str, picture: Path | None) -> None:
     title = f"{model}, {work}, {points.describe(0)}"
     width, memory = terminal_width(), step.memory
     weights, kv = (f"{x[0] / 1e9:.2f} GB" for x in (memory.weight_bytes, memory.kv_bytes))
-    speed = f"{1e3 * step.ttl_s[0]:.3f} ms, {step.user[0]:.1f} tokens/s/user, {step.gpu[0]:.2f} tokens/s/GPU"
+    speed = (
+        f"{1e3 * step.ttl_s[0]:.3f} ms, "
+        f"{step.tokens_per_s_user[0]:.1f} tokens/s/user, {step.tokens_per_s_gpu[0]:.2f} tokens/s/GPU"
+    )
     sizes = f"weights {weights} and KV {kv} on the fullest GPU, room for a batch of {memory.largest_batch[0]}"
-    said = f"TTL {speed} ({step.provenance(0)})\n{sizes}"
-    print(wrapped(title, width), _phases(step, width), wrapped(said, width), sep="\n\n")
+    summary = f"TTL {speed} ({step.provenance(0)})\n{sizes}"
+    print(wrapped(title, width), _phases(step, width), wrapped(summary, width), sep="\n\n")
     if picture is not None:
-        import_module("launch.inputs.pictures").draw_step(step, title, picture)
+        import_module("launch.inputs.plots").draw_step(step, title, picture)
     if not step.fits[0]:
         gpu = f"{hardware.name} has {hardware.memory_bytes.value / 1e9:.0f} GB"
         share = f"KV may take {options.memory_fraction:.0%} of what weights leave"

@@ -42,11 +42,11 @@ def table(columns: Mapping[str, Sequence[str]], width: int) -> str:
     same = [name for name in others if len(columns[name]) > 1 and len({*columns[name]}) == 1]
     others = [name for name in others if name not in same]
     most = _parts(columns, first, others, width)
-    least = next(n for n in range(1, width + 1) if len(_parts(columns, first, others, n)) <= len(most))
-    parts = _parts(columns, first, others, least)
+    min_width = next(n for n in range(1, width + 1) if len(_parts(columns, first, others, n)) <= len(most))
+    parts = _parts(columns, first, others, min_width)
     texts = [_table({name: columns[name] for name in (first, *part)}) for part in parts]
-    said = (name.partition("\n") for name in same)
-    above = ", ".join(f"{name} {columns[name + line + unit][0]} {unit}".rstrip() for name, line, unit in said)
+    units = (name.partition("\n") for name in same)
+    above = ", ".join(f"{name} {columns[name + line + unit][0]} {unit}".rstrip() for name, line, unit in units)
     return "\n\n".join([*([wrapped(f"In every row: {above}.", width)] if same else []), *texts])
 
 
@@ -54,19 +54,19 @@ def _parts(columns: Mapping[str, Sequence[str]], first: str, others: Sequence[st
     """Divides columns, in order, among as few tables of this width as can be."""
     parts: list[list[str]] = [[]]
     for name in others:
-        if parts[-1] and sum(_wide(n, columns[n]) for n in (first, *parts[-1], name)) - len(GAP) > width:
+        if parts[-1] and sum(_column_width(n, columns[n]) for n in (first, *parts[-1], name)) - len(GAP) > width:
             parts.append([])
         parts[-1].append(name)
     return parts
 
 
-def _wide(name: str, cells: Sequence[str]) -> int:
+def _column_width(name: str, cells: Sequence[str]) -> int:
     return max(len(text) for text in (*name.split("\n"), *cells)) + len(GAP)
 
 
 def _table(columns: Mapping[str, Sequence[str]]) -> str:
     heads = [name.partition("\n")[::2] for name in columns]
-    wide = [_wide(name, cells) - len(GAP) for name, cells in columns.items()]
+    wide = [_column_width(name, cells) - len(GAP) for name, cells in columns.items()]
     texts = [not all(cell[:1].isdecimal() or cell == "-" for cell in cells) for cells in columns.values()]
 
     def line(cells: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ COUNT_S = 10.0  # between two lines about the number of prompts that are done
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
-def harmless(text: str) -> str:
+def strip_control(text: str) -> str:
     """Returns a text without the control characters that a terminal would obey; tabs and line breaks stay."""
     return CONTROL.sub("", text)
 
@@ -39,7 +39,7 @@ class PromptsTerminal:
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._counted = time.monotonic()
-        self._text = OneAtATime(lambda text: self.console.out(harmless(text), end="", highlight=False))
+        self._text = SequentialOutput(lambda text: self.console.out(strip_control(text), end="", highlight=False))
 
     def prefill(self, done: int, total: int) -> None:
         """Shows the progress of admitted prompts' tokens, until all are done or text begins to stream."""
@@ -83,29 +83,29 @@ class PromptsTerminal:
             self._bar = None
 
 
-class OneAtATime:
+class SequentialOutput:
     """Output stream that shows one request's text at a time and buffers the text of the others."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self.started = False
         self._write = write
         self._current: str | int | None = None
-        self._unsaid: dict[str | int, str] = {}
+        self._buffered: dict[str | int, str] = {}
         self._ended: set[str | int] = set()
 
     def push(self, name: str | int, text: str, ended: bool) -> None:
         self.started = True
-        self._unsaid[name] = self._unsaid.get(name, f"[{name}] ") + text
+        self._buffered[name] = self._buffered.get(name, f"[{name}] ") + text
         if ended:
             self._ended.add(name)
-        while self._unsaid:
+        while self._buffered:
             if self._current is None:
-                self._current = next(iter(self._unsaid))
-            self._write(self._unsaid[self._current])
-            self._unsaid[self._current] = ""
+                self._current = next(iter(self._buffered))
+            self._write(self._buffered[self._current])
+            self._buffered[self._current] = ""
             if self._current not in self._ended:
                 return
             self._write("\n")
-            del self._unsaid[self._current]
+            del self._buffered[self._current]
             self._ended.discard(self._current)
             self._current = None

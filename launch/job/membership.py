@@ -22,16 +22,16 @@ import torch
 import torch.distributed as dist
 
 from comm.base import Communicator
-from helix.devices import choose_backend, take_device
+from helix.devices import choose_backend, set_device
 from helix.errors import RankError
-from helix.place import Place
+from helix.rank_info import RankInfo
 from launch.job.lifeline import end_torchrun, identity, kill
 
 BEAT_S = 1.0  # between two heartbeats of a rank
-SAID_S = 3 * BEAT_S  # for the others to hear that one rank has reported the error
+REPORT_S = 3 * BEAT_S  # for the others to hear that one rank has reported the error
 SILENCE_S = 15.0  # without a heartbeat or answer after which a rank or launcher is taken for dead
-LEAVING_S = 25.0  # for all ranks to leave a job that is done
-MEETING_S = 120.0  # for all ranks to have checked what the user set
+LEAVE_S = 25.0  # for all ranks to leave a job that is done
+JOIN_S = 120.0  # for all ranks to have checked what the user set
 PATIENCE_S = 10.0  # of it before rank 0 names the absent ranks
 
 
@@ -46,7 +46,7 @@ class Job:
         timeout: deadline of each collective; set by `connect`.
     """
 
-    place: Place
+    rank_info: RankInfo
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     backend: str = "gloo"
     timeout: timedelta = timedelta(minutes=5)
@@ -56,32 +56,32 @@ class Job:
         self._owns_group = False
         # An agent's store outlives one job and one attempt: the names of this one begin with both.
         run, attempt = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT"))
-        self.store = dist.PrefixStore(f"helix/{run}/{attempt}", _reach_store(self.place))
-        self._watchdog = Watchdog(self.store, self.place)
+        self.store = dist.PrefixStore(f"helix/{run}/{attempt}", _connect_store(self.rank_info))
+        self._watchdog = Watchdog(self.store, self.rank_info)
         self._watchdog.start()
 
     @property
     def leads(self) -> bool:
-        return self.place.rank == 0
+        return self.rank_info.rank == 0
 
     def agree(self, error: str | None, facts: dict[str, Any]) -> list[dict[str, Any]]:
         """Exchanges errors and facts of all ranks before any collective; returns JSON-able facts in rank order.
 
         If any rank found an error or does not report, every rank ends.
         """
-        rank, world = self.place.rank, self.place.world_size
+        rank, world = self.rank_info.rank, self.rank_info.world_size
         keys = [f"preflight/{r}" for r in range(world)]
         self.store.set(keys[rank], json.dumps({"error": error, "facts": facts}))
-        for patience in (PATIENCE_S, MEETING_S - PATIENCE_S):
+        for patience in (PATIENCE_S, JOIN_S - PATIENCE_S):
             try:
                 self.store.wait(keys, timedelta(seconds=patience))
                 break
             except dist.DistError:
                 absent = ", ".join(str(r) for r, key in enumerate(keys) if not self.store.check([key]))
                 if self.leads and patience == PATIENCE_S:
-                    print(f"waiting for rank {absent}, for {MEETING_S:.0f} s at most", file=sys.stderr, flush=True)
+                    print(f"waiting for rank {absent}, for {JOIN_S:.0f} s at most", file=sys.stderr, flush=True)
         else:
-            self.end(f"error: rank {absent} did not report within {MEETING_S:.0f} s of start")
+            self.end(f"error: rank {absent} did not report within {JOIN_S:.0f} s of start")
         reports = [json.loads(self.store.get(key)) for key in keys]
         errors = {f["error"]: r for r, f in reversed(list(enumerate(reports))) if f["error"] is not None}
         lines = []
@@ -92,16 +92,16 @@ class Job:
             self.end("\n".join(lines))
         return [f["facts"] for f in reports]
 
-    def _say(self, lines: str) -> None:
+    def _print_once_per_host(self, lines: str) -> None:
         """Prints lines on the first rank of each host; its other ranks wait until they are printed."""
-        said = f"said/{self.place.host}"
-        if self.place.local_rank == 0:
+        printed = f"said/{self.rank_info.host}"
+        if self.rank_info.local_rank == 0:
             print(lines, file=sys.stderr, flush=True)
             with suppress(dist.DistError):  # the store of a host that has ended
-                self.store.set(said, "")
+                self.store.set(printed, "")
             return
         try:  # the first rank that exits takes the others down, so none may exit before
-            self.store.wait([said], timedelta(seconds=10))
+            self.store.wait([printed], timedelta(seconds=10))
         except dist.DistError:
             print(lines, file=sys.stderr, flush=True)
 
@@ -111,9 +111,9 @@ class Job:
         Raises:
             ConfigError: a GPU backend without a GPU for each rank or, for symm_mem, without peer access.
         """
-        place = self.place
-        self.backend = choose_backend(backend, place, facts)
-        self.device = take_device(self.backend, place)
+        rank_info = self.rank_info
+        self.backend = choose_backend(backend, rank_info, facts)
+        self.device = set_device(self.backend, rank_info)
         self.timeout = timedelta(seconds=timeout_s)
         transport = "gloo" if self.backend == "gloo" else "nccl"
         if dist.is_initialized():  # by a program that makes an LLM in its ranks: the group stays its own
@@ -122,8 +122,8 @@ class Job:
         dist.init_process_group(
             transport,
             store=dist.PrefixStore("group", self.store),
-            rank=place.rank,
-            world_size=place.world_size,
+            rank=rank_info.rank,
+            world_size=rank_info.world_size,
             timeout=self.timeout,
             device_id=self.device if transport == "nccl" else None,
         )
@@ -131,7 +131,7 @@ class Job:
     def end(self, lines: str) -> NoReturn:
         """Ends this rank; the first of each host prints the reason; called on every rank."""
         self._watchdog.stop()  # the rank that leaves first has not died
-        self._say(lines)
+        self._print_once_per_host(lines)
         sys.stdout.flush()
         end_torchrun(restartable=False)
         os._exit(1)  # at once, as below
@@ -142,18 +142,18 @@ class Job:
             if self._watchdog.reports(self.store):  # several ranks may have the same error
                 print(f"error: {error}", file=sys.stderr, flush=True)
             self._watchdog.stop()  # it must not end this rank first: an exit takes the others down, with tracebacks
-            self._watchdog.tell(f"error: {error}")
-            time.sleep(SAID_S)
+            self._watchdog.report_failure(f"error: {error}")
+            time.sleep(REPORT_S)
             _exit()
-        cause = f"rank {self.place.rank} failed: {type(error).__name__}: {error}"
+        cause = f"rank {self.rank_info.rank} failed: {type(error).__name__}: {error}"
         # A broken connection does not tell which peer is gone; its launcher usually reports it sooner.
-        if gone := self._watchdog.silent():
+        if gone := self._watchdog.silent_ranks():
             cause = f"rank {', '.join(map(str, gone))} gave no sign of life, and then {cause}"
         trace = "".join(traceback.format_exception(error))
-        print(f"rank {self.place.rank} failed:\n{trace}", file=sys.stderr, flush=True)
+        print(f"rank {self.rank_info.rank} failed:\n{trace}", file=sys.stderr, flush=True)
         if gone:
             print(cause, file=sys.stderr, flush=True)
-        self._watchdog.tell(cause)
+        self._watchdog.report_failure(cause)
         _exit()
 
     def leave(self, *comms: Communicator) -> None:
@@ -163,11 +163,11 @@ class Job:
             comms: communicators to close, in order of creation.
         """
         # The watchdog stops here, and taking a process group down may wait for peers: hence the deadline.
-        with deadline(LEAVING_S, f"rank {self.place.rank} could not leave the job within {LEAVING_S:.0f} s"):
-            self.store.set(f"left/{self.place.rank}", "")
+        with deadline(LEAVE_S, f"rank {self.rank_info.rank} could not leave the job within {LEAVE_S:.0f} s"):
+            self.store.set(f"left/{self.rank_info.rank}", "")
             self._watchdog.stop()
             if self.leads:
-                self.store.wait([f"left/{r}" for r in range(self.place.world_size)], timedelta(seconds=20))
+                self.store.wait([f"left/{r}" for r in range(self.rank_info.world_size)], timedelta(seconds=20))
             for comm in reversed(comms):
                 comm.close()
             if self._owns_group:
@@ -180,7 +180,7 @@ def _exit() -> NoReturn:
     os._exit(1)
 
 
-def _reach_store(place: Place) -> dist.Store:
+def _connect_store(rank_info: RankInfo) -> dist.Store:
     """Connects to the store where ranks meet: the launcher's, or rank 0's if the launcher has none.
 
     Raises:
@@ -188,20 +188,20 @@ def _reach_store(place: Place) -> dist.Store:
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     launcher_s = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    serves = place.rank == 0 and not launcher_s
-    patience = timedelta(seconds=SILENCE_S if launcher_s else MEETING_S)  # a launcher's exists before its ranks
+    serves = rank_info.rank == 0 and not launcher_s
+    patience = timedelta(seconds=SILENCE_S if launcher_s else JOIN_S)  # a launcher's exists before its ranks
     where = f"MASTER_ADDR={host} MASTER_PORT={port}"
     absent = f"{where}: {'the launcher' if launcher_s else 'rank 0'} did not answer there within {patience.seconds} s"
-    with deadline(patience.seconds + 10 * BEAT_S, f"error on rank {place.rank}: {absent}"):
+    with deadline(patience.seconds + 10 * BEAT_S, f"error on rank {rank_info.rank}: {absent}"):
         try:
             store = dist.TCPStore(
                 host, port, is_master=serves, timeout=patience, wait_for_workers=False, multi_tenant=True
             )
         except (dist.DistError, RuntimeError, ValueError) as error:
             why = str(error).partition("\n")[0]
-            taken = f"{where}: this rank cannot listen there, set another port ({why})"
-            raise RuntimeError(taken if serves else absent) from error
-    store.set_timeout(timedelta(seconds=MEETING_S))
+            port_taken = f"{where}: this rank cannot listen there, set another port ({why})"
+            raise RuntimeError(port_taken if serves else absent) from error
+    store.set_timeout(timedelta(seconds=JOIN_S))
     return store
 
 
@@ -228,17 +228,17 @@ class Watchdog:
     It is a thread, because the main thread may be inside a collective or a kernel that never returns.
     """
 
-    def __init__(self, store: dist.Store, place: Place) -> None:
+    def __init__(self, store: dist.Store, rank_info: RankInfo) -> None:
         self._store = store
-        self._place = place
+        self._rank_info = rank_info
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         # A connection of its own: the main thread may be waiting in the other.
-        own = self._store.clone()  # type: ignore[attr-defined]
-        own.set_timeout(timedelta(seconds=SILENCE_S))
-        self._thread = threading.Thread(target=self._watch, args=(own,), name="watchdog", daemon=True)
+        clone = self._store.clone()  # type: ignore[attr-defined]
+        clone.set_timeout(timedelta(seconds=SILENCE_S))
+        self._thread = threading.Thread(target=self._watch, args=(clone,), name="watchdog", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -246,13 +246,13 @@ class Watchdog:
         if self._thread:
             self._thread.join(5 * BEAT_S)
 
-    def silent(self) -> list[int]:
+    def silent_ranks(self) -> list[int]:
         """Waits three beats and returns the ranks without a heartbeat in that time; empty if unknown."""
-        if self._place.world_size == 1:
+        if self._rank_info.world_size == 1:
             return []
 
         def beats() -> list[int]:
-            return [self._store.add(f"alive/{r}", 0) for r in range(self._place.world_size)]
+            return [self._store.add(f"alive/{r}", 0) for r in range(self._rank_info.world_size)]
 
         try:
             before = beats()
@@ -264,11 +264,11 @@ class Watchdog:
     def reports(self, store: dist.Store) -> bool:
         """Returns whether this rank is the first of its host to report an error that all of them hear of."""
         try:
-            return store.add(f"reported/{self._place.host}", 1) == 1
+            return store.add(f"reported/{self._rank_info.host}", 1) == 1
         except dist.DistError:
             return True
 
-    def tell(self, message: str) -> None:
+    def report_failure(self, message: str) -> None:
         """Tells all ranks why the job failed: a line that begins with `error: ` is all that users need to read."""
         try:
             self._store.compare_set("failed", "", message)
@@ -276,7 +276,7 @@ class Watchdog:
             return  # the store is gone, and with it the job
 
     def _watch(self, store: dist.Store) -> None:
-        rank, world = self._place.rank, self._place.world_size
+        rank, world = self._rank_info.rank, self._rank_info.world_size
         others = [r for r in range(world) if r != rank]
         seen = dict.fromkeys(others, 0)
         silence = dict.fromkeys(others, 0)  # turns without a beat, not time: a job suspended as a whole can resume
@@ -290,8 +290,8 @@ class Watchdog:
                 silent = [r for r in others if silence[r] * BEAT_S > SILENCE_S and not store.check([f"left/{r}"])]
                 if store.check(["failed"]):
                     why = store.get("failed").decode()
-                    heard = why.startswith("error: ") and not self.reports(store)
-                    self._end("" if heard else why)
+                    already_reported = why.startswith("error: ") and not self.reports(store)
+                    self._end("" if already_reported else why)
                 elif silent:
                     # torchrun would only request its end, and wait long if it is stopped.
                     kill(store.get(f"process/{silent[0]}").decode())
@@ -302,6 +302,6 @@ class Watchdog:
     def _end(self, why: str) -> None:
         if not self._stopped.is_set():
             if why:  # empty if another rank of this host has printed the reason
-                prefix = "" if why.startswith("error: ") else f"rank {self._place.rank} ends: "
+                prefix = "" if why.startswith("error: ") else f"rank {self._rank_info.rank} ends: "
                 print(f"{prefix}{why}", file=sys.stderr, flush=True)
             _exit()

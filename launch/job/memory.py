@@ -11,8 +11,8 @@ from helix.errors import RankError
 from helix.worker.kv_cache import free_bytes
 
 # What torch's allocators, CUDA, cuBLAS and numpy say.
-SHORT = re.compile(r"out of memory|can't allocate memory|unable to allocate|_ALLOC_FAILED", re.IGNORECASE)
-WANTED = re.compile(r"allocate ([\d.]+) (bytes|[KMGT]iB)")
+OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|unable to allocate|_ALLOC_FAILED", re.IGNORECASE)
+REQUESTED = re.compile(r"allocate ([\d.]+) (bytes|[KMGT]iB)")
 UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
@@ -25,22 +25,22 @@ def shortage(
         loaded: whether the weights were loaded before.
         built: whether the engine, with its caches, was built before, or times steps as it is.
     """
-    if isinstance(error, RankError) or not (isinstance(error, MemoryError) or SHORT.search(str(error))):
+    if isinstance(error, RankError) or not (isinstance(error, MemoryError) or OUT_OF_MEMORY.search(str(error))):
         return None
-    found = WANTED.search(str(error))
-    wanted = (
+    found = REQUESTED.search(str(error))
+    requested = (
         f"{round(float(found[1]) * UNITS[found[2]]):,} bytes wanted" if found else "an unknown number of bytes wanted"
     )
     memory = "GPU memory" if device.type == "cuda" else "host memory"
-    free = f"{wanted}, {free_bytes(device):,} free"
+    free = f"{requested}, {free_bytes(device):,} free"
     if not loaded:
         return RankError(
             f"rank {rank} ran out of {memory} while loading weights ({free}): take more ranks, or a layout whose ranks "
             "hold fewer weights"
         )
     kv, decode = config.kv, config.decode
-    if kv.tier == "host" and kv.gpu_bytes is not None:
-        cache = f"kv.gpu_bytes={kv.gpu_bytes:.0f}"
+    if kv.offload == "host" and kv.offload_gpu_bytes is not None:
+        cache = f"kv.offload_gpu_bytes={kv.offload_gpu_bytes:.0f}"
     else:
         cache = f"kv.memory_fraction={kv.memory_fraction}" if kv.tokens is None else f"kv.tokens={kv.tokens}"
     when = "running steps" if built else "making the KV cache"

@@ -16,31 +16,31 @@ import torch
 from comm.base import Communicator
 from comm.torch_dist import TorchDistCommunicator
 from helix.config import Config, ModelConfig
-from helix.devices import KINDS, gpu_facts, gpu_name
+from helix.devices import COMMUNICATORS, gpu_facts, gpu_name
 from helix.errors import ConfigError, RankError
 from helix.layers.specs import Formats
 from helix.layout import HelixLayout
 from helix.models.decoder import Decoder
 from helix.models.draft_layer import DraftLayer
 from helix.models.loading import is_untrained, randomize, weights_of
-from helix.place import Place
+from helix.rank_info import RankInfo
 from helix.setup.drafts import CheckedDraft, load_eagle3
 from helix.setup.parts import make_formats
 from helix.speculation import DraftModel
 from helix.worker.kv_cache import free_bytes
 from launch.client.errors import REFUSED
-from launch.inputs.preflight import CheckedRun, assemble, preflight, prepared
-from launch.inputs.prompts import ResultFile
-from launch.inputs.work import Work
+from launch.inputs.job_kinds import JobKind
+from launch.inputs.preflight import CheckedRun, assemble, preflight, prepare_run
+from launch.inputs.prompt_files import ResultFile
 from launch.job import spawn
 from launch.job.membership import Job
 from launch.job.memory import shortage
 from launch.job.report import Console, Phases, write_record
 from launch.job.spawn import SOCKET
-from launch.job.task import Done, Task
+from launch.job.task import JobResult, Task
 
 
-def prepare(config: Config, work: Work, place: Place | None, command: Sequence[str]) -> Callable[[], int]:
+def prepare(config: Config, job_kind: JobKind, rank_info: RankInfo | None, command: Sequence[str]) -> Callable[[], int]:
     """Checks a job; returns what runs this rank, or where no launcher started this process all ranks of this host.
 
     Args:
@@ -49,28 +49,28 @@ def prepare(config: Config, work: Work, place: Place | None, command: Sequence[s
     Raises:
         ValueError: the config is wrong.
     """
-    run = import_module(work.module).run  # imported here: forks import nothing
-    if place is not None:
-        return partial(_rank, config, work, run)
-    plan = prepared(config, work)
+    run = import_module(job_kind.module).run  # imported here: forks import nothing
+    if rank_info is not None:
+        return partial(_rank, config, job_kind, run)
+    plan = prepare_run(config, job_kind)
     if plan.finished:
-        return partial(_finished, config, plan)
-    return partial(_launch, plan, work, partial(_rank, config, work, run, plan), command)
+        return partial(_report_finished, config, plan)
+    return partial(_launch, plan, job_kind, partial(_rank, config, job_kind, run, plan), command)
 
 
-def _launch(plan: CheckedRun, work: Work, rank: Callable[[], int], command: Sequence[str]) -> int:
-    def ask(socket: Path) -> Coroutine[Any, Any, int]:
-        client: Coroutine[Any, Any, int] = import_module(str(work.client)).decode(plan.config, plan.prompts, socket)
+def _launch(plan: CheckedRun, job_kind: JobKind, rank: Callable[[], int], command: Sequence[str]) -> int:
+    def run_client(socket: Path) -> Coroutine[Any, Any, int]:
+        client: Coroutine[Any, Any, int] = import_module(str(job_kind.client)).decode(plan.config, plan.prompts, socket)
         return client
 
-    code = spawn.launch(plan.layout.world_size, rank, command, None if work.client is None else ask)
+    code = spawn.launch(plan.layout.world_size, rank, command, None if job_kind.client is None else run_client)
     if code == spawn.INTERRUPTED:
         kept = "results of finished requests are in decode.output; decode.resume=true runs the rest"
         print("interrupted" if plan.config.decode.output is None else f"interrupted: {kept}", file=sys.stderr)
     return code
 
 
-def _finished(config: Config, plan: CheckedRun) -> int:
+def _report_finished(config: Config, plan: CheckedRun) -> int:
     """Prints that a resumed run has nothing left, which needs no model."""
     ResultFile(config, plan.prompts).close()
     record = f"; record={config.record} is not written" if config.record is not None else ""
@@ -78,17 +78,17 @@ def _finished(config: Config, plan: CheckedRun) -> int:
     return 0
 
 
-def _rank(config: Config, work: Work, run: Callable[[Task], Done], plan: CheckedRun | None = None) -> int:
+def _rank(config: Config, job_kind: JobKind, run: Callable[[Task], JobResult], plan: CheckedRun | None = None) -> int:
     """Runs a rank; `plan` is the run that the launcher has checked, if it has."""
-    place = Place.from_environment()
-    assert place is not None, "whoever started this rank has said which one it is"
+    rank_info = RankInfo.from_environment()
+    assert rank_info is not None, "whoever started this rank has said which one it is"
     try:
-        job = Job(place)
+        job = Job(rank_info)
     except RuntimeError as error:
-        print(f"error on rank {place.rank}: {error}", file=sys.stderr)
+        print(f"error on rank {rank_info.rank}: {error}", file=sys.stderr)
         return 1
     try:
-        return _joined(job, config, work, run, plan)
+        return _run_job(job, config, job_kind, run, plan)
     except ConfigError as error:
         job.end(f"error: {error}")
     except SystemExit:  # of rich, which makes it of a broken pipe
@@ -97,34 +97,36 @@ def _rank(config: Config, work: Work, run: Callable[[Task], Done], plan: Checked
         job.fail(error)
 
 
-def _joined(job: Job, config: Config, work: Work, run: Callable[[Task], Done], plan: CheckedRun | None) -> int:
+def _run_job(
+    job: Job, config: Config, job_kind: JobKind, run: Callable[[Task], JobResult], plan: CheckedRun | None
+) -> int:
     phases = Phases()
     problem = None
-    if plan is None and job.place.local_rank == 0:  # for all ranks of its host
+    if plan is None and job.rank_info.local_rank == 0:  # for all ranks of its host
         try:
-            device = gpu_name(job.place) if config.comm.backend != "gloo" else None
+            device = gpu_name(job.rank_info) if config.comm.backend != "gloo" else None
             writes = job.leads and SOCKET not in os.environ  # or the client has begun the files
-            plan = preflight(config, job.place.world_size, device, work, writes)
+            plan = preflight(config, job.rank_info.world_size, device, job_kind, writes)
         except (ValueError, OSError) as error:
             problem = str(error)
     checked = {} if plan is None else {"layout": asdict(plan.layout), "finished": plan.finished}
-    facts = job.agree(problem, gpu_facts(job.place) | checked)
+    facts = job.agree(problem, gpu_facts(job.rank_info) | checked)
     layouts = [HelixLayout(**fact["layout"]) for fact in facts if "layout" in fact]
-    if len(chosen := set(map(str, layouts))) > 1:  # hosts with other prompts or other GPUs
+    if len(distinct := set(map(str, layouts))) > 1:  # hosts with other prompts or other GPUs
         raise ConfigError(
-            f"layout=auto came out differently on the hosts ({'; '.join(sorted(chosen))}): set the layout"
+            f"layout=auto came out differently on the hosts ({'; '.join(sorted(distinct))}): set the layout"
         )
     if plan is None:
         plan = assemble(config, layouts[0])
     if facts[0]["finished"]:
         if job.leads:
-            _finished(config, plan)
+            _report_finished(config, plan)
         job.leave()
         return 0
     phases.mark("preflight")
 
     job.connect(config.comm.backend, facts, config.comm.timeout_s)
-    kind = KINDS.get(job.backend, TorchDistCommunicator)
+    kind = COMMUNICATORS.get(job.backend, TorchDistCommunicator)
     comm = kind(plan.layout.kvp_groups(), job.device, job.timeout)
     comms: list[Communicator] = [comm]
     if plan.draft is not None:
@@ -137,10 +139,10 @@ def _joined(job: Job, config: Config, work: Work, run: Callable[[Task], Done], p
         draft: DraftModel | DraftLayer | None = None
         if config.speculation.drafter == "eagle3":
             layer = draft = load_eagle3(config.speculation, model, plan.layout, comm)
-            console.note(layer.about)
+            console.note(layer.description)
         if plan.draft is not None:
-            own = _load(plan.draft, config.speculation.model, config.seed, comms[1], console)
-            draft = DraftModel(own, plan.draft.layout, comms[1], config.kv.dtype)
+            draft_decoder = _load(plan.draft, config.speculation.model, config.seed, comms[1], console)
+            draft = DraftModel(draft_decoder, plan.draft.layout, comms[1], config.kv.dtype)
         comm.barrier()
         phases.mark("load")
         return model, draft
@@ -148,11 +150,11 @@ def _joined(job: Job, config: Config, work: Work, run: Callable[[Task], Done], p
     try:
         measured, refused = run(Task(plan, comm, job.backend, load, console, phases))
     except Exception as error:
-        loaded, built = "load_s" in phases.seconds, "build_s" in phases.seconds or work.timed
-        if (short := shortage(error, config, comm.rank, comm.device, loaded, built)) is not None:
-            raise short from error
+        loaded, built = "load_s" in phases.seconds, "build_s" in phases.seconds or job_kind.timed
+        if (memory_error := shortage(error, config, comm.rank, comm.device, loaded, built)) is not None:
+            raise memory_error from error
         raise
-    phases.mark(work.name)
+    phases.mark(job_kind.name)
     comm.barrier()
     if job.leads and config.record is not None:
         write_record(Path(config.record), plan, job, phases, measured)

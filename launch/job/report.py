@@ -23,7 +23,7 @@ from rich.table import Table
 from helix.engine.timings import Timings
 from helix.errors import RankError
 from helix.layout import HelixLayout
-from helix.models.checkpoint import rounded
+from helix.models.checkpoint import fp8_format
 from helix.models.decoder import Decoder
 from helix.setup.parts import ignored
 from helix.worker.model_runner import ModelRunner
@@ -79,7 +79,7 @@ class Console:
         self.note(f"model: {plan.config.model.path or 'a config without checkpoint'} ({kind})")
         takes, why = ("layout:", "") if plan.reason is None else ("layout=auto takes", f": {plan.reason}")
         self.note(f"{takes} {plan.layout}{_in_words(plan.layout)}{why}")
-        emulated = f", {job.place.world_size} of them real," if job.backend.startswith("emulated") else ""
+        emulated = f", {job.rank_info.world_size} of them real," if job.backend.startswith("emulated") else ""
         self.note(f"ranks: {plan.layout.world_size}{emulated} on {where} over {job.backend}{auto}")
 
     @contextmanager
@@ -92,7 +92,7 @@ class Console:
             task = progress.add_task(what, total=total)
             yield lambda done: progress.update(task, completed=done)
 
-    def loaded(self, model: Decoder, of: str = "") -> None:
+    def loaded(self, model: Decoder, owner: str = "") -> None:
         """Prints the size of this rank's weights.
 
         Args:
@@ -101,9 +101,9 @@ class Console:
         weights = model.weights
         sizes = {str(dtype).removeprefix("torch."): size for dtype, size in weights.bytes_by_dtype.items()}
         each = ", ".join(f"{_size(size)} in {dtype}" for dtype, size in sizes.items())
-        lossy = " (float8: rounded while loading, which is lossy)" if weights.formats is rounded else ""
+        lossy = " (float8: rounded while loading, which is lossy)" if weights.formats is fp8_format else ""
         rank = " on each rank" if self._layout.world_size > 1 else ""
-        self.note(f"{of}weights: {each}{rank}{lossy}")
+        self.note(f"{owner}weights: {each}{rank}{lossy}")
 
     def note(self, text: str) -> None:
         """Prints a line."""
@@ -145,7 +145,7 @@ def _speculation_table(measured: dict[str, Any]) -> Table:
     return table
 
 
-def what_hopb_does(runner: ModelRunner) -> str:
+def describe_hopb(runner: ModelRunner) -> str:
     """Describes what hopb=on does to the steps of a runner that is warm."""
     if runner.layout.kvp == 1:
         return "hopb=on changes nothing: with layout.kvp=1 attention exchanges nothing"
@@ -187,15 +187,15 @@ def summary(layout: HelixLayout, timings: Timings, bytes_per_token: list[int]) -
 
 def _speculation(timings: Timings) -> dict[str, Any] | None:
     """Summarises the acceptance of drafts; None if there were none."""
-    steps, most = sum(timings.drafts.values()), max(timings.drafts, default=0)
-    if most == 0:
+    steps, max_drafts = sum(timings.drafts.values()), max(timings.drafts, default=0)
+    if max_drafts == 0:
         return None
-    tried, kept = timings.acceptance.tried[:most], timings.acceptance.kept[:most]
+    tried, kept = timings.acceptance.verified[:max_drafts], timings.acceptance.accepted[:max_drafts]
     return {
         "mean_drafts": sum(n * count for n, count in timings.drafts.items()) / steps,
         "mean_kept": sum(kept) / max(timings.sequence_steps, 1),
         "steps_by_drafts": dict(sorted(timings.drafts.items())),
-        "sequence_steps_by_kept": dict(sorted(timings.kept.items())),
+        "sequence_steps_by_kept": dict(sorted(timings.accepted.items())),
         "acceptance_by_place": [k / n if n else None for k, n in zip(kept, tried, strict=True)],
     }
 

@@ -28,67 +28,69 @@ from helix.engine.inbox import Inbox
 from helix.engine.request import Request, RequestUpdate
 from helix.engine.timings import Timings
 from helix.errors import RankError
-from helix.setup.buffers import most_slots
+from helix.setup.buffers import max_slots
 from helix.setup.engine import build_engine
-from helix.setup.tiering import of_short_chunks
-from helix.worker.graph_keys import StepKind
-from helix.worker.keeps import dtype_name
+from helix.setup.offload import short_chunk_warning
+from helix.worker.graph_keys import DecodeGraphKey
+from helix.worker.kv_cache_spec import dtype_name
 from helix.worker.model_runner import ModelRunner
-from helix.worker.warm_up import exchange_seconds
-from kernels.ahead import on_compilation
-from launch.answers.matcher import BegunGrammar, Grammars
-from launch.client.errors import REFUSED, ApiError
-from launch.client.frames import (
+from helix.worker.warmup import exchange_seconds
+from kernels.precompile import on_compilation
+from launch.answers.grammar_matcher import GrammarMatcher, GrammarMatcherFactory
+from launch.client.chat_tokenizer import read_defaults
+from launch.client.engine_messages import (
     Cancel,
+    EngineInfo,
     Failed,
     FrameDecoder,
+    MalformedMessage,
     Message,
     Queued,
-    Ready,
     Stats,
     Stop,
-    Unread,
     encode,
     encode_tokens,
 )
-from launch.client.sampling import sampling_of
-from launch.client.tokens import read_defaults
-from launch.inputs.prompts import PromptFile, body_of
+from launch.client.errors import REFUSED, ApiError
+from launch.client.sampling import make_sampling_params
+from launch.inputs.prompt_files import PromptFile, make_body
 from launch.job.lifeline import LAUNCHER
-from launch.job.report import summary, what_hopb_does
+from launch.job.report import describe_hopb, summary
 from launch.job.spawn import CLIENT_S, SOCKET, TIME_EXCHANGE
-from launch.job.task import Done, Task
+from launch.job.task import JobResult, Task
 
-LOOKED_AT = 1024  # prompts of a file, for the kinds of steps that they need
-OF_RANKS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID"}  # variables
+SAMPLED_PROMPTS = 1024  # prompts of a file, for the kinds of steps that they need
+RANK_VARS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID"}  # variables
 # Captured steps: greedy, sampled, sampled with filters; later the same with shaped logits.
-PLAIN = {StepKind(), StepKind(stochastic=True), StepKind(stochastic=True, filtered=True)}
-SHAPED = {replace(kind, shaped=True) for kind in PLAIN}
+PLAIN_KEYS = {DecodeGraphKey(), DecodeGraphKey(stochastic=True), DecodeGraphKey(stochastic=True, filtered=True)}
+PROCESSED_KEYS = {replace(kind, process_logits=True) for kind in PLAIN_KEYS}
 STATS_S = 1.0  # between two reports
 BUFFER = 1 << 22  # bytes of the send buffer
 PIECE = 1 << 20  # bytes read at a time
-MOST_ID = 1 << 31  # of requests whose tokens are sent with others'
+MAX_BATCHED_ID = 1 << 31  # of requests whose tokens are sent with others'
 COMPILING = 2  # grammars at a time
 
 
-def run(task: Task) -> Done:
+def run(task: Task) -> JobResult:
     """Serves the prompts of a file or a server's requests, until the client ends the job."""
     plan, comm, config = task.plan, task.comm, task.plan.config
     inbox = Inbox()
     with ExitStack() as stack:
-        link, client = None, None
+        engine_server, client = None, None
         if comm.rank == 0:
             path = config.serve.socket or os.environ.get(SOCKET)
             if path is None:  # the launcher of these ranks knows no client
                 path = stack.enter_context(TemporaryDirectory(prefix="helix-")) + "/ranks.sock"
                 client = stack.enter_context(_client(path))
-            link = Link(Path(path), inbox)
+            engine_server = EngineServer(Path(path), inbox)
             if client is not None:
-                Thread(target=_end_with, args=(client, link), daemon=True).start()
+                Thread(target=_end_with, args=(client, engine_server), daemon=True).start()
         engine = _engine(task)
         path = config.model.path
-        serve(engine, inbox, link, None if path is None else Path(path).resolve(), random=plan.checkpoint is None)
-        measured = _measured(task, engine) if config.serve.socket is None else {}
+        serve(
+            engine, inbox, engine_server, None if path is None else Path(path).resolve(), random=plan.checkpoint is None
+        )
+        measured = _measurements(task, engine) if config.serve.socket is None else {}
         code = 0 if client is None else client.wait(CLIENT_S)
     if code not in (0, REFUSED):
         raise RankError(f"the client of these ranks ended with exit code {code}")
@@ -100,14 +102,14 @@ def _engine(task: Task) -> Engine:
     plan, comm, config, console = task.plan, task.comm, task.plan.config, task.console
     model, draft = task.load()
     serves = config.serve.socket is not None
-    slots, context = most_slots(config, comm.device.type), model.spec.max_positions
-    max_batch, tokens, kinds = slots, slots * context, PLAIN  # if memory allows
+    slots, context = max_slots(config, comm.device.type), model.spec.max_positions
+    max_batch, tokens, graph_keys = slots, slots * context, PLAIN_KEYS  # if memory allows
     if not serves:
         needs = None
         if isinstance(file := plan.prompts, PromptFile):  # on rank 0
-            tokens = file.most_tokens(config.decode.max_tokens, context, slots)
-            needs = min(file.sequences, slots), tokens, _kinds(file, config, model.spec.vocab)
-        max_batch, tokens, kinds = comm.broadcast_object(needs)
+            tokens = file.max_total_tokens(config.decode.max_tokens, context, slots)
+            needs = min(file.sequences, slots), tokens, _graph_keys(file, config, model.spec.vocab)
+        max_batch, tokens, graph_keys = comm.broadcast_object(needs)
     fewer = config.decode.max_batch == "auto"
     engine = build_engine(plan.layout, model, config, max_batch, tokens, draft=draft, fewer=fewer)
     sizes = engine.runner.sizes
@@ -117,15 +119,15 @@ def _engine(task: Task) -> Engine:
         f"batch: up to {sizes.slots * plan.layout.dp:,} sequences of up to {sizes.length:,} tokens, "
         f"prefill chunks of up to {sizes.chunk:,} tokens"
     )
-    if config.kv.tier == "host" and (
-        warning := of_short_chunks(model.spec, dtype_name(model.weights.dtype), config.kv.dtype, sizes.chunk)
+    if config.kv.offload == "host" and (
+        warning := short_chunk_warning(model.spec, dtype_name(model.weights.dtype), config.kv.dtype, sizes.chunk)
     ):
         console.note(warning)
     task.phases.mark("build")
     if comm.device.type == "cuda":
-        engine.warm_up(kinds, SHAPED if serves else (), task.phases.mark, chunks=serves)
+        engine.warmup(graph_keys, PROCESSED_KEYS if serves else (), task.phases.mark, chunks=serves)
     if engine.runner.hopb == "best":
-        console.note(what_hopb_does(engine.runner))
+        console.note(describe_hopb(engine.runner))
     if serves:
         console.note(f"ready after {task.phases}")
         on_compilation(lambda kernel: console.note(f"compiled while serving: {kernel}"))
@@ -138,18 +140,18 @@ def _kv_tokens(engine: Engine) -> int:
     return runner.sizes.pages * runner.placement.stripes.page_tokens * runner.layout.dp
 
 
-def _kinds(file: PromptFile, config: Config, vocab: int) -> set[StepKind]:
+def _graph_keys(file: PromptFile, config: Config, vocab: int) -> set[DecodeGraphKey]:
     """Finds the kinds of steps that the first prompts need."""
     defaults = read_defaults(config.model.path)
-    kinds = set()
-    for prompt in islice(file, LOOKED_AT):
+    graph_keys = set()
+    for prompt in islice(file, SAMPLED_PROMPTS):
         with suppress(ApiError, ValueError):  # it is refused when it comes
-            body, batch = body_of(prompt, config.decode), prompt.url is not None
-            kinds.add(StepKind.of([sampling_of(body, defaults if batch else {}, vocab, 0)]))
-    return kinds or PLAIN
+            body, batch = make_body(prompt, config.decode), prompt.url is not None
+            graph_keys.add(DecodeGraphKey.of([make_sampling_params(body, defaults if batch else {}, vocab, 0)]))
+    return graph_keys or PLAIN_KEYS
 
 
-def _measured(task: Task, engine: Engine) -> dict[str, Any]:
+def _measurements(task: Task, engine: Engine) -> dict[str, Any]:
     """Shows the tables of a run, and returns the measured part of its record."""
     plan, comm, runner = task.plan, task.comm, engine.runner
     bytes_per_token = comm.all_gather_object(runner.cache.bytes_per_token)
@@ -177,7 +179,7 @@ def _exchange(runner: ModelRunner, timings: Timings) -> dict[str, Any]:
 @contextmanager
 def _client(path: str) -> Iterator[subprocess.Popen[str]]:
     """Starts this job's command again as the client of its ranks."""
-    environment = {name: value for name, value in os.environ.items() if name not in OF_RANKS}
+    environment = {name: value for name, value in os.environ.items() if name not in RANK_VARS}
     command = [sys.executable, *sys.argv, f"serve.attach={path}"]
     with subprocess.Popen(command, env=environment | {LAUNCHER: str(os.getpid())}, text=True) as client:
         try:
@@ -186,12 +188,14 @@ def _client(path: str) -> Iterator[subprocess.Popen[str]]:
             client.terminate()
 
 
-def _end_with(client: subprocess.Popen[str], link: Link) -> None:
+def _end_with(client: subprocess.Popen[str], engine_server: EngineServer) -> None:
     client.wait()
-    link.stop()
+    engine_server.stop()
 
 
-def serve(engine: Engine, inbox: Inbox, link: Link | None, model: Path | None, random: bool = False) -> None:
+def serve(
+    engine: Engine, inbox: Inbox, engine_server: EngineServer | None, model: Path | None, random: bool = False
+) -> None:
     """Serves requests of rank 0's link until the inbox is closed, then closes the engine; a collective call.
 
     Args:
@@ -200,9 +204,9 @@ def serve(engine: Engine, inbox: Inbox, link: Link | None, model: Path | None, r
         random: whether the weights are random.
     """
     runner, sizes, spec = engine.runner, engine.runner.sizes, engine.runner.model.spec
-    if link is not None:
-        unguided = link.learn(model, spec.vocab, spec.eos)
-        ready = Ready(
+    if engine_server is not None:
+        unguided = engine_server.load_grammars(model, spec.vocab, spec.eos)
+        engine_info = EngineInfo(
             model=None if model is None else str(model),
             layout=str(runner.layout),
             ranks=runner.layout.world_size,
@@ -216,21 +220,21 @@ def serve(engine: Engine, inbox: Inbox, link: Link | None, model: Path | None, r
             unguided=unguided,
             random=random,
         )
-        link.open(ready, lambda: engine_stats(engine))
+        engine_server.open(engine_info, lambda: engine_stats(engine))
     gc.freeze()  # what stays: to look through it again would stop all ranks for some 150 ms
     try:
         for updates in engine.serve(inbox):
-            assert link is not None  # the other ranks have none
+            assert engine_server is not None  # the other ranks have none
             for update in updates:
-                link.pass_on(update)
-            link.flush()
+                engine_server.send_update(update)
+            engine_server.flush()
     except Exception as error:
-        if link is not None:
-            link.fail(str(error) if isinstance(error, RankError) else f"{type(error).__name__}: {error}")
+        if engine_server is not None:
+            engine_server.fail(str(error) if isinstance(error, RankError) else f"{type(error).__name__}: {error}")
         raise
     engine.close()
-    if link is not None:
-        link.close()
+    if engine_server is not None:
+        engine_server.close()
 
 
 def engine_stats(engine: Engine) -> dict[str, float]:
@@ -239,18 +243,18 @@ def engine_stats(engine: Engine) -> dict[str, float]:
     return {
         "pages": engine.runner.sizes.pages * len(pools),
         "pages_used": sum(pool.used for pool in pools),
-        "pages_cached": sum(pool.cached for pool in pools),
+        "pages_cached": sum(pool.evictable for pool in pools),
         "pages_free": sum(pool.free for pool in pools),
         "preemptions": timings.preemptions,
-        # Of the engine's thread alone, so that a hang shows: see `Silence`.
+        # Of the engine's thread alone, so that a hang shows: see `HangDetector`.
         "progress": timings.decisions + engine.runner.model.layers_run,
         "chunk_s": timings.chunk_s,
-        "drafts": sum(timings.acceptance.tried[:1]),
-        **{f"drafts_kept_{place}": kept for place, kept in enumerate(timings.acceptance.kept)},
+        "drafts": sum(timings.acceptance.verified[:1]),
+        **{f"drafts_kept_{place}": kept for place, kept in enumerate(timings.acceptance.accepted)},
     }
 
 
-class Link:
+class EngineServer:
     """Rank 0's end of the socket, for one front end at a time; when it leaves, its requests are aborted.
 
     Raises:
@@ -265,30 +269,32 @@ class Link:
         self._peer: socket.socket | None = None
         self._closed = False
         self._prefix = ""  # prefix of the engine's names for this front end's requests
-        self._names: dict[str | int, int] = {}
-        self._drawn: list[int] = []  # ids and tokens that are sent together, of the front end with prefix `_of`
-        self._of = ""
-        self._followed: dict[str | int, BegunGrammar] = {}
-        self._grammars: Grammars | None = None
-        self._compiling = ThreadPoolExecutor(COMPILING, "grammars")  # meanwhile other requests are read
-        self._uncompiled: set[str] = set()
-        self._passing = Lock()  # held while a request goes to the inbox, so that it is not aborted before
+        self._request_ids: dict[str | int, int] = {}
+        self._batch: list[
+            int
+        ] = []  # ids and tokens that are sent together, of the front end with prefix `_batch_prefix`
+        self._batch_prefix = ""
+        self._matchers: dict[str | int, GrammarMatcher] = {}
+        self._grammars: GrammarMatcherFactory | None = None
+        self._compile_pool = ThreadPoolExecutor(COMPILING, "grammars")  # meanwhile other requests are read
+        self._compiling_ids: set[str] = set()
+        self._submit_lock = Lock()  # held while a request goes to the inbox, so that it is not aborted before
 
-    def learn(self, model: Path | None, vocab: int, eos: Collection[int]) -> str | None:
+    def load_grammars(self, model: Path | None, vocab: int, eos: Collection[int]) -> str | None:
         """Reads a model's tokenizer for grammars; returns why answers cannot follow any, None if they can."""
         path = None if model is None else model / "tokenizer.json"
         if path is None or not path.exists():
             return "the model has no tokenizer"
         try:
-            self._grammars = Grammars(path, vocab, eos)
+            self._grammars = GrammarMatcherFactory(path, vocab, eos)
         except (ValueError, OSError) as error:
             return " ".join(str(error).split())[:300]
         return None
 
-    def open(self, ready: Ready, stats: Callable[[], dict[str, float]]) -> None:
+    def open(self, engine_info: EngineInfo, stats: Callable[[], dict[str, float]]) -> None:
         """Starts serving front ends that connect, and sends them the result of `stats` every second."""
-        Thread(target=self._accept, args=(ready,), name="front end", daemon=True).start()
-        Thread(target=self._tell, args=(stats,), name="stats", daemon=True).start()
+        Thread(target=self._accept, args=(engine_info,), name="front end", daemon=True).start()
+        Thread(target=self._send_stats, args=(stats,), name="stats", daemon=True).start()
 
     def fail(self, reason: str) -> None:
         """Sends the front end the reason of the job's failure."""
@@ -305,50 +311,50 @@ class Link:
         with suppress(OSError):
             self._path.unlink()
 
-    def pass_on(self, update: RequestUpdate) -> None:
+    def send_update(self, update: RequestUpdate) -> None:
         """Sends the news of a request to the front end that submitted it; tokens alone wait for `flush`."""
-        name = self._names.get(update.id)
+        name = self._request_ids.get(update.id)
         if name is None:
             return
-        alone = update.finish_reason is None and not update.logprobs
-        if update.new_ids and alone and name < MOST_ID:
-            if self._of != (prefix := self._prefix):  # what another front end has left behind is nobody's
-                self._of, self._drawn = prefix, []
+        tokens_only = update.finish_reason is None and not update.logprobs
+        if update.new_token_ids and tokens_only and name < MAX_BATCHED_ID:
+            if self._batch_prefix != (prefix := self._prefix):  # what another front end has left behind is nobody's
+                self._batch_prefix, self._batch = prefix, []
             if str(update.id).startswith(prefix):
-                for token in update.new_ids:
-                    self._drawn += (name, token)
+                for token in update.new_token_ids:
+                    self._batch += (name, token)
             return
         self.flush()
         if update.finish_reason is not None:
-            self._names.pop(update.id, None)
-            followed = self._followed.pop(update.id, None)
-            if followed is not None and followed.mistake is not None and update.finish_reason in ("stop", "length"):
-                update.finish_reason, update.reason = "error", followed.mistake
+            self._request_ids.pop(update.id, None)
+            matcher = self._matchers.pop(update.id, None)
+            if matcher is not None and matcher.error is not None and update.finish_reason in ("stop", "length"):
+                update.finish_reason, update.reason = "error", matcher.error
         self._send(replace(update, id=name), update.id)
 
     def flush(self) -> None:
         """Sends the tokens that have been passed on: a message for all requests, as each costs as much as the draw."""
-        if self._drawn:
-            drawn, self._drawn = self._drawn, []
-            self._write(encode_tokens(drawn), self._of)
+        if self._batch:
+            pairs, self._batch = self._batch, []
+            self._write(encode_tokens(pairs), self._batch_prefix)
 
-    def _tell(self, stats: Callable[[], dict[str, float]]) -> None:
+    def _send_stats(self, stats: Callable[[], dict[str, float]]) -> None:
         while not self._closed:
             self._send(Stats(stats()), self._prefix)
             sleep(STATS_S)
 
-    def _send(self, message: Message, of: str | int) -> None:
-        self._write(encode(message), of)
+    def _send(self, message: Message, owner: str | int) -> None:
+        self._write(encode(message), owner)
 
-    def _write(self, frame: bytes, of: str | int) -> None:
+    def _write(self, frame: bytes, owner: str | int) -> None:
         with self._lock:
-            if self._peer is not None and str(of).startswith(self._prefix):
+            if self._peer is not None and str(owner).startswith(self._prefix):
                 try:
                     self._peer.sendall(frame)
                 except OSError:  # it has left, which its reader notices
                     self._peer = None
 
-    def _accept(self, ready: Ready) -> None:
+    def _accept(self, engine_info: EngineInfo) -> None:
         connection = 0
         while not self._closed:
             try:
@@ -361,7 +367,7 @@ class Link:
                 try:
                     with self._lock:
                         self._peer, self._prefix = peer, f"{connection}:"
-                        peer.sendall(encode(ready))
+                        peer.sendall(encode(engine_info))
                     self._read(peer)
                 except OSError:  # it has left
                     pass
@@ -369,7 +375,7 @@ class Link:
                     print(f"serve.socket={self._path}: received data that is {error}", file=sys.stderr, flush=True)
                 with self._lock:
                     self._peer = None
-                for left in [*self._uncompiled, *self._names]:
+                for left in [*self._compiling_ids, *self._request_ids]:
                     self._abort(left)
 
     def _read(self, peer: socket.socket) -> None:
@@ -378,11 +384,11 @@ class Link:
             for message in decoder.feed(data):
                 match message:
                     case Request() if message.grammar is not None:
-                        self._uncompiled.add(f"{self._prefix}{message.id}")
-                        self._compiling.submit(self._submit, message, self._prefix)
+                        self._compiling_ids.add(f"{self._prefix}{message.id}")
+                        self._compile_pool.submit(self._submit, message, self._prefix)
                     case Request():
                         self._submit(message, self._prefix)
-                    case Unread():
+                    case MalformedMessage():
                         self._refuse(message.id, message.reason, self._prefix)
                     case Cancel():
                         self._abort(f"{self._prefix}{message.id}")
@@ -393,41 +399,41 @@ class Link:
         """Ends the job and all running requests."""
         self._closed = True
         self._inbox.close()
-        for name in [*self._names]:
+        for name in [*self._request_ids]:
             self._inbox.abort(name)
 
     def _abort(self, name: str | int) -> None:
-        with self._passing:
-            if name in self._uncompiled:
-                self._uncompiled.remove(str(name))
+        with self._submit_lock:
+            if name in self._compiling_ids:
+                self._compiling_ids.remove(str(name))
             else:
                 self._inbox.abort(name)
 
     def _submit(self, message: Request, prefix: str) -> None:
         number, name = int(message.id), f"{prefix}{message.id}"
         try:
-            request, grammar = begun(replace(message, id=name), self._grammars)
+            request, grammar = attach_matcher(replace(message, id=name), self._grammars)
         except BaseException as error:  # also panics of llguidance: only this request fails
-            self._uncompiled.discard(name)
+            self._compiling_ids.discard(name)
             self._refuse(
                 number, str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}", name
             )
             return
-        with self._passing:
-            if self._closed or (grammar is not None and name not in self._uncompiled):
+        with self._submit_lock:
+            if self._closed or (grammar is not None and name not in self._compiling_ids):
                 return
-            self._uncompiled.discard(name)
-            self._names[name] = number
+            self._compiling_ids.discard(name)
+            self._request_ids[name] = number
             if grammar is not None:
-                self._followed[name] = grammar
+                self._matchers[name] = grammar
             self._send(Queued(number), name)
             self._inbox.submit(request)
 
-    def _refuse(self, number: int, reason: str, of: str) -> None:
-        self._send(RequestUpdate(number, finish_reason="error", reason=reason), of)
+    def _refuse(self, number: int, reason: str, owner: str) -> None:
+        self._send(RequestUpdate(number, finish_reason="error", reason=reason), owner)
 
 
-def begun(request: Request, grammars: Grammars | None) -> tuple[Request, BegunGrammar | None]:
+def attach_matcher(request: Request, grammars: GrammarMatcherFactory | None) -> tuple[Request, GrammarMatcher | None]:
     """Returns a request with the matcher of its grammar, and the matcher.
 
     Raises:
@@ -437,8 +443,8 @@ def begun(request: Request, grammars: Grammars | None) -> tuple[Request, BegunGr
         return request, None
     if grammars is None:
         raise ValueError("no answer of this model can be made to follow a grammar")
-    answer = request.prompt[len(request.prompt) - request.drawn :]
-    matcher = grammars.begun(request.grammar, np.asarray(answer).tolist())
+    answer = request.prompt[len(request.prompt) - request.num_prior_output_tokens :]
+    matcher = grammars.create_matcher(request.grammar, np.asarray(answer).tolist())
     return replace(request, matcher=matcher), matcher
 
 

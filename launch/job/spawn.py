@@ -27,7 +27,7 @@ from launch.job import lifeline
 from launch.job.lifeline import LAUNCHER, SIGNALS, STOPPED_S, status
 
 INTERRUPTED = 130  # exit code after control-C, as in shells
-LOOK_S = 0.1  # between two polls of the ranks
+POLL_S = 0.1  # between two polls of the ranks
 GONE_S = 15.0  # for a process that was killed to be gone
 CLIENT_S = 600.0  # for a client to end behind its ranks
 SOCKET = "HELIX_SOCKET"  # environment variable of ranks: where rank 0 listens to their client
@@ -53,7 +53,7 @@ def launch(world_size: int, work: Callable[[], int], command: Sequence[str], cli
     # It listens before ranks start; the store, which has a thread, is created after the forks.
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
-        _signals() as came,
+        _signals() as signals,
         TemporaryDirectory(prefix="helix-") as directory,
     ):
         port = listener.getsockname()[1]
@@ -66,16 +66,16 @@ def launch(world_size: int, work: Callable[[], int], command: Sequence[str], cli
             )
             lifeline.watch()
             if client is None:
-                failed = _wait(ranks, came)
+                failed = _wait(ranks, signals)
             else:
-                failed, code = asyncio.run(_beside(ranks, came, client(path)))
+                failed, code = asyncio.run(_wait_with_client(ranks, signals, client(path)))
         except OSError as error:
             print(f"error: rank {len(ranks)} cannot be started: {error.strerror}", file=sys.stderr)
             return 1
         finally:
             _kill(ranks)
     del store  # it answers until here
-    if came:
+    if signals:
         return INTERRUPTED
     for rank, code in failed.items():
         if code == -signal.SIGSTOP:
@@ -86,22 +86,24 @@ def launch(world_size: int, work: Callable[[], int], command: Sequence[str], cli
     return max(min(failed.values(), default=0), 1) if failed else code
 
 
-async def _beside(ranks: Sequence[Fork], came: list[int], work: Coroutine[Any, Any, int]) -> tuple[dict[int, int], int]:
+async def _wait_with_client(
+    ranks: Sequence[Fork], signals: list[int], work: Coroutine[Any, Any, int]
+) -> tuple[dict[int, int], int]:
     """Waits for ranks, as `_wait`, and for their client; returns the ranks that failed, and the client's exit code."""
-    over: list[int] = []  # the exit code of a client that failed: nobody would tell the ranks to end
+    client_codes: list[int] = []  # the exit code of a client that failed: nobody would tell the ranks to end
 
     async def run_client() -> int:
         code = 1
         try:
             code = await work
         finally:
-            over.extend([code] if code not in (0, REFUSED) else [])
+            client_codes.extend([code] if code not in (0, REFUSED) else [])
         return code
 
-    waiting = asyncio.create_task(asyncio.to_thread(_wait, ranks, came, over))
+    waiting = asyncio.create_task(asyncio.to_thread(_wait, ranks, signals, client_codes))
     client = asyncio.create_task(run_client())
     failed = await waiting
-    if failed or came:
+    if failed or signals:
         client.cancel()
     await asyncio.wait((client,), timeout=CLIENT_S)
     return failed, client.result() if client.done() and not client.cancelled() else 1
@@ -183,23 +185,23 @@ def _start(
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _wait(ranks: Sequence[Fork], came: Sequence[int], over: Sequence[int] = ()) -> dict[int, int]:
+def _wait(ranks: Sequence[Fork], signals: Sequence[int], client_codes: Sequence[int] = ()) -> dict[int, int]:
     """Waits until all ranks succeeded, one failed, a signal came or all is over; returns the first failures."""
     stopped = [0] * len(ranks)  # consecutive polls
-    while not came and not over:
+    while not signals and not client_codes:
         codes = [process.poll() for process in ranks]
         if any(codes):
             # A rank that noticed a killed one may be seen before it; and a terminal's control-C reaches all at once.
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
             failed = {rank: code for rank, process in enumerate(ranks) if (code := process.poll())}
             killed = {rank: code for rank, code in failed.items() if code < 0}
             return killed or failed
         if None not in codes:
             return {}
         stopped = [looks + 1 if status(p.pid)[:1] == ["T"] else 0 for looks, p in zip(stopped, ranks, strict=True)]
-        if stuck := {rank: -int(signal.SIGSTOP) for rank, looks in enumerate(stopped) if looks * LOOK_S > STOPPED_S}:
+        if stuck := {rank: -int(signal.SIGSTOP) for rank, looks in enumerate(stopped) if looks * POLL_S > STOPPED_S}:
             return stuck
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
     return {}
 
 
@@ -209,7 +211,7 @@ def _kill(ranks: Sequence[Fork]) -> None:
     deadline = time.monotonic() + GONE_S
     for rank, process in enumerate(ranks):
         while process.poll() is None and time.monotonic() < deadline:
-            time.sleep(LOOK_S / 10)
+            time.sleep(POLL_S / 10)
         if process.poll() is None:
             print(f"rank {rank} (process {process.pid}) was killed and is not gone", file=sys.stderr)
 
@@ -217,11 +219,11 @@ def _kill(ranks: Sequence[Fork]) -> None:
 @contextmanager
 def _signals() -> Iterator[list[int]]:
     """Collects signals that would end this process, during the context."""
-    came: list[int] = []
+    signals: list[int] = []
     numbers = [n for n in SIGNALS if signal.getsignal(n) != signal.SIG_IGN]
-    before = {number: signal.signal(number, lambda n, _: came.append(n)) for number in numbers}
+    before = {number: signal.signal(number, lambda n, _: signals.append(n)) for number in numbers}
     try:
-        yield came
+        yield signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -234,10 +236,10 @@ def run(command: Sequence[str], **variables: str) -> int:
         command: arguments of Python.
         variables: variables of its environment.
     """
-    with _signals() as came, started(command, None, **variables) as job:
-        while job.poll() is None and not came:
-            time.sleep(LOOK_S)
-    return INTERRUPTED if came else job.returncode
+    with _signals() as signals, started(command, None, **variables) as job:
+        while job.poll() is None and not signals:
+            time.sleep(POLL_S)
+    return INTERRUPTED if signals else job.returncode
 
 
 @contextmanager
@@ -252,7 +254,7 @@ def started(command: Sequence[str], stdout: int | None = None, **variables: str)
 
 
 @contextmanager
-def heard() -> Iterator[list[str]]:
+def captured_stderr() -> Iterator[list[str]]:
     """Collects lines that this process and its children write to stderr during the context; still shows them."""
     lines: list[str] = []
     terminal = os.dup(2)

@@ -15,23 +15,25 @@ from helix.devices import ranks
 from helix.setup.parts import make_layout, make_spec
 from launch.client.errors import REFUSED
 from launch.client.supervisor import cause
-from launch.inputs.front import Line
-from launch.inputs.points import Point
-from launch.inputs.preflight import prepared
-from launch.inputs.work import RUNTIME, Program
+from launch.inputs.command_parser import CommandLine
+from launch.inputs.job_kinds import RUNTIME, Program
+from launch.inputs.preflight import prepare_run
+from launch.inputs.sweep_points import Point
 from launch.job import spawn
-from launch.job.spawn import TIME_EXCHANGE, heard
-from launch.job.sweep_report import compared, plot, show, swept_keys, write_csv
+from launch.job.spawn import TIME_EXCHANGE, captured_stderr
+from launch.job.sweep_report import comparison_rows, plot, show, swept_keys, write_csv
 
 
-def sweep(points: Sequence[Point], directory: Path, line: Line, program: Program) -> int:
+def sweep(points: Sequence[Point], directory: Path, line: CommandLine, program: Program) -> int:
     """Runs the points of a command line, with table and plot in the directory; returns `run_all`'s exit code.
 
     Raises:
         ValueError: all points have the same mistake.
     """
     check(points)
-    return run_all(points, directory, replace(program, command=(*program.command, *Line([], line.options).arguments)))
+    return run_all(
+        points, directory, replace(program, command=(*program.command, *CommandLine([], line.options).arguments))
+    )
 
 
 def check(points: Sequence[Point]) -> None:
@@ -45,7 +47,7 @@ def check(points: Sequence[Point]) -> None:
             point.status, point.reason = "skipped", reason
             continue
         try:
-            prepared(point.config, point.work)
+            prepare_run(point.config, point.job_kind)
         except ValueError as error:
             point.status, point.reason = "failed", str(error)
     tried = [point for point in points if point.status != "skipped"]
@@ -57,7 +59,7 @@ def run(point: Point, program: Program = RUNTIME) -> int:
     """Runs a point and records its outcome; returns its exit code."""
     config = point.config
     files = [f"record={config.record}", *([f"decode.output={config.decode.output}"] if config.decode.output else [])]
-    with heard() as lines:
+    with captured_stderr() as lines:
         code = spawn.run([*program.command, *point.overrides, *files], **{TIME_EXCHANGE: "1"})
     point.status = {0: "ok", REFUSED: "refused", spawn.INTERRUPTED: "interrupted"}.get(code, "failed")
     reasons = {"failed": cause(lines) or f"exit code {code}", "refused": f"{config.decode.output} says which requests"}
@@ -102,7 +104,7 @@ def run_all(points: Sequence[Point], directory: Path, program: Program) -> int:
             interrupted = True
             break
     ran = any(point.status in ("ok", "refused") for point in points)
-    rows = compared(points)
+    rows = comparison_rows(points)
     write_csv(directory / "sweep.csv", rows)
     plot(directory / "sweep.png", rows, swept_keys(points))
     show(points, rows)

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 
-from launch.inputs.points import TIMED, Point
+from launch.inputs.sweep_points import TIMED, Point
 
 mpl.use("Agg")  # before pyplot: there may be no display
 import matplotlib.pyplot as plt
@@ -25,7 +25,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 Row = dict[str, Any]
 BASELINES = {"hopb": "off", "hopb.chunks": "none"}  # values that others are compared with, whatever the order
 # Settings of decoding that may differ between points with the same tokens.
-HOW = {"output", "resume", "max_batch", "prefill_chunk", "stream"}
+IGNORED_DECODE_KEYS = {"output", "resume", "max_batch", "prefill_chunk", "stream"}
 # Columns that a narrow terminal lacks, the first first.
 OPTIONAL = ("tok/s/user", "tok/s/rank", "exchange")
 UNLIMITED = 1 << 16  # characters, where the width of a table is measured
@@ -39,7 +39,7 @@ def swept_keys(points: Sequence[Point]) -> list[str]:
     return [key for key in keys if len({point.values.get(key) for point in points}) > 1]
 
 
-def compared(points: Sequence[Point]) -> list[Row]:
+def comparison_rows(points: Sequence[Point]) -> list[Row]:
     """Returns all points' rows (`Point.rows`), with the values of the swept keys and the gain over a baseline.
 
     Where HOP-B is swept, rows that differ in nothing else are compared, and off is the baseline. Otherwise all rows are
@@ -64,8 +64,8 @@ def compared(points: Sequence[Point]) -> list[Row]:
     for row in rows:
         groups.setdefault(tuple(row[key] for key in (*same, *TIMED)), []).append(row)
     for group in groups.values():
-        of_off = [row for row in group if varied and all(row[key] == BASELINES[key] for key in varied)]
-        baseline = next((row for row in of_off or group if row["ttl_p50_us"] is not None), None)
+        off_rows = [row for row in group if varied and all(row[key] == BASELINES[key] for key in varied)]
+        baseline = next((row for row in off_rows or group if row["ttl_p50_us"] is not None), None)
         for row in group:
             if baseline is not None and row["ttl_p50_us"] is not None:
                 row["baseline"] = baseline["point"]
@@ -88,14 +88,14 @@ def show(points: Sequence[Point], rows: Sequence[Row]) -> None:
         terminal.print(f"all points: {' '.join(constant)}", markup=False)
     columns = _columns(rows, swept)
     for hidden in range(len(OPTIONAL) + 1):
-        kept = {title: cells for title, cells in columns.items() if title not in OPTIONAL[:hidden]}
-        table = _table(kept, swept)
+        shown_columns = {title: cells for title, cells in columns.items() if title not in OPTIONAL[:hidden]}
+        table = _table(shown_columns, swept)
         if Measurement.get(terminal, terminal.options.update(max_width=UNLIMITED), table).maximum <= terminal.width:
             break
     terminal.print(table)
-    if "gain" in kept:
+    if "gain" in shown_columns:
         terminal.print("gain: share of the TTL of the baseline that is saved", markup=False)
-    if "exchange" in kept:
+    if "exchange" in shown_columns:
         terminal.print("exchange: the attention exchanges of a decode step, timed alone, without overlap", markup=False)
     why: dict[tuple[str, str], list[str]] = {}
     for point in points:
@@ -103,7 +103,7 @@ def show(points: Sequence[Point], rows: Sequence[Row]) -> None:
     for (status, reason), numbers in why.items():
         if reason:
             terminal.print(f"point {', '.join(numbers)} {status}: {reason}", markup=False)
-    if (text := equality(points)) is not None:
+    if (text := compare_tokens(points)) is not None:
         terminal.print(text, markup=False)
 
 
@@ -153,7 +153,7 @@ def _ms(us: float) -> str:
     return f"{us / 1e3:.2f} ms"
 
 
-def equality(points: Sequence[Point]) -> str | None:
+def compare_tokens(points: Sequence[Point]) -> str | None:
     """Compares the tokens of points with the same prompts, seed and sampling; returns a line; None if there are none.
 
     In bf16 the order of a sum decides between tokens of nearly equal logits, so that layouts may differ in few.
@@ -162,22 +162,22 @@ def equality(points: Sequence[Point]) -> str | None:
     for point in points:
         if point.status in ("ok", "refused") and (found := _answers(point)):
             config = point.config
-            sampling = {key: value for key, value in asdict(config.decode).items() if key not in HOW}
+            sampling = {key: value for key, value in asdict(config.decode).items() if key not in IGNORED_DECODE_KEYS}
             alike = (config.model.path, config.model.config, config.model.load, config.seed, sampling)
             groups.setdefault(str(alike), []).append((point.number, found))
-    said: list[str] = []
+    findings: list[str] = []
     for (first, wanted), *others in (group for group in groups.values() if len(group) > 1):
         differing = {n: sum(found.get(key) != wanted.get(key) for key in {*found, *wanted}) for n, found in others}
         equal = [str(first), *(str(n) for n, count in differing.items() if not count)]
         if len(equal) == (total := sum(map(len, groups.values()))):
             return f"tokens: equal in {'both' if total == 2 else f'all {total}'} points"
-        said += [f"equal in points {', '.join(equal)}"] if len(equal) > 1 else []
-        said += [
+        findings += [f"equal in points {', '.join(equal)}"] if len(equal) > 1 else []
+        findings += [
             f"point {n} differs from point {first} in {count} of {len(wanted)} prompts"
             for n, count in differing.items()
             if count
         ]
-    return f"tokens: {'; '.join(said)}" if said else None
+    return f"tokens: {'; '.join(findings)}" if findings else None
 
 
 def _answers(point: Point) -> dict[str, str]:
@@ -188,7 +188,7 @@ def _answers(point: Point) -> dict[str, str]:
     answers = {}
     with Path(path).open(encoding="utf-8") as file:
         for line in map(json.loads, file):
-            answer = line["output_ids"] if "output_ids" in line else line["response"]["body"].get("choices")
+            answer = line["token_ids"] if "token_ids" in line else line["response"]["body"].get("choices")
             answers[str(line.get("custom_id", line["id"]))] = str(answer)
     return answers
 

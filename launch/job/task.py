@@ -14,7 +14,7 @@ from launch.inputs.preflight import CheckedRun
 from launch.job.report import Console, Phases
 
 # The measured part of the record, and the number of refused requests.
-Done = tuple[dict[str, Any], int]
+JobResult = tuple[dict[str, Any], int]
 
 
 @dataclass(frozen=True)

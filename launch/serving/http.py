@@ -16,15 +16,15 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from helix.config import ServeConfig
 from launch.client.errors import ApiError
-from launch.serving.reader import RECEIVE_S
+from launch.serving.request_executor import RECEIVE_S
 
 BACKLOG = 4096
 CONNECTIONS = 16384  # at a time
 CLOSING_S = 2  # for connections to end, once the server does
 KEEP_ALIVE_S = 75
 LINGER_S = 5.0  # for a client to read a refusal, while its remaining data is dropped
-MOST_URL, MOST_HEAD = 16 << 10, 64 << 10  # bytes of a target, and of everything before or after a body
-MOST_HEADERS = 256
+MAX_URL, MAX_HEAD = 16 << 10, 64 << 10  # bytes of a target, and of everything before or after a body
+MAX_HEADERS = 256
 
 
 class UpgradeParser(httptools.HttpRequestParser):
@@ -46,7 +46,7 @@ class UpgradeParser(httptools.HttpRequestParser):
             self._go_on(data[upgrade.args[0] :])
 
 
-class UnframedCycle(RequestResponseCycle):
+class Http10Cycle(RequestResponseCycle):
     """An answer to HTTP/1.0, which knows no chunks: a stream ends with its connection."""
 
     _streams = False
@@ -99,8 +99,8 @@ def make_server(app: ASGIApp, serve: ServeConfig) -> Server:
                 return
             self._unread += len(data)
             super().data_received(data)
-            if self._unread > MOST_HEAD and self._refused is None:
-                self._refuse(431, f"what stands before the body is larger than {MOST_HEAD} bytes")
+            if self._unread > MAX_HEAD and self._refused is None:
+                self._refuse(431, f"what stands before the body is larger than {MAX_HEAD} bytes")
 
         def _go_on(self, rest: bytes) -> None:
             """Reads the body of a request that offers another protocol, with a parser that knows its length alone."""
@@ -124,18 +124,18 @@ def make_server(app: ASGIApp, serve: ServeConfig) -> Server:
         def on_url(self, url: bytes) -> None:
             if self._again:
                 return
-            if len(self.url) + len(url) > MOST_URL:
-                raise self._refuse(414, f"the URL is longer than {MOST_URL} bytes")
+            if len(self.url) + len(url) > MAX_URL:
+                raise self._refuse(414, f"the URL is longer than {MAX_URL} bytes")
             super().on_url(url)
 
         def on_header(self, name: bytes, value: bytes) -> None:
             if self._again:
                 return
             self._size += len(name) + len(value)
-            if self._size > MOST_HEAD:
-                raise self._refuse(431, f"the headers are larger than {MOST_HEAD} bytes")
-            if len(self.headers) >= MOST_HEADERS:
-                raise self._refuse(431, f"there are more than {MOST_HEADERS} headers")
+            if self._size > MAX_HEAD:
+                raise self._refuse(431, f"the headers are larger than {MAX_HEAD} bytes")
+            if len(self.headers) >= MAX_HEADERS:
+                raise self._refuse(431, f"there are more than {MAX_HEADERS} headers")
             super().on_header(name, value)
 
         def on_headers_complete(self) -> None:
@@ -145,7 +145,7 @@ def make_server(app: ASGIApp, serve: ServeConfig) -> Server:
             self._late.cancel()
             super().on_headers_complete()
             if self.scope["http_version"] == "1.0":
-                self.cycle.__class__ = UnframedCycle
+                self.cycle.__class__ = Http10Cycle
 
         def on_body(self, body: bytes) -> None:
             self._unread = 0
@@ -168,7 +168,7 @@ def make_server(app: ASGIApp, serve: ServeConfig) -> Server:
 
         def _await_reading(self, left: int) -> None:
             """Ends the connection once its client has read nothing of what is left for `slow_s` seconds."""
-            self._slow = self.loop.call_later(serve.slow_s, self._look, left)
+            self._slow = self.loop.call_later(serve.write_timeout_s, self._look, left)
 
         def _look(self, left: int) -> None:
             if (size := self.transport.get_write_buffer_size()) < left:

@@ -9,13 +9,13 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from launch.client.checked import Off, Schema, Some, or_null
+from launch.client.chat_tokenizer import THINKING_SWITCHES, ChatTokenizer
 from launch.client.errors import ApiError
-from launch.client.fields import MESSAGES
-from launch.client.prompts import ids_of_chat
-from launch.client.schemas import Chat, Effort, Function, Sampling, Stops, checked
-from launch.client.tokens import SWITCHES, Tokens
-from launch.serving.blocks import Block, BlockAnswer, Event
+from launch.client.input_processor import encode_chat_prompt
+from launch.client.request_fields import MESSAGES
+from launch.client.schema_base import FalseByDefault, ListOf, Schema, null_as
+from launch.client.schemas import Chat, Effort, Function, SamplingFields, Stops, validate_body
+from launch.serving.content_blocks import Block, BlockAnswer, Event
 
 ENDS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 KINDS = {
@@ -28,44 +28,46 @@ KINDS = {
 }
 
 
-class Text(Schema):
+class TextBlock(Schema):
     type: Literal["text"]
     text: str
 
 
-class Thought(Schema):
+class ThinkingBlock(Schema):
     type: Literal["thinking"]
     thinking: str
-    signature: Annotated[str, or_null("")] = ""
+    signature: Annotated[str, null_as("")] = ""
 
 
-class Redacted(Schema):
+class RedactedThinkingBlock(Schema):
     type: Literal["redacted_thinking"]
 
 
-class Use(Schema):
+class ToolUseBlock(Schema):
     type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any]
 
 
-class Result(Schema):
+class ToolResultBlock(Schema):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Annotated[str | Some[Text], or_null("")] = ""
-    is_error: Off = False
+    content: Annotated[str | ListOf[TextBlock], null_as("")] = ""
+    is_error: FalseByDefault = False
 
 
-Part = Annotated[Text | Thought | Redacted | Use | Result, Field(discriminator="type")]
+ContentBlock = Annotated[
+    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
+]
 
 
-class Turn(Schema):
+class MessageParam(Schema):
     role: Literal["user", "assistant", "system"]
-    content: str | Some[Part]
+    content: str | ListOf[ContentBlock]
 
 
-class OwnTool(Schema):
+class ToolParam(Schema):
     """A tool that the client runs; Anthropic's own tools are not among them."""
 
     type: Literal["custom"] | None = None
@@ -74,24 +76,24 @@ class OwnTool(Schema):
     input_schema: dict[str, Any]
 
 
-class OwnChoice(Schema):
+class ToolChoiceParam(Schema):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
-    disable_parallel_tool_use: Off = False
+    disable_parallel_tool_use: FalseByDefault = False
 
 
-class Thinking(Schema):
+class ThinkingParam(Schema):
     type: Literal["enabled", "adaptive", "disabled"]
 
 
-class JsonFormat(Schema):
+class JsonOutputFormat(Schema):
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
 class OutputConfig(Schema):
     effort: Effort | None = None
-    format: JsonFormat | None = None
+    format: JsonOutputFormat | None = None
 
 
 class Count(Schema):
@@ -99,19 +101,19 @@ class Count(Schema):
 
     route: ClassVar[str] = MESSAGES
     model: str | None = None
-    messages: Some[Turn] = Field(min_length=1)
-    system: str | Some[Text] | None = None
-    tools: Some[OwnTool] | None = None
-    tool_choice: OwnChoice | None = None
-    thinking: Thinking | None = None
+    messages: ListOf[MessageParam] = Field(min_length=1)
+    system: str | ListOf[TextBlock] | None = None
+    tools: ListOf[ToolParam] | None = None
+    tool_choice: ToolChoiceParam | None = None
+    thinking: ThinkingParam | None = None
     output_config: OutputConfig | None = None
 
 
-class Messages(Count, Sampling):
+class Messages(Count, SamplingFields):
     """Body of /v1/messages."""
 
     max_tokens: int = Field(ge=1, lt=1 << 31)
-    stream: Off = False
+    stream: FalseByDefault = False
     stop_sequences: Stops | None = None
 
 
@@ -134,7 +136,7 @@ def chat_of(body: Count, switches: Collection[str]) -> Chat:
     chat["continue_final_message"] = last.get("role") == "assistant" and "tool_calls" not in last
     if body.tools:
         named = ((tool, tool.model_dump(include={"name", "description"})) for tool in body.tools)
-        functions = [told | {"parameters": tool.input_schema} for tool, told in named]
+        functions = [fields | {"parameters": tool.input_schema} for tool, fields in named]
         chat["tools"] = [{"type": "function", "function": function} for function in functions]
     if (choice := body.tool_choice) is not None:
         forced = {"type": "function", "function": {"name": choice.name or ""}}
@@ -142,63 +144,67 @@ def chat_of(body: Count, switches: Collection[str]) -> Chat:
         chat["parallel_tool_calls"] = not choice.disable_parallel_tool_use
     if body.thinking is not None:
         chat["include_reasoning"] = thinks = body.thinking.type != "disabled"
-        chat["chat_template_kwargs"] = {name: thinks for name in SWITCHES if name in switches}
+        chat["chat_template_kwargs"] = {name: thinks for name in THINKING_SWITCHES if name in switches}
     if (config := body.output_config) is not None:
         chat["reasoning_effort"] = config.effort
         if config.format is not None:
             schema = {"name": "answer", "schema": config.format.schema_}
             chat["response_format"] = {"type": "json_schema", "json_schema": schema}
     if isinstance(body, Messages):
-        chat |= {"stream": body.stream, "stop": body.stop_sequences, "max_tokens": body.max_tokens} | body.sampling
-    return checked(Chat, chat)
+        chat |= {
+            "stream": body.stream,
+            "stop": body.stop_sequences,
+            "max_tokens": body.max_tokens,
+        } | body.sampling_fields
+    return validate_body(Chat, chat)
 
 
-def count_of(tokens: Tokens, body: Count, switches: Collection[str], most: int) -> dict[str, int]:
+def count_tokens(tokenizer: ChatTokenizer, body: Count, switches: Collection[str], limit: int) -> dict[str, int]:
     """Counts the tokens of a body's prompt."""
-    ids: np.ndarray = ids_of_chat(tokens, chat_of(body, switches), most)
+    ids: np.ndarray = encode_chat_prompt(tokenizer, chat_of(body, switches), limit)
     return {"input_tokens": len(ids)}
 
 
 def error_body(error: ApiError, request_id: str) -> dict[str, Any]:
     """Describes an error in Anthropic's form."""
-    told = {"type": KINDS.get(error.status, "invalid_request_error"), "message": error.message}
-    return {"type": "error", "error": told, "request_id": request_id}
+    fields = {"type": KINDS.get(error.status, "invalid_request_error"), "message": error.message}
+    return {"type": "error", "error": fields, "request_id": request_id}
 
 
-def _text(content: str | list[Text]) -> str:
+def _text(content: str | list[TextBlock]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-def _turns(turn: Turn) -> Iterator[dict[str, Any]]:
+def _turns(turn: MessageParam) -> Iterator[dict[str, Any]]:
     """Yields a turn as messages of a chat: results of tools are messages of their own."""
     if isinstance(turn.content, str):
         yield {"role": turn.role, "content": turn.content}
         return
-    said: dict[str, Any] = {}
+    message: dict[str, Any] = {}
     for part in turn.content:
         match part:
-            case Text():
-                said["content"] = said.get("content", "") + part.text
-            case Thought():
-                said["reasoning_content"] = said.get("reasoning_content", "") + part.thinking
-            case Use():
+            case TextBlock():
+                message["content"] = message.get("content", "") + part.text
+            case ThinkingBlock():
+                message["reasoning_content"] = message.get("reasoning_content", "") + part.thinking
+            case ToolUseBlock():
                 call = {"name": part.name, "arguments": json.dumps(part.input, ensure_ascii=False)}
-                said.setdefault("tool_calls", []).append({"id": part.id, "function": call})
-            case Result():
-                if said:
-                    yield {"role": turn.role} | said
-                    said = {}
+                message.setdefault("tool_calls", []).append({"id": part.id, "function": call})
+            case ToolResultBlock():
+                if message:
+                    yield {"role": turn.role} | message
+                    message = {}
                 yield {"role": "tool", "tool_call_id": part.tool_use_id, "content": _text(part.content)}
-    if said:
-        yield {"role": turn.role} | said
+    if message:
+        yield {"role": turn.role} | message
 
 
 class MessagesAnswer(BlockAnswer):
     """An answer in Anthropic's form."""
 
     def _message(self, content: list[dict[str, Any]], **end: Any) -> dict[str, Any]:
-        of = self.answer
-        message = {"id": f"msg_{of.request_id}", "type": "message", "role": "assistant", "model": of.model}
+        answer = self.answer
+        message = {"id": f"msg_{answer.request_id}", "type": "message", "role": "assistant", "model": answer.model}
         return message | {"content": content} | end | {"usage": self._usage()}
 
     def _usage(self) -> dict[str, int]:
@@ -213,20 +219,20 @@ class MessagesAnswer(BlockAnswer):
 
     @property
     def _end(self) -> dict[str, str | None]:
-        stop = self.answer.choices[0].stop
+        stop = self.answer.choices[0].matched_stop
         reason = "stop_sequence" if stop is not None else ENDS[str(self.finish_reason)]
         return {"stop_reason": reason, "stop_sequence": stop}
 
-    def _whole(self) -> dict[str, Any]:
+    def _collected(self) -> dict[str, Any]:
         return self._message([_content(block) for block in self.blocks], **self._end)
 
-    def _begun(self) -> Iterator[Event]:
+    def _start_events(self) -> Iterator[Event]:
         yield {"type": "message_start", "message": self._message([], stop_reason=None, stop_sequence=None)}
 
-    def _opened(self, block: Block) -> Iterator[Event]:
+    def _block_start_events(self, block: Block) -> Iterator[Event]:
         yield {"type": "content_block_start", "index": block.index, "content_block": _content(block)}
 
-    def _more(self, block: Block, text: str) -> Event:
+    def _delta_event(self, block: Block, text: str) -> Event:
         kind, name = {
             "content": ("text_delta", "text"),
             "thinking": ("thinking_delta", "thinking"),
@@ -234,14 +240,14 @@ class MessagesAnswer(BlockAnswer):
         }[block.kind]
         return {"type": "content_block_delta", "index": block.index, "delta": {"type": kind, name: text}}
 
-    def _closed(self, block: Block) -> Iterator[Event]:
+    def _block_stop_events(self, block: Block) -> Iterator[Event]:
         yield {"type": "content_block_stop", "index": block.index}
 
-    def _ended(self) -> Iterator[Event]:
+    def _end_events(self) -> Iterator[Event]:
         yield {"type": "message_delta", "delta": self._end, "usage": self._usage()}
         yield {"type": "message_stop"}
 
-    def _failed(self, error: ApiError) -> Event:
+    def _error_event(self, error: ApiError) -> Event:
         return error_body(error, self.answer.request_id)
 
 

@@ -11,8 +11,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.metrics_core import Metric
 
-from launch.client.core import Core, Flight, Observer
-from launch.serving.acceptance import AcceptanceWatch
+from launch.client.engine_client import EngineClient, Generation, Observer
+from launch.serving.acceptance import AcceptanceMonitor
 
 LOG = logging.getLogger("helix.serving")
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -51,11 +51,13 @@ class Metrics:
         self.queued = histogram("request_queue_time_seconds", "from a request to its admission")
         self.prefill = histogram("request_prefill_time_seconds", "from admission to the first token")
         self.decode = histogram("request_decode_time_seconds", "from the first token to the end")
-        self.whole = histogram("e2e_request_latency_seconds", "from a request to its end")
+        self.e2e_latency = histogram("e2e_request_latency_seconds", "from a request to its end")
         self.prompt_lengths = histogram("request_prompt_tokens", "tokens of a request's prompt", TOKENS)
         self.new_lengths = histogram("request_generation_tokens", "tokens drawn for a request", TOKENS)
         self.prompt_tokens = counter("prompt_tokens", "tokens of prompts")
-        self.looked_up = counter("prefix_cache_queries", "tokens of prompts that were looked up in the cache")
+        self.prefix_cache_queries = counter(
+            "prefix_cache_queries", "tokens of prompts that were looked up in the cache"
+        )
         self.cached_tokens = counter("prefix_cache_hits", "tokens of prompts that were in the cache")
         self.new_tokens = counter("generation_tokens", "tokens drawn")
         self.ended = counter("request_success", "requests that ended, by how", "finished_reason")
@@ -63,7 +65,9 @@ class Metrics:
             self.ended.labels(reason)  # exported from the beginning, so that rates work
         self.preemptions = counter("num_preemptions", "requests that gave their pages to others, each time")
         self.drafts = counter("spec_decode_num_drafts", "steps of a request that verified drafts")
-        self.kept = counter("spec_decode_num_accepted_tokens_per_pos", "drafts that were kept, by place", "position")
+        self.accepted_drafts = counter(
+            "spec_decode_num_accepted_tokens_per_pos", "drafts that were kept, by place", "position"
+        )
         self.restarts = counter("restarts", "restarts of the ranks")
         labels = ("block_size", "num_gpu_blocks")
         self._cache = Gauge("helix:cache_config_info", "the cache's blocks", labels, registry=self._registry)
@@ -79,7 +83,7 @@ class Metrics:
 
     def text(self, model: str) -> bytes:
         """Writes all metrics; vLLM's bear the model's name."""
-        return generate_latest(_Twice(self._registry, model))
+        return generate_latest(_WithVllmNames(self._registry, model))
 
 
 class ServerMetrics(Observer):
@@ -91,72 +95,74 @@ class ServerMetrics(Observer):
     """
 
     def __init__(self) -> None:
-        self.core: Core
+        self.engine_client: EngineClient
         self.rate = 0.0
         self._queried = self._hits = 0  # tokens of prompts, and those of them that were in the cache
-        self._drawn, self._counted = 0, time.monotonic()  # tokens since the job's last report, and its time
-        self._acceptance = AcceptanceWatch()
+        self._new_tokens, self._counted = 0, time.monotonic()  # tokens since the job's last report, and its time
+        self._acceptance = AcceptanceMonitor()
         self.metrics = metrics = Metrics()
-        metrics.watch("num_requests_waiting", "requests queued, not yet admitted", lambda: self.core.waiting)
+        metrics.watch("num_requests_waiting", "requests queued, not yet admitted", lambda: self.engine_client.waiting)
         metrics.watch(
-            "num_requests_running", "requests that were admitted", lambda: len(self.core.flights) - self.core.waiting
+            "num_requests_running",
+            "requests that were admitted",
+            lambda: len(self.engine_client.generations) - self.engine_client.waiting,
         )
         metrics.watch("kv_cache_usage_perc", "share of the pages that sequences hold, 0 to 1", self._usage)
         for key, (name, what) in ENGINE.items():
-            metrics.watch(name, what, lambda key=key: self.core.stats.get(key, 0))  # type: ignore[misc]
+            metrics.watch(name, what, lambda key=key: self.engine_client.stats.get(key, 0))  # type: ignore[misc]
 
-    def submitted(self, flight: Flight) -> None:
-        self.metrics.prompt_tokens.inc(len(flight.request.prompt))
+    def on_submit(self, generation: Generation) -> None:
+        self.metrics.prompt_tokens.inc(len(generation.request.prompt))
 
-    def admitted(self, flight: Flight) -> None:
-        self.metrics.queued.observe(flight.admitted - flight.began)
+    def on_admit(self, generation: Generation) -> None:
+        self.metrics.queued.observe(generation.admitted_time - generation.arrival_time)
 
-    def drawn(self, flight: Flight, count: int, now: float) -> None:
+    def on_tokens(self, generation: Generation, count: int, now: float) -> None:
         metrics = self.metrics
-        if flight.drawn:
-            metrics.between_tokens.observe((now - flight.last) / count)
+        if generation.output_token_ids:
+            metrics.between_tokens.observe((now - generation.last_token_time) / count)
         else:
-            prompt, cached = len(flight.request.prompt), flight.cached or 0
-            metrics.first_token.observe(now - flight.began)
-            metrics.prefill.observe(now - flight.admitted)
-            metrics.looked_up.inc(prompt)
+            prompt, cached = len(generation.request.prompt), generation.num_cached_tokens or 0
+            metrics.first_token.observe(now - generation.arrival_time)
+            metrics.prefill.observe(now - generation.admitted_time)
+            metrics.prefix_cache_queries.inc(prompt)
             metrics.cached_tokens.inc(cached)
             self._queried += prompt
             self._hits += cached
         metrics.new_tokens.inc(count)
-        self._drawn += count
+        self._new_tokens += count
 
-    def ended(self, flight: Flight, finish_reason: str) -> None:
+    def on_finish(self, generation: Generation, finish_reason: str) -> None:
         metrics, now = self.metrics, time.monotonic()
         metrics.ended.labels(finish_reason).inc()
-        metrics.whole.observe(now - flight.began)
-        metrics.prompt_lengths.observe(len(flight.request.prompt))
-        metrics.new_lengths.observe(len(flight.drawn))
-        if flight.first is not None:
-            metrics.decode.observe(now - flight.first)
+        metrics.e2e_latency.observe(now - generation.arrival_time)
+        metrics.prompt_lengths.observe(len(generation.request.prompt))
+        metrics.new_lengths.observe(len(generation.output_token_ids))
+        if generation.first_token_time is not None:
+            metrics.decode.observe(now - generation.first_token_time)
 
-    def reported(self, before: Mapping[str, float], stats: Mapping[str, float]) -> None:
-        def more(key: str) -> float:
+    def on_stats(self, before: Mapping[str, float], stats: Mapping[str, float]) -> None:
+        def increase(key: str) -> float:
             """Returns by how much a counter of the job has grown; another job counts from 0."""
-            known, now = before.get(key, 0), stats.get(key, 0)
-            return now - known if now >= known else now
+            old, now = before.get(key, 0), stats.get(key, 0)
+            return now - old if now >= old else now
 
         metrics, now = self.metrics, time.monotonic()
-        metrics.preemptions.inc(more("preemptions"))
-        metrics.drafts.inc(tried := more("drafts"))
-        if (fallen := self._acceptance.add(tried, more("drafts_kept_0"), now)) is not None:
+        metrics.preemptions.inc(increase("preemptions"))
+        metrics.drafts.inc(tried := increase("drafts"))
+        if (fallen := self._acceptance.add(tried, increase("drafts_kept_0"), now)) is not None:
             LOG.warning(fallen)
         for key in (key for key in stats if key.startswith("drafts_kept_")):
-            metrics.kept.labels(key.removeprefix("drafts_kept_")).inc(more(key))
-        if self.core.ready is not None and (pages := int(stats.get("pages", 0))):
-            metrics.describe_cache(self.core.ready.kv_tokens // pages, pages)
-        self.rate, self._drawn, self._counted = self._drawn / (now - self._counted), 0, now
+            metrics.accepted_drafts.labels(key.removeprefix("drafts_kept_")).inc(increase(key))
+        if self.engine_client.engine_info is not None and (pages := int(stats.get("pages", 0))):
+            metrics.describe_cache(self.engine_client.engine_info.kv_tokens // pages, pages)
+        self.rate, self._new_tokens, self._counted = self._new_tokens / (now - self._counted), 0, now
 
-    def restarted(self) -> None:
+    def on_restart(self) -> None:
         self.metrics.restarts.inc()
 
     def _usage(self) -> float:
-        return self.core.stats.get("pages_used", 0) / (self.core.stats.get("pages", 0) or 1)
+        return self.engine_client.stats.get("pages_used", 0) / (self.engine_client.stats.get("pages", 0) or 1)
 
     def loads(self) -> dict[str, Any]:
         """Describes how busy the ranks are, in the fields of SGLang's `/v1/loads` that routers read.
@@ -164,25 +170,27 @@ class ServerMetrics(Observer):
         Raises:
             ApiError: 503, there are none.
         """
-        core = self.core
-        ready, waiting = core.refuse_unless_ready(), core.waiting
-        page = ready.kv_tokens / core.stats.get("pages", 1)  # tokens
-        used, cached = (round(core.stats.get(name, 0) * page) for name in ("pages_used", "pages_cached"))
-        running = len(core.flights) - waiting
+        engine_client = self.engine_client
+        engine_info, waiting = engine_client.refuse_unless_ready(), engine_client.waiting
+        page = engine_info.kv_tokens / engine_client.stats.get("pages", 1)  # tokens
+        used, cached = (round(engine_client.stats.get(name, 0) * page) for name in ("pages_used", "pages_cached"))
+        running = len(engine_client.generations) - waiting
         load = {
             "dp_rank": 0,
             "num_running_reqs": running,
             "num_waiting_reqs": waiting,
             "num_total_reqs": running + waiting,
             "num_waiting_uncached_tokens": sum(
-                len(flight.request.prompt) for flight in core.flights.values() if flight.waits
+                len(generation.request.prompt)
+                for generation in engine_client.generations.values()
+                if generation.is_waiting
             ),
             "num_used_tokens": used,
             "num_cached_tokens": cached,  # of nobody, and known to prompts that begin alike
-            "max_total_num_tokens": ready.kv_tokens,
-            "max_running_requests": ready.max_batch,
+            "max_total_num_tokens": engine_info.kv_tokens,
+            "max_running_requests": engine_info.max_batch,
             "token_usage": self._usage(),
-            "utilization": running / ready.max_batch,
+            "utilization": running / engine_info.max_batch,
             "gen_throughput": self.rate,
             "cache_hit_rate": self._hits / max(1, self._queried),
         }
@@ -198,20 +206,20 @@ class ServerMetrics(Observer):
         return {"timestamp": now, "dp_rank_count": 1, "loads": [load], "aggregate": total}
 
 
-class _Twice(CollectorRegistry):
+class _WithVllmNames(CollectorRegistry):
     """A registry's metrics under both prefixes."""
 
     def __init__(self, registry: CollectorRegistry, model: str) -> None:
         super().__init__()
-        self._of = registry
+        self._source = registry
         self._model = model
 
     def collect(self) -> Iterator[Metric]:
-        for metric in self._of.collect():
+        for metric in self._source.collect():
             yield metric
             name = metric.name.removeprefix("helix:")
-            for own in [] if name in OWN else [name, *([OLDER[name]] if name in OLDER else [])]:
-                yield self._as_vllms(metric, own)
+            for alias in [] if name in OWN else [name, *([OLDER[name]] if name in OLDER else [])]:
+                yield self._as_vllms(metric, alias)
 
     def _as_vllms(self, metric: Metric, name: str) -> Metric:
         copy = Metric(f"vllm:{name}", metric.documentation, metric.type)

@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from launch.client.checked import Schema
-from launch.client.fields import DONE, field_of
+from launch.client.request_fields import DONE, find_field
+from launch.client.schema_base import Schema
 
 KINDS = {"/metrics": "text/plain", "/": "text/html", "/page/{name}": "*/*"}  # of answers that are no JSON
 REF = "#/components/schemas/{model}"
@@ -43,8 +43,8 @@ def document(
     bodies = {body for *_, body, _ in routes if body is not None}
     _, found = models_json_schema([(body, "validation") for body in sorted(bodies, key=str)], ref_template=REF)
     schemas = found.get("$defs", {})
-    for known in bodies:
-        _describe(schemas[known.__name__], known.route)
+    for schema in bodies:
+        _describe(schemas[schema.__name__], schema.route)
     paths: dict[str, Any] = {}
     for path, method, summary, body, is_open in routes:
         path = re.sub(r"{(\w+):path}", r"{\1}", path)
@@ -59,8 +59,8 @@ def document(
 
 def _describe(schema: dict[str, Any], route: str) -> None:
     for name, of in schema.get("properties", {}).items():
-        if (known := field_of(name, route)) is not None and known.fate == DONE:
-            of["description"] = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", known.says)
+        if (field := find_field(name, route)) is not None and field.support == DONE:
+            of["description"] = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", field.description)
 
 
 def _operation(path: str, summary: str, body: type[Schema] | None) -> dict[str, Any]:

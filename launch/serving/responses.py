@@ -10,11 +10,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from launch.client.answer import Answer
-from launch.client.checked import Off, On, Schema, Some
 from launch.client.errors import ApiError
-from launch.client.fields import RESPONSES
-from launch.client.schemas import SHORT, Arguments, Chat, Effort, Function, Sampling, checked
-from launch.serving.blocks import Block, BlockAnswer, Event
+from launch.client.request_fields import RESPONSES
+from launch.client.schema_base import FalseByDefault, ListOf, Schema, TrueByDefault
+from launch.client.schemas import LENGTH_CHECKED, Arguments, Chat, Effort, Function, SamplingFields, validate_body
+from launch.serving.content_blocks import Block, BlockAnswer, Event
 
 INCOMPLETE = {"reason": "max_output_tokens"}
 
@@ -24,41 +24,41 @@ def _typed(item: object) -> object:
     return {"type": "message"} | item if isinstance(item, dict) and "role" in item else item
 
 
-class Piece(Schema):
+class TextContent(Schema):
     type: Literal["input_text", "output_text", "text"]
     text: str
 
 
-class ThoughtPiece(Schema):
+class ReasoningContent(Schema):
     type: Literal["reasoning_text", "summary_text"]
     text: str
 
 
-class Said(Schema):
+class MessageItem(Schema):
     type: Literal["message"]
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Some[Piece]
+    content: str | ListOf[TextContent]
 
 
 class ReasoningItem(Schema):
     type: Literal["reasoning"]
-    content: Some[ThoughtPiece] | None = None
+    content: ListOf[ReasoningContent] | None = None
 
 
-class Called(Schema):
+class FunctionCallItem(Schema):
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str
 
 
-class Returned(Schema):
+class FunctionCallOutputItem(Schema):
     type: Literal["function_call_output"]
     call_id: str
-    output: str | Some[Piece]
+    output: str | ListOf[TextContent]
 
 
-Item = Annotated[Said | ReasoningItem | Called | Returned, Field(discriminator="type")]
+Item = Annotated[MessageItem | ReasoningItem | FunctionCallItem | FunctionCallOutputItem, Field(discriminator="type")]
 
 
 class FunctionTool(Function):
@@ -84,21 +84,21 @@ class TextOptions(Schema):
     format: TextFormat | None = None
 
 
-class Responses(Sampling):
+class Responses(SamplingFields):
     """Body of /v1/responses."""
 
     route: ClassVar[str] = RESPONSES
     model: str | None = None
-    input: str | Annotated[Some[Annotated[Item, BeforeValidator(_typed)]], Field(min_length=1)]
+    input: str | Annotated[ListOf[Annotated[Item, BeforeValidator(_typed)]], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, lt=1 << 31)
-    stream: Off = False
-    tools: Some[FunctionTool] | None = None
+    stream: FalseByDefault = False
+    tools: ListOf[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
-    parallel_tool_calls: On = True
+    parallel_tool_calls: TrueByDefault = True
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
-    metadata: Annotated[dict[str, str], SHORT] | None = None
+    metadata: Annotated[dict[str, str], LENGTH_CHECKED] | None = None
     chat_template_kwargs: Arguments | None = None
 
 
@@ -115,11 +115,13 @@ def chat_of(body: Responses) -> Chat:
     turns: list[dict[str, Any]] = []
     if body.instructions:
         turns.append({"role": "system", "content": body.instructions})
-    for item in [Said(type="message", role="user", content=body.input)] if isinstance(body.input, str) else body.input:
+    for item in (
+        [MessageItem(type="message", role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    ):
         _add(turns, item)
     chat: dict[str, Any] = {"model": body.model, "messages": turns, "max_tokens": body.max_output_tokens}
     chat |= {"stream": body.stream, "parallel_tool_calls": body.parallel_tool_calls}
-    chat |= {"chat_template_kwargs": body.chat_template_kwargs} | body.sampling
+    chat |= {"chat_template_kwargs": body.chat_template_kwargs} | body.sampling_fields
     if body.tools:
         functions = [tool.model_dump(exclude={"type"}, exclude_none=True) for tool in body.tools]
         chat["tools"] = [{"type": "function", "function": function} for function in functions]
@@ -130,31 +132,31 @@ def chat_of(body: Responses) -> Chat:
     if body.text is not None and (wanted := body.text.format) is not None:
         schema = {"json_schema": {"name": wanted.name or "answer", "schema": wanted.schema_}}
         chat["response_format"] = {"type": wanted.type} | (schema if wanted.type == "json_schema" else {})
-    return checked(Chat, chat)
+    return validate_body(Chat, chat)
 
 
 def _add(turns: list[dict[str, Any]], item: Item) -> None:
     """Adds an item to a conversation; what the assistant thought, said and called in a row is one message."""
-    if isinstance(item, Returned):
+    if isinstance(item, FunctionCallOutputItem):
         turns.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
         return
-    if isinstance(item, Said) and item.role != "assistant":
+    if isinstance(item, MessageItem) and item.role != "assistant":
         turns.append({"role": item.role, "content": _text(item.content)})
         return
     if not turns or turns[-1]["role"] != "assistant":
         turns.append({"role": "assistant"})
     last = turns[-1]
     match item:
-        case Said():
+        case MessageItem():
             last["content"] = last.get("content", "") + _text(item.content)
         case ReasoningItem():
             last["reasoning_content"] = last.get("reasoning_content", "") + _text(item.content or [])
-        case Called():
+        case FunctionCallItem():
             call = {"name": item.name, "arguments": item.arguments or "{}"}
             last.setdefault("tool_calls", []).append({"id": item.call_id, "function": call})
 
 
-def _text(content: str | list[Piece] | list[ThoughtPiece]) -> str:
+def _text(content: str | list[TextContent] | list[ReasoningContent]) -> str:
     return content if isinstance(content, str) else "".join(piece.text for piece in content)
 
 
@@ -195,97 +197,97 @@ class ResponsesAnswer(BlockAnswer):
             **more,
         }
 
-    def _whole(self) -> dict[str, Any]:
+    def _collected(self) -> dict[str, Any]:
         usage = self.answer.usage()
         return self._response(
-            "incomplete" if self._cut else "completed",
+            "incomplete" if self._is_incomplete else "completed",
             output=[self._item(block, self._status(block)) for block in self.blocks],
-            incomplete_details=INCOMPLETE if self._cut else None,
+            incomplete_details=INCOMPLETE if self._is_incomplete else None,
             usage={
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": usage["prompt_tokens_details"] | {"cache_write_tokens": 0},
                 "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": self._thought},
+                "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
                 "total_tokens": usage["total_tokens"],
             },
         )
 
     @property
-    def _cut(self) -> bool:
+    def _is_incomplete(self) -> bool:
         return self.finish_reason == "length"
 
     def _status(self, block: Block) -> str:
         """Returns the status of a closed block: the last one of a cut answer is not complete."""
-        return "incomplete" if self._cut and block is self.blocks[-1] else "completed"
+        return "incomplete" if self._is_incomplete and block is self.blocks[-1] else "completed"
 
     @property
-    def _thought(self) -> int:
+    def _reasoning_tokens(self) -> int:
         """Tokens of thoughts, as their texts are encoded."""
         thoughts = [block.text for block in self.blocks if block.kind == "thinking"]
-        return sum(len(self.answer.tokens.encode_segments(text)) for text in thoughts)
+        return sum(len(self.answer.tokenizer.encode_segments(text)) for text in thoughts)
 
     def _item(self, block: Block, status: str) -> dict[str, Any]:
-        of = f"{self.answer.request_id}_{block.index}"
+        suffix = f"{self.answer.request_id}_{block.index}"
         match block.kind:
             case "call":
                 called = {"call_id": block.call, "name": block.name, "arguments": block.text}
-                return {"id": f"fc_{of}", "type": "function_call", "status": status} | called
+                return {"id": f"fc_{suffix}", "type": "function_call", "status": status} | called
             case "thinking":
-                thought = {"id": f"rs_{of}", "type": "reasoning", "summary": [], "status": status}
-                return thought | {"content": [_piece(block)] if block.text else []}
-        said = {"id": f"msg_{of}", "type": "message", "role": "assistant", "status": status}
-        return said | {"content": [_piece(block)] if block.text else []}
+                thought = {"id": f"rs_{suffix}", "type": "reasoning", "summary": [], "status": status}
+                return thought | {"content": [_content_part(block)] if block.text else []}
+        said = {"id": f"msg_{suffix}", "type": "message", "role": "assistant", "status": status}
+        return said | {"content": [_content_part(block)] if block.text else []}
 
-    def _of(self, kind: str, block: Block, **more: Any) -> Event:
+    def _part_event(self, kind: str, block: Block, **more: Any) -> Event:
         """Creates an event of a block's only part."""
         where = {} if block.kind == "call" else {"content_index": 0}
         item = self._item(block, "in_progress")["id"]
         return {"type": f"response.{kind}", "item_id": item, "output_index": block.index} | where | more
 
-    def _begun(self) -> Iterator[Event]:
+    def _start_events(self) -> Iterator[Event]:
         yield {"type": "response.created", "response": self._response("in_progress")}
         yield {"type": "response.in_progress", "response": self._response("in_progress")}
 
-    def _opened(self, block: Block) -> Iterator[Event]:
+    def _block_start_events(self, block: Block) -> Iterator[Event]:
         item = self._item(block, "in_progress")
         yield {"type": "response.output_item.added", "output_index": block.index, "item": item}
         if block.kind != "call":
-            yield self._of("content_part.added", block, part=_piece(block))
+            yield self._part_event("content_part.added", block, part=_content_part(block))
 
-    def _more(self, block: Block, text: str) -> Event:
+    def _delta_event(self, block: Block, text: str) -> Event:
         more: dict[str, Any] = {"logprobs": []} if block.kind == "content" else {}
-        return self._of(f"{STREAMS[block.kind]}.delta", block, delta=text, **more)
+        return self._part_event(f"{STREAMS[block.kind]}.delta", block, delta=text, **more)
 
-    def _closed(self, block: Block) -> Iterator[Event]:
+    def _block_stop_events(self, block: Block) -> Iterator[Event]:
         match block.kind:
             case "call":
-                yield self._of("function_call_arguments.done", block, name=block.name, arguments=block.text)
+                yield self._part_event("function_call_arguments.done", block, name=block.name, arguments=block.text)
             case "thinking":
-                yield self._of("reasoning_text.done", block, text=block.text)
+                yield self._part_event("reasoning_text.done", block, text=block.text)
             case _:
-                yield self._of("output_text.done", block, text=block.text, logprobs=[])
+                yield self._part_event("output_text.done", block, text=block.text, logprobs=[])
         if block.kind != "call":
-            yield self._of("content_part.done", block, part=_piece(block))
+            yield self._part_event("content_part.done", block, part=_content_part(block))
         item = self._item(block, self._status(block))
         yield {"type": "response.output_item.done", "output_index": block.index, "item": item}
 
-    def _ended(self) -> Iterator[Event]:
-        response = self._whole()
+    def _end_events(self) -> Iterator[Event]:
+        response = self._collected()
         yield {"type": f"response.{response['status']}", "response": response}
 
-    def _failed(self, error: ApiError) -> Event:
-        told = {"code": "server_error", "message": error.message}
-        return {"type": "response.failed", "response": self._response("failed", error=told)}
+    def _error_event(self, error: ApiError) -> Event:
+        error_object = {"code": "server_error", "message": error.message}
+        return {"type": "response.failed", "response": self._response("failed", error=error_object)}
 
-    def _written(self, event: Event) -> bytes:
+    def _encode(self, event: Event) -> bytes:
         self._number += 1
-        return super()._written(event | {"sequence_number": self._number - 1})
+        return super()._encode(event | {"sequence_number": self._number - 1})
 
 
 STREAMS = {"content": "output_text", "thinking": "reasoning_text", "call": "function_call_arguments"}
 
 
-def _piece(block: Block) -> dict[str, Any]:
+def _content_part(block: Block) -> dict[str, Any]:
     if block.kind == "thinking":
         return {"type": "reasoning_text", "text": block.text}
     return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}

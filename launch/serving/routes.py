@@ -23,29 +23,29 @@ from starlette.types import ASGIApp
 from helix.config import ServeConfig
 from launch.client.answer import Answer
 from launch.client.chat_template import variables
-from launch.client.checked import Schema
-from launch.client.core import Core
+from launch.client.engine_client import EngineClient
+from launch.client.engine_messages import EngineInfo
 from launch.client.errors import ApiError
-from launch.client.frames import Ready
-from launch.client.prompts import ids_of
-from launch.client.schemas import Body, Chat, Completion, Detokenize, Tokenize, parsed
+from launch.client.input_processor import tokenize_body
+from launch.client.schema_base import Schema
+from launch.client.schemas import Body, Chat, Completion, Detokenize, Tokenize, parse_body
 from launch.client.session import Session
 from launch.serving import messages, responses
-from launch.serving.access import Logged, with_cors
-from launch.serving.blocks import BlockAnswer
+from launch.serving.content_blocks import BlockAnswer
 from launch.serving.messages import Count, Messages, MessagesAnswer, error_body
 from launch.serving.metrics import ServerMetrics
-from launch.serving.openai import OpenAIAnswer, rendered
+from launch.serving.middleware import AccessLog, with_cors
+from launch.serving.openai import OpenAIAnswer, to_json
 from launch.serving.openapi import document
-from launch.serving.reader import RECEIVE_S, Reader
+from launch.serving.request_executor import RECEIVE_S, RequestExecutor
 from launch.serving.responses import Responses, ResponsesAnswer
-from launch.serving.security import Keys
-from launch.serving.streams import EventStream, Gone, while_connected
+from launch.serving.security import ApiKeys
+from launch.serving.streams import ClientDisconnected, EventStream, while_connected
 
 MIB = 1 << 20
 BODY_BYTES, ID_BYTES = 64 * MIB, 16  # limit of a body if `serve.body_mib` is unset; bytes per id of a long prompt
-COUNTED_IDS = 1 << 20  # that /tokenize and /detokenize accept even if the context is shorter
-GONE = 499  # status for a client that has left
+MIN_TOKENIZE_IDS = 1 << 20  # that /tokenize and /detokenize accept even if the context is shorter
+CLIENT_CLOSED_REQUEST = 499  # status for a client that has left
 PAGE_DIR = Path(__file__).with_name("page")
 PAGE = {file.relative_to(PAGE_DIR).as_posix(): file for file in PAGE_DIR.rglob("*") if file.is_file()}
 PAGE_TYPES = {
@@ -69,7 +69,7 @@ PAGE_HEADERS = {
     "cache-control": "no-cache",
 }
 Handler = Callable[[Request], Awaitable[ASGIApp]]
-Format = OpenAIAnswer | BlockAnswer
+Presenter = OpenAIAnswer | BlockAnswer
 
 
 class Api:
@@ -83,16 +83,16 @@ class Api:
         reader: reads requests, the large ones in processes of their own; None until the first job is ready.
     """
 
-    def __init__(self, serve: ServeConfig, keys: Keys) -> None:
+    def __init__(self, serve: ServeConfig, keys: ApiKeys) -> None:
         self._metrics = ServerMetrics()
-        self.core = self._metrics.core = Core(serve.waiting, self._metrics)
-        self.session = Session(serve, self.core)
-        self.reader: Reader | None = None
+        self.engine_client = self._metrics.engine_client = EngineClient(serve.max_queue, self._metrics)
+        self.session = Session(serve, self.engine_client)
+        self.executor: RequestExecutor | None = None
         self._serve = serve
         self._keys = keys
         self._started = int(time.time())
 
-    def know(self, ready: Ready, loop: asyncio.AbstractEventLoop | None = None) -> None:
+    def configure(self, engine_info: EngineInfo, loop: asyncio.AbstractEventLoop | None = None) -> None:
         """Takes over what the first job serves.
 
         Args:
@@ -102,21 +102,21 @@ class Api:
         Raises:
             ValueError: the tokenizer or the defaults cannot be read.
         """
-        self.session.load(ready.model)
+        self.session.load(engine_info.model)
         for *_, body in self._routes:
             if body is not None:
                 body.model_rebuild()  # not with its first request
-        self.reader = Reader(ready.model, self._serve.chat_template, self.session.tokens, RECEIVE_S)
-        compiler = self.session.compiler_for(ready)
+        self.executor = RequestExecutor(engine_info.model, self._serve.chat_template, self.session.tokenizer, RECEIVE_S)
+        compiler = self.session.compiler_for(engine_info)
         if loop is not None:
-            loop.call_soon_threadsafe(self.reader.workers.start)
+            loop.call_soon_threadsafe(self.executor.workers.start)
             if compiler is not None:
                 loop.call_soon_threadsafe(compiler.workers.start)
 
     async def close(self) -> None:
         """Ends the processes that read requests and compile grammars."""
-        if self.reader is not None:
-            await self.reader.close()
+        if self.executor is not None:
+            await self.executor.close()
         await self.session.close()
 
     @property
@@ -149,51 +149,56 @@ class Api:
 
     def app(self) -> ASGIApp:
         """Creates the ASGI application."""
-        routes = [Route(path, self._answered(handler), methods=[method]) for path, method, handler, _ in self._routes]
-        handlers = {HTTPException: _no_such_route, ApiError: _refused, Exception: _failed}
+        routes = [Route(path, self._wrap(handler), methods=[method]) for path, method, handler, _ in self._routes]
+        handlers = {HTTPException: _on_http_error, ApiError: _on_api_error, Exception: _on_exception}
         app = with_cors(Starlette(routes=routes, exception_handlers=handlers), self._serve.cors)
-        return Logged(app, lambda line: print(line, flush=True))
+        return AccessLog(app, lambda line: print(line, flush=True))
 
     # ---- generation
 
     async def _complete(self, request: Request) -> ASGIApp:
         """Continues texts or token ids."""
-        ready = self.core.refuse_unless_ready()
-        body = await self._body(request, Completion, self._serve.waiting * ready.max_length)
-        self._known(body.model)
+        engine_info = self.engine_client.refuse_unless_ready()
+        body = await self._body(request, Completion, self._serve.max_queue * engine_info.max_length)
+        self._executor_for(body.model)
         prompts = body.prompts
-        self._check_wanted(len(prompts) * (body.n or 1), "prompt")
-        has_text = body.echo or body.shape is not None or any(isinstance(prompt, str) for prompt in prompts)
+        self._check_num_generations(len(prompts) * (body.n or 1), "prompt")
+        has_text = body.echo or body.structured_output is not None or any(isinstance(prompt, str) for prompt in prompts)
         return await self._answer(request, body, body, OpenAIAnswer, request.state.size if has_text else 0)
 
     async def _chat(self, request: Request) -> ASGIApp:
         """Answers a conversation, by the checkpoint's chat template."""
         body = await self._body(request, Chat)
-        self._check_wanted(body.n or 1, "n")
+        self._check_num_generations(body.n or 1, "n")
         return await self._answer(request, body, body, OpenAIAnswer, request.state.size)
 
     async def _respond(self, request: Request) -> ASGIApp:
         """Answers a conversation as OpenAI's Responses do."""
         body = await self._body(request, Responses)
-        chat = await self._known(body.model).run(request.state.size, responses.chat_of, body)
+        chat = await self._executor_for(body.model).run(request.state.size, responses.chat_of, body)
         return await self._answer(request, chat, body, partial(ResponsesAnswer, body=body), request.state.size)
 
     async def _message(self, request: Request) -> ASGIApp:
         """Answers a conversation as Anthropic's Messages do."""
         body = await self._body(request, Messages)
-        reader = self._known(body.model)
-        chat = await reader.run(request.state.size, messages.chat_of, body, variables(reader.tokens.template))
+        executor = self._executor_for(body.model)
+        chat = await executor.run(request.state.size, messages.chat_of, body, variables(executor.tokenizer.template))
         return await self._answer(request, chat, body, MessagesAnswer, request.state.size)
 
     async def _count(self, request: Request) -> ASGIApp:
         """Counts the tokens of a conversation, as Anthropic's Messages give it."""
-        ready, body = self.core.refuse_unless_ready(), await self._body(request, Count)
-        reader = self._known(body.model)
-        work = reader.tokens, body, variables(reader.tokens.template), max(ready.context, COUNTED_IDS)
-        return JSONResponse(await reader.run(request.state.size, messages.count_of, *work))
+        engine_info, body = self.engine_client.refuse_unless_ready(), await self._body(request, Count)
+        executor = self._executor_for(body.model)
+        work = (
+            executor.tokenizer,
+            body,
+            variables(executor.tokenizer.template),
+            max(engine_info.context, MIN_TOKENIZE_IDS),
+        )
+        return JSONResponse(await executor.run(request.state.size, messages.count_tokens, *work))
 
     async def _answer(
-        self, request: Request, body: Chat | Completion, sent: Schema, format: Callable[[Answer], Format], size: int
+        self, request: Request, body: Chat | Completion, sent: Schema, format: Callable[[Answer], Presenter], size: int
     ) -> ASGIApp:
         """Answers a body whole or as a stream.
 
@@ -202,18 +207,18 @@ class Api:
             format: presents the answer as the client reads it.
             size: bytes of a body whose reading may take long, else 0.
         """
-        visit, owner, reader = request.state.visit, request.state.owner, self._known(body.model)
-        salt = json.dumps([owner, body.cache_salt]) if owner or body.cache_salt else None
-        run = partial(reader.run, size) if size else None
-        opening = self.session.open(body, run=run, salt=salt, request_id=visit.id)
+        request_log, owner, executor = request.state.request_log, request.state.owner, self._executor_for(body.model)
+        cache_salt = json.dumps([owner, body.cache_salt]) if owner or body.cache_salt else None
+        run = partial(executor.run, size) if size else None
+        opening = self.session.open(body, run=run, cache_salt=cache_salt, request_id=request_log.id)
         answer = await while_connected(request.receive, opening)  # a form may take long to compile
-        visit.answer, told = answer, format(answer)
+        request_log.answer, presenter = answer, format(answer)
         headers = {"x-ignored-fields": ",".join(map(_header, sent.model_extra))} if sent.model_extra else {}
         if body.stream:
-            return EventStream(told.events(), answer.close, self._serve.slow_s, headers)
+            return EventStream(presenter.events(), answer.close, self._serve.write_timeout_s, headers)
         try:
-            whole = await while_connected(request.receive, told.whole())
-            content = await rendered(whole) if answer.with_logprobs else JSONResponse(whole).body
+            whole = await while_connected(request.receive, presenter.collect())
+            content = await to_json(whole) if answer.with_logprobs else JSONResponse(whole).body
             return Response(content, headers=headers, media_type="application/json")
         finally:
             answer.close()
@@ -222,37 +227,37 @@ class Api:
 
     async def _models(self, request: Request) -> ASGIApp:
         """Lists the model that is served."""
-        return JSONResponse({"object": "list", "data": [self._described()]})
+        return JSONResponse({"object": "list", "data": [self._describe_model()]})
 
     async def _model(self, request: Request) -> ASGIApp:
         """Describes a model."""
-        self._known(request.path_params["name"])
-        return JSONResponse(self._described())
+        self._executor_for(request.path_params["name"])
+        return JSONResponse(self._describe_model())
 
-    def _described(self) -> dict[str, Any]:
-        ready = self.core.ready
+    def _describe_model(self) -> dict[str, Any]:
+        engine_info = self.engine_client.engine_info
         described = {"id": self.session.name, "object": "model", "created": self._started, "owned_by": "helix"}
-        if ready is None or self.reader is None:
+        if engine_info is None or self.executor is None:
             return described
-        chat = self.session.tokens.has_template
-        more = {"max_model_len": ready.max_length, "chat": chat, "layout": ready.layout}
+        chat = self.session.tokenizer.has_template
+        more = {"max_model_len": engine_info.max_length, "chat": chat, "layout": engine_info.layout}
         return described | more
 
     async def _tokenize(self, request: Request) -> ASGIApp:
         """Converts a text or a conversation to token ids."""
-        ready, body = self.core.refuse_unless_ready(), await self._body(request, Tokenize)
-        reader, most = self._known(body.model), max(ready.context, COUNTED_IDS)
-        work = reader.tokens, body, ready.max_length, most
-        return Response(await reader.run(request.state.size, ids_of, *work), media_type="application/json")
+        engine_info, body = self.engine_client.refuse_unless_ready(), await self._body(request, Tokenize)
+        executor, limit = self._executor_for(body.model), max(engine_info.context, MIN_TOKENIZE_IDS)
+        work = executor.tokenizer, body, engine_info.max_length, limit
+        return Response(await executor.run(request.state.size, tokenize_body, *work), media_type="application/json")
 
     async def _detokenize(self, request: Request) -> ASGIApp:
         """Converts token ids to their text."""
-        ready = self.core.refuse_unless_ready()
-        body = await self._body(request, Detokenize, max(ready.context, COUNTED_IDS))
-        reader, ids = self._known(body.model), body.ids
-        if len(ids) and (largest := ids.max()) >= ready.vocab:  # a tokenizer leaves out what it does not know
-            raise ApiError(400, f"tokens has {largest}, and the vocabulary is [0, {ready.vocab})", param="tokens")
-        return JSONResponse({"prompt": await reader.run(ids.nbytes, reader.tokens.decode, ids)})
+        engine_info = self.engine_client.refuse_unless_ready()
+        body = await self._body(request, Detokenize, max(engine_info.context, MIN_TOKENIZE_IDS))
+        executor, ids = self._executor_for(body.model), body.ids
+        if len(ids) and (largest := ids.max()) >= engine_info.vocab:  # a tokenizer leaves out what it does not know
+            raise ApiError(400, f"tokens has {largest}, and the vocabulary is [0, {engine_info.vocab})", param="tokens")
+        return JSONResponse({"prompt": await executor.run(ids.nbytes, executor.tokenizer.decode, ids)})
 
     async def _scrape(self, request: Request) -> ASGIApp:
         """Tells the metrics, in Prometheus's format."""
@@ -272,11 +277,11 @@ class Api:
             (path, method, str(handler.__doc__), body, handler in self._open)
             for path, method, handler, body in self._routes
         ]
-        return JSONResponse(document(version("helix-runtime"), routes, self._keys.needed))
+        return JSONResponse(document(version("helix-runtime"), routes, self._keys.required))
 
     async def _health(self, request: Request) -> ASGIApp:
         """Answers 200 while all ranks serve, else 503."""
-        state, why = self.core.state, self.core.why
+        state, why = self.engine_client.state, self.engine_client.why
         return JSONResponse({"state": state, "reason": why}, 200 if state == "ready" else 503)
 
     async def _page(self, request: Request) -> ASGIApp:
@@ -295,73 +300,73 @@ class Api:
 
     # ---- shared by all routes
 
-    def _answered(self, handler: Handler) -> Callable[[Request], Awaitable[Any]]:
+    def _wrap(self, handler: Handler) -> Callable[[Request], Awaitable[Any]]:
         open_to_all = handler in self._open
 
         async def answered(request: Request) -> ASGIApp:
             request.state.owner = None if open_to_all else self._keys.owner(request.headers)
             try:
                 return await handler(request)
-            except (Gone, ClientDisconnect):
-                return Response(status_code=GONE)
+            except (ClientDisconnected, ClientDisconnect):
+                return Response(status_code=CLIENT_CLOSED_REQUEST)
 
         return answered
 
-    def _check_wanted(self, wanted: int, param: str) -> None:
+    def _check_num_generations(self, wanted: int, param: str) -> None:
         """Raises ApiError 400 if a request wants more continuations than may ever wait."""
-        if wanted > self._serve.waiting:
-            what = f"the request wants {wanted} continuations, and serve.waiting={self._serve.waiting} may wait"
+        if wanted > self._serve.max_queue:
+            what = f"the request wants {wanted} continuations, and serve.max_queue={self._serve.max_queue} may wait"
             raise ApiError(400, what, param=param)
 
-    def _known(self, model: str | None) -> Reader:
+    def _executor_for(self, model: str | None) -> RequestExecutor:
         """Returns the reader of a request's model; raises ApiError 404 if another model is served."""
-        self.core.refuse_unless_ready()
+        self.engine_client.refuse_unless_ready()
         self.session.check_model(model)
-        assert self.reader is not None, "set before the first job is ready"
-        return self.reader
+        assert self.executor is not None, "set before the first job is ready"
+        return self.executor
 
-    async def _body(self, request: Request, schema: type[Body], most_ids: int = 0) -> Body:
-        """Reads the body, with at most `most_ids` token ids; sets `request.state.size`, its bytes."""
-        reader, ready = self._known(None), self.core.refuse_unless_ready()
-        mib = self._serve.body_mib or max(BODY_BYTES, ID_BYTES * ready.max_length) // MIB
-        most, what = mib * MIB, f"the body is larger than {mib} MiB (serve.body_mib)"
+    async def _body(self, request: Request, schema: type[Body], max_ids: int = 0) -> Body:
+        """Reads the body, with at most `max_ids` token ids; sets `request.state.size`, its bytes."""
+        executor, engine_info = self._executor_for(None), self.engine_client.refuse_unless_ready()
+        mib = self._serve.body_mib or max(BODY_BYTES, ID_BYTES * engine_info.max_length) // MIB
+        limit, what = mib * MIB, f"the body is larger than {mib} MiB (serve.body_mib)"
         too_large = ApiError(413, what, code="too_large")
         length = request.headers.get("content-length", "0")
-        if length.isdecimal() and int(length) > most:
+        if length.isdecimal() and int(length) > limit:
             raise too_large
         body = bytearray()
         try:
             async with asyncio.timeout(RECEIVE_S):
                 async for piece in request.stream():
                     body += piece
-                    if len(body) > most:
+                    if len(body) > limit:
                         raise too_large
         except TimeoutError:
             raise ApiError(408, f"the body did not come within {RECEIVE_S:g} s") from None
         coding = request.headers.get("content-encoding", "identity").strip().lower()
         if coding in ("gzip", "x-gzip"):
-            body = await asyncio.to_thread(_unzipped, body, most + 1)  # zlib lets other threads run
-            if len(body) > most:
+            body = await asyncio.to_thread(_gunzip, body, limit + 1)  # zlib lets other threads run
+            if len(body) > limit:
                 raise too_large
         elif coding not in ("identity", ""):
             what = f"content-encoding={coding!r:.40} is not read here: send the body as it is, or with gzip"
             raise ApiError(415, what, code="unsupported_encoding")
         request.state.size = len(body)
-        return await reader.run(len(body), parsed, schema, bytes(body), most_ids)
+        return await executor.run(len(body), parse_body, schema, bytes(body), max_ids)
 
 
-def _unzipped(body: bytearray, most: int) -> bytearray:
-    """Reads a compressed body up to `most` bytes.
+def _gunzip(body: bytearray, limit: int) -> bytearray:
+    """Reads a compressed body up to `limit` bytes.
 
     Raises:
         ApiError: 400, it is not one whole gzip stream.
     """
     stream = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
     try:
-        plain = stream.decompress(body, most)
+        plain = stream.decompress(body, limit)
     except zlib.error as error:
         raise ApiError(400, f"content-encoding is gzip, and the body is not: {error}", code="invalid_gzip") from None
-    if len(plain) < most and (not stream.eof or stream.unused_data):
+    if len(plain) < limit and (not stream.eof or stream.unused_data):
         what = "goes on behind its end" if stream.eof else "ends early"
         raise ApiError(400, f"content-encoding is gzip, and the body {what}", code="invalid_gzip")
     return bytearray(plain)
@@ -373,24 +378,28 @@ def _header(name: str) -> str:
     return "".join(letter if letter.isprintable() else " " for letter in plain)[:80]
 
 
-def _refused(request: Request, error: Exception) -> Response:
+def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return _told(request, error)
+    return _error_response(request, error)
 
 
-def _no_such_route(request: Request, error: Exception) -> Response:
+def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    told = _told(request, ApiError(error.status_code, f"{request.method} {request.url.path:.200}: {error.detail}"))
-    told.headers.update(error.headers or {})
-    return told
+    response = _error_response(
+        request, ApiError(error.status_code, f"{request.method} {request.url.path:.200}: {error.detail}")
+    )
+    response.headers.update(error.headers or {})
+    return response
 
 
-def _failed(request: Request, error: Exception) -> Response:
-    return _told(request, ApiError(500, f"the server failed: {type(error).__name__}"))
+def _on_exception(request: Request, error: Exception) -> Response:
+    return _error_response(request, ApiError(500, f"the server failed: {type(error).__name__}"))
 
 
-def _told(request: Request, error: ApiError) -> Response:
+def _error_response(request: Request, error: ApiError) -> Response:
     """Creates the response of an error, in the form of the route's interface."""
-    of_messages = request.url.path.startswith("/v1/messages")
-    body = error_body(error, request.state.visit.id) if of_messages else error.body(request.state.visit.id)
+    is_messages_api = request.url.path.startswith("/v1/messages")
+    body = (
+        error_body(error, request.state.request_log.id) if is_messages_api else error.body(request.state.request_log.id)
+    )
     return JSONResponse(body, error.status, headers=error.headers)

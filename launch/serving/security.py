@@ -13,7 +13,7 @@ from helix.files import read_text
 from launch.client.errors import ApiError
 
 
-class Keys:
+class ApiKeys:
     """The keys of a file: lines of OWNER KEY, and comments that begin with #.
 
     Args:
@@ -39,7 +39,7 @@ class Keys:
             raise ValueError(f"serve.api_keys={path} holds no key: a line is OWNER KEY")
 
     @property
-    def needed(self) -> bool:
+    def required(self) -> bool:
         """Whether requests need a key."""
         return bool(self._digests)
 

@@ -20,17 +20,17 @@ from typing import Any
 import uvloop
 
 from helix.config import ServeConfig
-from launch.client.core import Core
-from launch.client.frames import Ready
-from launch.client.supervisor import GaveUp, Supervisor
+from launch.client.engine_client import EngineClient
+from launch.client.engine_messages import EngineInfo
+from launch.client.supervisor import JobFailed, Supervisor
 from launch.serving.http import Server, make_server
 from launch.serving.routes import Api
-from launch.serving.security import Keys
+from launch.serving.security import ApiKeys
 
-LOOK_S = 0.1  # between two looks at what is still running
+POLL_S = 0.1  # between two looks at what is still running
 
 
-def run(serve: ServeConfig, keys: Keys, listener: socket, arguments: Sequence[str]) -> int:
+def run(serve: ServeConfig, keys: ApiKeys, listener: socket, arguments: Sequence[str]) -> int:
     """Serves until a signal; returns the exit code.
 
     Args:
@@ -42,64 +42,66 @@ def run(serve: ServeConfig, keys: Keys, listener: socket, arguments: Sequence[st
         return runner.run(_serve(serve, keys, listener, arguments, Path(directory)))
 
 
-async def _serve(serve: ServeConfig, keys: Keys, listener: socket, arguments: Sequence[str], directory: Path) -> int:
+async def _serve(serve: ServeConfig, keys: ApiKeys, listener: socket, arguments: Sequence[str], directory: Path) -> int:
     api = Api(serve, keys)
-    core = api.core
+    engine_client = api.engine_client
     loop = asyncio.get_running_loop()
-    core.on_first = lambda ready: _begin(api, ready, keys.needed, listener, loop)
+    engine_client.on_engine_info = lambda engine_info: _on_ready(api, engine_info, keys.required, listener, loop)
     server = make_server(api.app(), serve)
-    supervisor = Supervisor(core, serve, arguments, directory)
-    stop, hurry = asyncio.Event(), asyncio.Event()
+    supervisor = Supervisor(engine_client, serve, arguments, directory)
+    stop, force_stop = asyncio.Event(), asyncio.Event()
 
     def on_signal(number: signal.Signals) -> None:
-        (hurry if stop.is_set() else stop).set()
+        (force_stop if stop.is_set() else stop).set()
         if number == signal.SIGINT:  # the user may start another at this port; SIGTERM leaves /health to its sender
             server.refuse()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
-    answering = asyncio.create_task(server.serve(sockets=[listener]))
-    keeping = asyncio.create_task(supervisor.keep())
-    stopped, hurried = asyncio.create_task(stop.wait()), asyncio.create_task(hurry.wait())
+    http_task = asyncio.create_task(server.serve(sockets=[listener]))
+    supervision = asyncio.create_task(supervisor.run())
+    stopped, forced = asyncio.create_task(stop.wait()), asyncio.create_task(force_stop.wait())
     code = 0
     try:
-        await asyncio.wait((keeping, stopped), return_when=asyncio.FIRST_COMPLETED)
-        if stopped.done() and not keeping.done():
-            await _drain(core, serve.drain_s, keeping, hurry)
+        await asyncio.wait((supervision, stopped), return_when=asyncio.FIRST_COMPLETED)
+        if stopped.done() and not supervision.done():
+            await _drain(engine_client, serve.drain_s, supervision, force_stop)
             await supervisor.stop()
-            await _close(server, answering)  # its port is free before its ranks are gone
-            if serve.attach is None and core.connected:  # they are this server's, and hear it
-                await asyncio.wait((keeping, hurried), return_when=asyncio.FIRST_COMPLETED)
-            keeping.cancel()
-        await keeping
+            await _close(server, http_task)  # its port is free before its ranks are gone
+            if serve.attach is None and engine_client.connected:  # they are this server's, and hear it
+                await asyncio.wait((supervision, forced), return_when=asyncio.FIRST_COMPLETED)
+            supervision.cancel()
+        await supervision
     except asyncio.CancelledError:
         pass
-    except (GaveUp, ValueError) as error:
+    except (JobFailed, ValueError) as error:
         print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr, flush=True)
-        core.fail(str(error))
+        engine_client.fail(str(error))
         code = 1
-    await _close(server, answering)
+    await _close(server, http_task)
     stopped.cancel()
-    hurried.cancel()
+    forced.cancel()
     await api.close()
     return code
 
 
-def _begin(api: Api, ready: Ready, keyed: bool, listener: socket, loop: asyncio.AbstractEventLoop) -> None:
+def _on_ready(
+    api: Api, engine_info: EngineInfo, keyed: bool, listener: socket, loop: asyncio.AbstractEventLoop
+) -> None:
     """Reads the model's tokenizer and template, and prints the address; in a thread beside the loop."""
-    api.know(ready, loop)
+    api.configure(engine_info, loop)
     gc.freeze()  # what stays: to look through it again would stop everybody for some 50 ms
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     session = api.session
     lines = [
-        f"{session.name}{' with random weights' if ready.random else ''} is served at {url}",
+        f"{session.name}{' with random weights' if engine_info.random else ''} is served at {url}",
         f"in a browser, {url} is a page to talk to it",
     ]
     if session.defaults:
         given = ", ".join(f"{name}={value}" for name, value in session.defaults.items())
         lines.append(f"sampling where a request sets none: {given} (generation_config.json)")
-    print("\n".join([*lines, _curl(url, session.tokens.has_template, keyed)]), flush=True)
+    print("\n".join([*lines, _curl(url, session.tokenizer.has_template, keyed)]), flush=True)
 
 
 def _curl(url: str, chats: bool, keyed: bool) -> str:
@@ -114,27 +116,29 @@ def _curl(url: str, chats: bool, keyed: bool) -> str:
     return f"curl -N {url}/v1/{path}{key} -H 'Content-Type: application/json' -d {data}"
 
 
-async def _drain(core: Core, drain_s: float, keeping: asyncio.Task[None], hurry: asyncio.Event) -> None:
+async def _drain(
+    engine_client: EngineClient, drain_s: float, supervision: asyncio.Task[None], force_stop: asyncio.Event
+) -> None:
     """Waits until nothing runs, a second signal, or the deadline; time without ranks does not count."""
-    core.draining = True
+    engine_client.draining = True
     left = drain_s
-    if running := core.running:
+    if running := engine_client.running:
         print(
             f"draining: {running} running request{'s have' if running > 1 else ' has'} up to {drain_s:g} s to finish "
             "(serve.drain_s), new ones are refused; another control-C or SIGTERM stops the server now",
             flush=True,
         )
-    while core.flights and left > 0 and not keeping.done() and not hurry.is_set():
+    while engine_client.generations and left > 0 and not supervision.done() and not force_stop.is_set():
         begin = time.monotonic()
-        await asyncio.sleep(LOOK_S)
-        left -= (time.monotonic() - begin) * core.connected
-    if running := core.running:
+        await asyncio.sleep(POLL_S)
+        left -= (time.monotonic() - begin) * engine_client.connected
+    if running := engine_client.running:
         print(f"{running} request{'s were' if running > 1 else ' was'} cut off", flush=True)
-    core.fail("the server has ended")
+    engine_client.fail("the server has ended")
 
 
-async def _close(server: Server, answering: asyncio.Task[None]) -> None:
-    await asyncio.sleep(LOOK_S)  # what streams were told is on its way
+async def _close(server: Server, http_task: asyncio.Task[None]) -> None:
+    await asyncio.sleep(POLL_S)  # what streams were told is on its way
     server.should_exit = True
     with suppress(SystemExit):
-        await answering
+        await http_task

@@ -19,7 +19,7 @@ COMMENT = b": \n\n"
 DONE = b"data: [DONE]\n\n"
 
 
-class Gone(Exception):
+class ClientDisconnected(Exception):
     """Error: the client has left."""
 
 
@@ -33,20 +33,20 @@ async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
     Raises:
         Gone: the client has left.
     """
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+    task, disconnect = asyncio.ensure_future(work), asyncio.ensure_future(_wait_disconnect(receive))
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, disconnect), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise Gone
+            raise ClientDisconnected
         return task.result()
     finally:
-        for one in (task, gone):
+        for one in (task, disconnect):
             one.cancel()
             with suppress(asyncio.CancelledError, Exception):
                 await one
 
 
-async def _gone(receive: Receive) -> None:
+async def _wait_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -71,7 +71,7 @@ class EventStream:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await while_connected(receive, self._write(send))
-        except Gone:
+        except ClientDisconnected:
             pass
         except SlowReader:
             scope["helix.abort"]()  # a normal close would wait for the client

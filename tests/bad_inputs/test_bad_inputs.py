@@ -13,17 +13,17 @@ from benchmarks.program import PROGRAM as LABORATORY
 from helix.config import Config, DecodeConfig, ModelConfig
 from launch import agent, plan, run, simulate
 from launch.inputs.files import claim
+from launch.inputs.job_kinds import RUNTIME, Program
 from launch.inputs.preflight import preflight
-from launch.inputs.prompts import PromptFile
-from launch.inputs.work import RUNTIME, Program
+from launch.inputs.prompt_files import PromptFile
 from launch.job import spawn
-from tests import laboratory
+from tests import benchmark_config
 from tests.bad_inputs.files import REQUESTS, cases, do
 from tests.bad_inputs.tables import lines
+from tests.benchmark_config import compose_config
 from tests.e2e import mtp
 from tests.e2e.checkpoints import DEMO, checkpoint
-from tests.e2e.cli import ENTRY, Job
-from tests.laboratory import composed
+from tests.e2e.command_line import ENTRY, Job
 
 PROMPT = '{"id": "a", "prompt_ids": [1, 2, 3]}\n'
 Refused = Callable[..., None]
@@ -36,9 +36,11 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
     def check(arguments: list[str], words: str, program: Program = RUNTIME) -> None:
         capsys.readouterr()  # what making a checkpoint has printed
-        code, said = run.main(arguments, program), capsys.readouterr()
-        assert code == 1 and said.out == ""
-        assert said.err.startswith("error: ") and said.err.count("\n") == 1 and words in said.err, ascii(said.err)
+        code, output = run.main(arguments, program), capsys.readouterr()
+        assert code == 1 and output.out == ""
+        assert output.err.startswith("error: ") and output.err.count("\n") == 1 and words in output.err, ascii(
+            output.err
+        )
 
     return check
 
@@ -66,7 +68,7 @@ def stands_for() -> dict[str, str]:
     """Words of the table of runs over several ranks."""
     return {
         "DP": "layout.mode=dp layout.kvp=1 layout.dp=2",
-        "HOST": "kv.tier=host kv.host_bytes=1e9",
+        "HOST": "kv.offload=host kv.offload_host_bytes=1e9",
         "SPARSE": "attention=block_sparse",
         "DRAFT": f"layout.kvp=4 bench=decode speculation=model speculation.model.path={checkpoint('qwen3')}",
         "STATES": f"speculation=model speculation.model.path={checkpoint('qwen3-next')}",
@@ -82,7 +84,7 @@ def test_runs_of_several_ranks(arguments: list[str], words: str, tmp_path: Path)
     typed = [text for word in typed for text in stands_for().get(word, word).split()]
     given = f"model.path={model}", f"decode.prompts={tmp_path / 'p.jsonl'}", "layout.kvp=2"
     with pytest.raises(ValueError) as refusal:
-        laboratory.preflight(composed(*given, *typed), int(ranks))
+        benchmark_config.preflight(compose_config(*given, *typed), int(ranks))
     assert all(word in str(refusal.value) for word in words.split("|")), refusal.value
 
 

@@ -91,15 +91,15 @@ def check_reduce_scatter(comm: Communicator) -> None:
 def check_gathers(comm: Communicator) -> None:
     for dtype in (*DTYPES, torch.uint8, torch.int32):
         for shape in SHAPES:
-            of_ranks = [values(r, shape, torch.float32).abs().to(dtype) for r in range(comm.world_size)]
-            x = of_ranks[comm.rank].to(comm.device, copy=True)
+            rank_values = [values(r, shape, torch.float32).abs().to(dtype) for r in range(comm.world_size)]
+            x = rank_values[comm.rank].to(comm.device, copy=True)
             gathered = comm.all_gather(x)
-            assert gathered.dtype == dtype and torch.equal(gathered.cpu(), torch.stack(of_ranks))
-            of_group = torch.stack([of_ranks[r] for r in comm.kvp_group])
-            assert torch.equal(comm.gather_in_group(x).cpu(), of_group)
-            assert torch.equal(x.cpu(), of_ranks[comm.rank])
+            assert gathered.dtype == dtype and torch.equal(gathered.cpu(), torch.stack(rank_values))
+            group_values = torch.stack([rank_values[r] for r in comm.kvp_group])
+            assert torch.equal(comm.gather_in_group(x).cpu(), group_values)
+            assert torch.equal(x.cpu(), rank_values[comm.rank])
             if x.dim():
-                assert torch.equal(comm.gather_rows(x).cpu(), torch.stack(of_ranks, 1))
+                assert torch.equal(comm.gather_rows(x).cpu(), torch.stack(rank_values, 1))
     strided = torch.arange(6, device=comm.device).view(2, 3).t() + comm.rank
     expected = torch.arange(6).view(2, 3).t() + torch.arange(comm.world_size).view(-1, 1, 1)
     assert torch.equal(comm.all_gather(strided).cpu(), expected)
@@ -212,9 +212,9 @@ def test_ranks_meet_when_all_have_connected_and_the_control_plane_is_patient() -
     Groups of collectives, and ranks that start, have the deadline.
     """
     short = timedelta(seconds=61)
-    of_groups = [("new_group", short), ("new_group", short), ("new_group", CONTROL_TIMEOUT)]
+    group_calls = [("new_group", short), ("new_group", short), ("new_group", CONTROL_TIMEOUT)]
     met = [("monitored_barrier", short), ("monitored_barrier", CONTROL_TIMEOUT)]
-    assert pool(4).run(meetings) == [of_groups + met] * 4
+    assert pool(4).run(meetings) == [group_calls + met] * 4
 
 
 LARGE = 1 << 22  # numbers of a message that goes over NCCL
@@ -226,7 +226,7 @@ def check_halves(comm: Communicator) -> list[bool]:
     found = []
 
     def each(half: int) -> list[Tensor]:
-        comm.half = half
+        comm.micro_batch = half
         x = torch.full((LARGE,), float(comm.rank + half), device=comm.device)
         return [comm.all_reduce(x.clone()), comm.gather_in_group(x).sum(0), comm.all_to_all(torch.stack((x, x))).sum(0)]
 
@@ -244,7 +244,7 @@ def check_halves(comm: Communicator) -> list[bool]:
         torch.cuda.synchronize()
         right = all((x == 1.0 + 2 * half).all() for half in (0, 1) for x in results[half])
         found.append(overtaken and right)
-    comm.half = 0
+    comm.micro_batch = 0
     return found
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from comm.emulated import EmulatedCommunicator, EmulatedTransport, rank_of
 from comm.symm_mem import SymmMemCommunicator
-from kernels.attention.reference import lse_combine
+from kernels.attention.reference import merge_states
 from tests.pool import pool
 
 LAYOUTS = [(2, 2), (4, 4), (4, 2), (8, 8), (8, 4), (8, 2), (6, 3), (5, 5)]  # ranks, kvp
@@ -67,22 +67,22 @@ def test_over_gloo(world: int, kvp: int, processes: int) -> None:
 
     for p, found in enumerate(pool(processes, "gloo").run(in_worker, EmulatedTransport, world, kvp)):
         other = processes - 1 - p
-        (messages, x, y, rows, out, lse, _, scattered), of_other = sent[p], sent[other]
+        (messages, x, y, rows, out, lse, _, scattered), other_sent = sent[p], sent[other]
         rank, peer = p * half, other * half
         mine, theirs = rank % kvp, peer % kvp
-        assert torch.equal(found[0], torch.stack(parts(messages, of_other[0], mine, theirs)))
-        assert torch.equal(found[1], torch.stack([x if r == rank else of_other[1] for r in range(world)]))
-        torch.testing.assert_close(found[2], y + (world - 1) * of_other[2])
-        torch.testing.assert_close(found[3], rows + (world - 1) * of_other[3])
+        assert torch.equal(found[0], torch.stack(parts(messages, other_sent[0], mine, theirs)))
+        assert torch.equal(found[1], torch.stack([x if r == rank else other_sent[1] for r in range(world)]))
+        torch.testing.assert_close(found[2], y + (world - 1) * other_sent[2])
+        torch.testing.assert_close(found[3], rows + (world - 1) * other_sent[3])
         # A rank that owns one head more than the destination of a message meant for it receives an empty lane.
         outs, logs = (
             torch.stack(parts(padded(a, empty), padded(b, empty), mine, theirs))
-            for a, b, empty in ((out, of_other[4], 0.0), (lse, of_other[5], -torch.inf))
+            for a, b, empty in ((out, other_sent[4], 0.0), (lse, other_sent[5], -torch.inf))
         )
-        wanted, _ = lse_combine(outs, logs, out=None, out_lse=None)
+        wanted, _ = merge_states(outs, logs, out=None, out_lse=None)
         own = 2 if mine < kvp - 1 else 1
         torch.testing.assert_close(found[4], wanted[:, :own], atol=2**-19, rtol=0)
-        torch.testing.assert_close(found[6], sum(parts(scattered, of_other[7], rank, peer)), atol=2**-19, rtol=0)
+        torch.testing.assert_close(found[6], sum(parts(scattered, other_sent[7], rank, peer)), atol=2**-19, rtol=0)
         assert found[-1] == [min(r // half, processes - 1) for r in range(world)]
 
 
@@ -113,7 +113,7 @@ def test_how_rows_are_added_up(world: int, rows: int, hidden: int, real: str | N
     for kind, wanted in ((SymmMemCommunicator, real), (EmulatedCommunicator, played)):
         comm = object.__new__(kind)
         comm.world_size = world
-        assert comm._way(x) == wanted
+        assert comm._sum_algo(x) == wanted
 
 
 @pytest.mark.parametrize("processes", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (1, 2)])

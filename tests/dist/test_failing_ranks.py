@@ -44,10 +44,10 @@ def check_raise_midway(comm: Communicator) -> None:
 def test_gloo_rank_that_raises_ends_all() -> None:
     with pytest.raises(PoolError) as caught:
         on_ranks("gloo", 3, 3, check_raise_midway)
-    said = str(caught.value)
-    assert said.startswith("--- rank 1 of 3") and "KeyError: 'planted failure'" in said
-    assert said.count("in check_raise_midway") == 3, "rank 1's error reached the others' collectives"
-    assert "Timed out" not in said and "timed out" not in said, "before any deadline"
+    message = str(caught.value)
+    assert message.startswith("--- rank 1 of 3") and "KeyError: 'planted failure'" in message
+    assert message.count("in check_raise_midway") == 3, "rank 1's error reached the others' collectives"
+    assert "Timed out" not in message and "timed out" not in message, "before any deadline"
     on_ranks("gloo", 3, 3, check_all_to_all)
 
 
@@ -129,11 +129,11 @@ def meet() -> None:
 
 def check_silence(comm: Communicator, silent: int) -> None:
     if comm.rank != silent:
-        comm.limit_waits(0.3)
+        comm.set_control_timeout(0.3)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch_dist, "CONTROL_TIMEOUT", timedelta(seconds=0.3))
-            said = "Ranks 1 failed" if silent else r"rank 1 heard nothing of rank 0 for 0.3 s \(comm.timeout_s\)"
-            with pytest.raises(RuntimeError, match=said):
+            message = "Ranks 1 failed" if silent else r"rank 1 heard nothing of rank 0 for 0.3 s \(comm.timeout_s\)"
+            with pytest.raises(RuntimeError, match=message):
                 comm.barrier() if silent else comm.broadcast_object(None)
     meet()
 

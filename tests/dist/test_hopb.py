@@ -19,11 +19,11 @@ from comm.torch_dist import TorchDistCommunicator
 from helix.engine.core import Engine
 from helix.engine.request import Request
 from helix.layout import HelixLayout
-from helix.worker.graph_keys import StepKind
-from helix.worker.keeps import EngineSizes
+from helix.worker.graph_keys import DecodeGraphKey
+from helix.worker.kv_cache_spec import EngineSizes
 from helix.worker.model_runner import ModelRunner
-from helix.worker.warm_up import choose_chunks
-from launch.job.report import what_hopb_does
+from helix.worker.warmup import choose_chunks
+from launch.job.report import describe_hopb
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.parity import Continuation, Result, build_engine, check, generate, loopback
 from tests.pool import APART, pool
@@ -43,7 +43,7 @@ def chunked(family: str, layout: HelixLayout, hopb: str) -> set[int]:
         engine.runner.hopb = hopb
         run = engine.runner.model.pipeline.run
 
-        def spy(chunks: int, attend: Callable[[int], PackedPartials], exchange: object, leads: bool) -> None:
+        def spy(chunks: int, attend: Callable[[int], PackedPartials], exchange: object, head_start: bool) -> None:
             sizes: list[int] = []
 
             def sized(chunk: int) -> PackedPartials:
@@ -51,8 +51,8 @@ def chunked(family: str, layout: HelixLayout, hopb: str) -> set[int]:
                 sizes.append(found.shape[0])
                 return found
 
-            assert leads
-            run(chunks, sized, exchange, leads=leads)  # type: ignore[arg-type]
+            assert head_start
+            run(chunks, sized, exchange, head_start=head_start)  # type: ignore[arg-type]
             assert len(sizes) == chunks and {*sizes} <= {size := sum(sizes) // chunks, size + 1}
             if engine.comm.rank == 0:
                 seen.add(chunks)
@@ -95,11 +95,11 @@ def rank(
         engine.runner.hopb = hopb
         results.append(generate(engine, wanted))
         if comm.capturable:
-            engine.runner.observer = None
+            engine.runner.logits_hook = None
             if hopb in ("auto", "best"):  # what it reads while it chooses; the tests' memory is NaN
                 for tensor in engine.runner.cache.tensors:
                     tensor.zero_()
-                engine.warm_up([StepKind()])
+                engine.warmup([DecodeGraphKey()])
                 assert set(engine.runner.hopb_chunks) == ({2, 4, 5} if hopb == "auto" else {4, 5})
             for _ in range(2):
                 requests = [Request(i, c.prompt, len(c.tokens)) for i, c in enumerate(wanted)]
@@ -133,7 +133,7 @@ def planted(hopb: str, kvp: int = 2, slots: int = 8, capturable: bool = True) ->
 
 
 @pytest.mark.parametrize(
-    "hopb, seconds, chosen",
+    "hopb, seconds, num_chunks",
     [
         ("auto", {1: 1.0, 2: 1.01, 4: 0.5, 8: 0.5}, 1),  # not tried: 2 do not pay
         ("auto", {1: 1.0, 2: 0.995, 4: 0.9, 8: 0.8}, 1),  # less than a hundredth
@@ -145,27 +145,29 @@ def planted(hopb: str, kvp: int = 2, slots: int = 8, capturable: bool = True) ->
     ],
 )
 def test_chunks_are_chosen_by_their_times(
-    hopb: str, seconds: dict[int, float], chosen: int, monkeypatch: pytest.MonkeyPatch
+    hopb: str, seconds: dict[int, float], num_chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = planted(hopb)
-    monkeypatch.setattr("helix.worker.warm_up.step_seconds", lambda runner, kind: seconds[kind.chunks])
-    monkeypatch.setattr("helix.worker.warm_up.fill", lambda *args: None)
+    monkeypatch.setattr("helix.worker.warmup.step_seconds", lambda runner, kind: seconds[kind.chunks])
+    monkeypatch.setattr("helix.worker.warmup.fill", lambda *args: None)
     choose_chunks(runner, 8, 1 << 20 if hopb == "best" else None)
-    assert runner.chunks(8) == runner.chunks(8, row_tokens=1) == chosen
+    assert runner.chunks(8) == runner.chunks(8, row_tokens=1) == num_chunks
     if hopb == "best":
-        text = f"2 sequences into 2, 4 sequences into 2, 8 sequences into {chosen} chunks; steps of one sequence have"
-        assert text in what_hopb_does(runner)
+        text = (
+            f"2 sequences into 2, 4 sequences into 2, 8 sequences into {num_chunks} chunks; steps of one sequence have"
+        )
+        assert text in describe_hopb(runner)
 
 
 def test_hopb_on_says_where_it_changes_nothing() -> None:
     alone, one = planted("best", kvp=1), planted("best", slots=1)
     assert alone.chunks(8) == one.chunks(1) == 1
-    assert "changes nothing: with layout.kvp=1" in what_hopb_does(alone)
-    assert "changes nothing: steps have one sequence" in what_hopb_does(one)
+    assert "changes nothing: with layout.kvp=1" in describe_hopb(alone)
+    assert "changes nothing: steps have one sequence" in describe_hopb(one)
     cpu = planted("best", slots=5, capturable=False)
     choose_chunks(cpu, 5, 100)  # nothing overlaps there: the fewest, untimed
     assert [cpu.chunks(rows) for rows in (1, 2, 5)] == [1, 2, 2]
-    assert "several sequences into 2 chunks; steps of one sequence have one exchange" in what_hopb_does(cpu)
+    assert "several sequences into 2 chunks; steps of one sequence have one exchange" in describe_hopb(cpu)
 
 
 def test_auto_cuts_no_steps_that_are_too_short(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,21 +178,21 @@ def test_auto_cuts_no_steps_that_are_too_short(monkeypatch: pytest.MonkeyPatch) 
         nonlocal tokens
         tokens = length
 
-    def seconds(runner: ModelRunner, kind: StepKind) -> float:
+    def seconds(runner: ModelRunner, kind: DecodeGraphKey) -> float:
         attention, exchange, each = tokens * 1e-8, 1e-4, 1e-5  # hidden: half of the shorter
         return attention + exchange - min(attention, exchange) / 2 * (kind.chunks > 1) + each * kind.chunks
 
-    monkeypatch.setattr("helix.worker.warm_up.fill", fill)
-    monkeypatch.setattr("helix.worker.warm_up.step_seconds", seconds)
+    monkeypatch.setattr("helix.worker.warmup.fill", fill)
+    monkeypatch.setattr("helix.worker.warmup.step_seconds", seconds)
     choose_chunks(runner, 8, 100_000)
     # 6,250 tokens are 62 us of attention, of which 31 are hidden at the price of 10; a quarter of that does not pay.
     assert runner.hopb_chunks == {8: (2, 6250)}
     assert [runner.chunks(8, length) for length in (6249, 6250, 1 << 20)] == [1, 2, 2]
 
 
-@pytest.mark.parametrize("leads", [False, True])
+@pytest.mark.parametrize("head_start", [False, True])
 def test_an_exchange_of_whole_multiprocessors_is_launched_before_the_attention_beside_it(
-    leads: bool, monkeypatch: pytest.MonkeyPatch
+    head_start: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
 
@@ -219,16 +221,16 @@ def test_an_exchange_of_whole_multiprocessors_is_launched_before_the_attention_b
     monkeypatch.setattr(torch.cuda, "stream", on)
     monkeypatch.setattr(torch.cuda, "_sleep", call("pause"))
     pipeline = Pipeline(None)
-    pipeline.run(2, call("attend"), call("exchange"), leads)
+    pipeline.run(2, call("attend"), call("exchange"), head_start)
     assert calls == [f"main: {what}" for i in (0, 1) for what in (f"attend {i}", f"exchange {i} found {i}")]
     calls.clear()
-    pipeline._side = side  # type: ignore[assignment]
-    pipeline.run(3, call("attend"), call("exchange"), leads)
+    pipeline._side_stream = side  # type: ignore[assignment]
+    pipeline.run(3, call("attend"), call("exchange"), head_start)
     beside = [
         call
         for i in range(2)
         for call in (
-            f"main: attend {i}", "side waits for main", f"side: exchange {i} found {i}", *["main: pause"] * leads,
+            f"main: attend {i}", "side waits for main", f"side: exchange {i} found {i}", *["main: pause"] * head_start,
         )
     ]  # fmt: skip
     assert calls == [*beside, "main: attend 2", "main waits for side", "main: exchange 2 found 2"]

@@ -51,17 +51,17 @@ def _outlives_a_copy(rank: int, world_size: int) -> tuple[Path, bool]:
 
 
 @pytest.mark.parametrize(
-    "fails, said",
+    "fails, reason",
     [(_die, "rank 0 of 3: died with exit code 7"), (_unpicklable, "pickle"), (_oversleep, "in _oversleep")],
 )
 def test_a_failure_is_reported_and_the_next_run_works(
-    fails: Callable[..., None], said: str, monkeypatch: pytest.MonkeyPatch
+    fails: Callable[..., None], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`test_failing_ranks.py` has a rank that raises; the deadline of one that hangs has passed when the others end."""
     with monkeypatch.context() as patch:
         if fails is _oversleep:
             patch.setattr("tests.pool.wait", lambda pending, timeout: wait(pending) if len(pending) > 1 else [])
-        with pytest.raises(PoolError, match=said) as caught:
+        with pytest.raises(PoolError, match=reason) as caught:
             pool(3).run(fails)
     if fails is _oversleep:
         message = str(caught.value)

@@ -18,7 +18,7 @@ from transformers.integrations.mxfp4 import FP4_VALUES, convert_moe_packed_tenso
 
 from helix.models import FAMILIES as KNOWN
 from tests.e2e.parity import Continuation
-from tests.ending import folder
+from tests.exit_cleanup import folder
 
 # Transformers would take kernels of these packages where they are installed, and runs here on a CPU, which they cannot.
 sys.modules["fla"] = sys.modules["causal_conv1d"] = None  # type: ignore[assignment]
@@ -169,8 +169,8 @@ def write_fp8(
         fine = section["quant_method"] == "fp8"
         stored[f"{name}{'_scale_inv' if fine else '_scale'}"] = scales.reshape(()) if block == (None, None) else scales
         if not fine or section.get("activation_scheme") == "static":
-            of_inputs = "activation_scale" if fine else "input_scale"
-            stored[f"{name.removesuffix('.weight')}.{of_inputs}"] = torch.ones(())
+            input_scale_name = "activation_scale" if fine else "input_scale"
+            stored[f"{name.removesuffix('.weight')}.{input_scale_name}"] = torch.ones(())
     save_file(stored, directory / "model.safetensors")
     config = json.loads((plain / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"quantization_config": section}))

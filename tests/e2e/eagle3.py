@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.e2e.checkpoints import config_of, write_random
-from tests.ending import folder
+from tests.exit_cleanup import folder
 
 LAYERS = 5  # of targets
 HEADS, KV_HEADS, DIM, WIDTH = 8, 4, 8, 97
@@ -50,7 +50,7 @@ def layer(family: str, kind: str, window: int = 512) -> Path:
 def save(
     directory: Path,
     options: Mapping[str, Any],
-    of_hidden: int,
+    hidden_size: int,
     vocab: int,
     window: int,
     heads: tuple[int, int, int] = (HEADS, KV_HEADS, DIM),
@@ -59,14 +59,14 @@ def save(
     """Writes a random layer for a target; heads: of queries, of keys, and their width."""
     generator, (q_heads, kv_heads, dim) = torch.Generator().manual_seed(seed), heads
     own, draft_vocab = bool(options.get("own_embedding")), min(100, vocab)
-    hidden = 48 if own else of_hidden
+    hidden = 48 if own else hidden_size
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator) * 0.12
 
     name = "layers.0" if own else "midlayer"
     tensors = {
-        "fc.weight": normal(hidden, 3 * of_hidden),
+        "fc.weight": normal(hidden, 3 * hidden_size),
         "norm.weight": 1 + normal(hidden),
         **{f"{name}.{n}.weight": 1 + normal(hidden) for n in ("input_layernorm", "hidden_norm")},
         f"{name}.post_attention_layernorm.weight": 1 + normal(hidden),
@@ -118,8 +118,8 @@ class Oracle:
         return self.tensors[f"{self.name}.{name}.weight"]
 
     @staticmethod
-    def norm(x: Tensor, gain: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], gain, EPS)
+    def norm(x: Tensor, norm_weight: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], norm_weight, EPS)
 
     @torch.no_grad()
     def drafts(self, tokens: Sequence[int], count: int) -> list[int]:
@@ -129,14 +129,14 @@ class Oracle:
         states = torch.cat([hidden[i][0] for i in self.taps], -1) @ self.tensors["fc.weight"].T  # [n, H]
         found: list[int] = []
         for _ in range(count):
-            y = self.ahead(torch.tensor([*tokens[1:], *found]), states)
+            y = self.forward(torch.tensor([*tokens[1:], *found]), states)
             states = torch.cat((states, y[-1:]))
             head = self.tensors.get("lm_head.weight", self.lm.lm_head.weight)
             best = int((self.norm(y[-1], self.tensors["norm.weight"]) @ head.T).argmax())
             found.append(best + (int(self.tensors["d2t"][best]) if "d2t" in self.tensors else 0))
         return found
 
-    def ahead(self, tokens: Tensor, g: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, g: Tensor) -> Tensor:
         """The residual stream behind the layer, [n, H]."""
         embedded = F.embedding(tokens, self.tensors.get("embed_tokens.weight", self.lm.model.embed_tokens.weight))
         normed, n = self.norm(g, self.weight("hidden_norm")), len(g)
@@ -148,13 +148,13 @@ class Oracle:
         angles = torch.arange(n)[:, None] / THETA ** (torch.arange(0, DIM, 2) / DIM)
         cos, sin = torch.cat((angles, angles), -1).cos(), torch.cat((angles, angles), -1).sin()
 
-        def turned(x: Tensor) -> Tensor:
+        def rotated(x: Tensor) -> Tensor:
             a, b = x.chunk(2, -1)
             return x * cos + torch.cat((-b, a), -1) * sin
 
-        apart = torch.arange(n)[:, None] - torch.arange(n)
-        mask = (apart >= 0) & (apart < self.window)
-        attended = F.scaled_dot_product_attention(turned(q), turned(k), v, attn_mask=mask, enable_gqa=True)
+        distance = torch.arange(n)[:, None] - torch.arange(n)
+        mask = (distance >= 0) & (distance < self.window)
+        attended = F.scaled_dot_product_attention(rotated(q), rotated(k), v, attn_mask=mask, enable_gqa=True)
         x = (normed if self.normed_residual else g) + attended.transpose(0, 1).flatten(1) @ self.weight(
             "self_attn.o_proj"
         ).T

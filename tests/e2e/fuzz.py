@@ -45,14 +45,14 @@ from rich.table import Table
 if "device=interpreter" in sys.argv:  # Triton reads this when a kernel is defined
     os.environ["TRITON_INTERPRET"] = "1"
 
-from launch.inputs.arguments import helped
+from launch.inputs.arguments import handle_help
 from launch.job.report import provenance
 from tests.e2e.fuzz_cases import MODES, Case, case_of
 from tests.e2e.fuzz_checks import Outcome, outcome
 from tests.e2e.fuzz_configs import MAKERS
 from tests.e2e.fuzz_runs import Tamper, follow, leave, on_loopback, on_processes
-from tests.interpreted import interpreted
 from tests.pool import Pool, PoolError
+from tests.triton_interpreter import interpreted
 
 DEADLINE_S = {"cpu": 120.0, "cuda": 300.0, "interpreter": 900.0}  # of a case; on GPUs kernels are compiled meanwhile
 WORKERS = {"cpu": 1, "cuda": 10, "interpreter": 1}
@@ -183,7 +183,7 @@ def worker(options: Options, cases: Cases, done: queue.SimpleQueue[Any], end: fl
 
 def main() -> int:
     """Runs cases of one family or of all; returns 1 where any came out otherwise."""
-    if helped(sys.argv[1:], __doc__):
+    if handle_help(sys.argv[1:], __doc__):
         return 0
     options = parsed(sys.argv[1:])
     quiet()

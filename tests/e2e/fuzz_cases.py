@@ -1,7 +1,7 @@
 """Cases of the fuzzer: a random model, the settings of its engine, and the requests that come to it.
 
 Everything follows from a family and a seed. SHARED seeds one after the other share the sizes for which kernels are
-compiled. Settings are legal by docs/reference/features.md; one in ten is spoilt (`SPOILT`), and has to be refused.
+compiled. Settings are legal by docs/reference/features.md; one in ten is invalid (`INVALID`), and has to be refused.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 import yaml
 
 from benchmarks.papers.policies import FULL
-from helix.config import MOST_CHOSEN, Config
+from helix.config import MAX_SELECTED, Config
+from helix.kv_placement import Stripes
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec, spec_from_config
-from helix.placement import Stripes
 from helix.sampling_params import SamplingParams
 from tests.e2e.fuzz_configs import LATENTS, Json, Shapes, config_of, rope_of, written
 
@@ -44,7 +44,7 @@ Settings = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Ask:
+class CaseRequest:
     """A request of a case.
 
     Attributes:
@@ -74,12 +74,12 @@ class Case:
         content: of config.json, as written.
         own_head: the checkpoint has a head that differs from the embedding, whatever the config says.
         settings: of `Config`, by their names.
-        spoilt: which of SPOILT was done to them; None: they are legal.
+        spoilt: which of INVALID was done to them; None: they are legal.
         lossy: attention reads a part of the keys, or numbers of few bits: transformers says something else.
         eos: the tokens that end a sequence, in place of the config's.
         rounds: requests, those of a round when all before it have ended.
-        least_keys: of `helix.speculation.sparse`, small enough that drafts leave keys out.
-        piece_tokens: of `helix.setup.tiering`, small enough that what lies before a chunk comes in several pieces.
+        min_keys: of `helix.speculation.sparse`, small enough that drafts leave keys out.
+        piece_tokens: of `helix.setup.offload`, small enough that what lies before a chunk comes in several pieces.
         run_steps: of `EngineSizes`, few enough that runs are many.
         scarce: a cache in host memory has the fewest places on the GPU that its settings allow.
         whimsical: the pace of steps with drafts is drawn, in place of what the clock says.
@@ -99,19 +99,19 @@ class Case:
     generation: Json | None
     own_head: bool
     settings: Settings
-    spoilt: str | None
+    invalid: str | None
     lossy: bool
     eos: tuple[int, ...]
-    rounds: tuple[tuple[Ask, ...], ...]
-    least_keys: int
+    rounds: tuple[tuple[CaseRequest, ...], ...]
+    min_keys: int
     piece_tokens: int
     run_steps: int
-    scarce: bool
-    whimsical: bool
+    min_offload_memory: bool
+    random_pace: bool
     backend: str
     stored: str | None
     kept: bool
-    ways: tuple[str, ...] = ()
+    code_paths: tuple[str, ...] = ()
     masked: bool = False
     alone: bool = False
     trained: str | None = None
@@ -140,7 +140,7 @@ class Case:
         return {
             "drafter": " ".join(filter(None, (s["speculation.drafter"], s.get("speculation.policy")))),
             "attention": ("blocks, a part" if self.lossy else "blocks, all") if blocks else "dense",
-            "tier": s.get("kv.tier", "gpu"),
+            "tier": s.get("kv.offload", "none"),
             "hopb": s["hopb.chunks"],
             "kv": s["kv.dtype"],
             "weights": f"{self.stored}, {'kept' if self.kept else 'unpacked'}" if self.stored else "whole",
@@ -148,11 +148,13 @@ class Case:
         }
 
     def __str__(self) -> str:
-        more = f"spoilt={self.spoilt} " if self.spoilt else ""
-        more += f"least_keys={self.least_keys} run_steps={self.run_steps} scarce={self.scarce} "
-        more += f"whimsical={self.whimsical} eos={len(self.eos)} stored={self.stored} kept={self.kept} "
-        asks = ", ".join(f"{ask.name}:{len(ask.tokens)}+{ask.new}" for asks in self.rounds for ask in asks)
-        return more + " ".join(f"{key}={value}" for key, value in self.settings.items()) + f"; {asks}"
+        more = f"spoilt={self.invalid} " if self.invalid else ""
+        more += f"min_keys={self.min_keys} run_steps={self.run_steps} scarce={self.min_offload_memory} "
+        more += f"whimsical={self.random_pace} eos={len(self.eos)} stored={self.stored} kept={self.kept} "
+        requests = ", ".join(
+            f"{request.name}:{len(request.tokens)}+{request.new}" for requests in self.rounds for request in requests
+        )
+        return more + " ".join(f"{key}={value}" for key, value in self.settings.items()) + f"; {requests}"
 
 
 def case_of(
@@ -188,15 +190,15 @@ def case_of(
     vocab = config["vocab_size"]
     eos = tuple(rng.sample(range(vocab), vocab // 12)) if rng.random() < 0.5 else ()
     # What lossy steps have drawn is computed otherwise where it is a prompt: nobody is preempted there.
-    crowd = rng.random() < 0.2 and not lossy
-    if crowd:
-        settings |= {"decode.max_batch": rng.choice(("3", "5")), "schedule.lease": 1}
-    rounds = rounds_of(vocab, settings, eos, crowd, rng)
-    settings["kv.tokens"] = room_of(settings, rounds, crowd or (not lossy and rng.random() < 0.3))
-    spoilt = None
+    overcommit = rng.random() < 0.2 and not lossy
+    if overcommit:
+        settings |= {"decode.max_batch": rng.choice(("3", "5")), "schedule.lookahead_tokens": 1}
+    rounds = rounds_of(vocab, settings, eos, overcommit, rng)
+    settings["kv.tokens"] = room_of(settings, rounds, overcommit or (not lossy and rng.random() < 0.3))
+    invalid = None
     if rng.random() < 0.1 and spec is not None:
-        spoilt = rng.choice([words for words, (of, _) in SPOILT.items() if of(spec)])
-        settings |= SPOILT[spoilt][1]
+        invalid = rng.choice([words for words, (of, _) in INVALID.items() if of(spec)])
+        settings |= INVALID[invalid][1]
     return Case(
         family,
         seed,
@@ -204,13 +206,13 @@ def case_of(
         generation,
         config["tie_word_embeddings"] and rng.random() < 0.3,
         settings,
-        spoilt,
+        invalid,
         lossy,
         eos,
         rounds,
         rng.choice((16, 16, 16, 64, 256)),
         rng.choice((32, 64, 32768)),
-        1 if crowd else rng.choice((1, 2, 8)),
+        1 if overcommit else rng.choice((1, 2, 8)),
         rng.random() < 0.7,
         rng.random() < 0.4,
         rng.choice(("nccl", "symm_mem")),
@@ -262,8 +264,8 @@ def settings_of(
         "hopb.chunks": rng.choice(("none", "none", "2", "4", "auto")),
         "decode.max_batch": rng.choice(("1", "2", "3", "5")),
         "decode.prefill_chunk": str(rng.choice((7, 24, 64, 256))),
-        "schedule.lease": rng.choice((1, 2, 16)),
-        "schedule.stall_ms": rng.choice((2.0, 50.0)),
+        "schedule.lookahead_tokens": rng.choice((1, 2, 16)),
+        "schedule.max_prefill_stall_ms": rng.choice((2.0, 50.0)),
         "speculation.drafter": "none",
         "kv.dtype": "auto",
     }
@@ -279,7 +281,7 @@ def settings_of(
     if spec is not None and spec.has_states:
         settings["kv.snapshots"] = rng.choice((0, 1, 2, 8))
         drafters.remove("model")  # which would have the family's states
-    if spec is not None and spec.brought in spec.layers:
+    if spec is not None and spec.nextn in spec.layers:
         drafters += ["mtp"] * 6
     sparse_pages = page == 1 or (page >= 16 and page & (page - 1) == 0)
     blocks = has_heads and rng.random() < 0.35
@@ -292,7 +294,7 @@ def settings_of(
         settings |= {"speculation.drafter": drafter, "speculation.gamma": rng.choice(gammas)}
         settings["speculation.adaptive"] = rng.random() < 0.5
     if drafter == "suffix":
-        settings["speculation.remembered"] = rng.choice((0, 300, 1 << 18))
+        settings["speculation.suffix_pool_tokens"] = rng.choice((0, 300, 1 << 18))
     if drafter == "model":
         settings |= _draft_layout(layout, spec, page, rng)
     if drafter in ("mtp", "eagle3"):
@@ -312,19 +314,19 @@ def settings_of(
 
 def _draft_layout(layout: HelixLayout, spec: DecoderSpec | None, page: int, rng: random.Random) -> Settings:
     """A layout of the draft model, which has the target's heads, over the same ranks."""
-    world, ways = layout.world_size, []
+    world, candidates = layout.world_size, []
     for mode in ("helix", "tp", "medha"):
         for kvp in (n for n in range(1, world + 1) if world % n == 0 and page * layout.kvp % n == 0):
             try:
-                way = HelixLayout.create(mode, kvp, world // kvp)
+                candidate = HelixLayout.create(mode, kvp, world // kvp)
                 if spec is not None:
-                    way.check_heads(spec.attention.q_heads, spec.attention.kv_heads)
+                    candidate.check_heads(spec.attention.q_heads, spec.attention.kv_heads)
             except ValueError:
                 continue
-            ways.append({"mode": mode, "kvp": kvp, "tpa": world // kvp})
-    if not ways:
+            candidates.append({"mode": mode, "kvp": kvp, "tpa": world // kvp})
+    if not candidates:
         return {"speculation.drafter": "suffix"}
-    return {f"speculation.layout.{key}": value for key, value in rng.choice(ways).items()}
+    return {f"speculation.layout.{key}": value for key, value in rng.choice(candidates).items()}
 
 
 def _self_drafts(page: int, rng: random.Random) -> Settings:
@@ -351,48 +353,50 @@ def _block_sparse(layout: HelixLayout, settings: Settings, dtype: str, rng: rand
         "attention.choice": choice,
         "attention.sink_blocks": rng.choice((0, 1, 2)),
         "attention.local_blocks": 1 + -(-drafts // page) + rng.choice((0, 0, 1, 3)),
-        "attention.topk": rng.choice((0, 1, 2, 5)),
+        "attention.num_blocks": rng.choice((0, 1, 2, 5)),
         "attention.from_tokens": rng.choice((0, 0, 20, 70)),
     }
-    most = Stripes(layout, settings["kv.append_block"], page).pages_for(2 * LENGTH)
+    max_pages = Stripes(layout, settings["kv.append_block"], page).pages_for(2 * LENGTH)
     lossy = True
     # Of what bf16 chooses, nobody can say whether it is what should be chosen: there, everything is read.
     if dtype != "float32" or rng.random() < 0.4:
         lossy = False
-        if most * layout.kvp <= MOST_CHOSEN and rng.random() < 0.8:  # each rank chooses all that it has
-            settings["attention.topk"] = most * layout.kvp
+        if max_pages * layout.kvp <= MAX_SELECTED and rng.random() < 0.8:  # each rank chooses all that it has
+            settings["attention.num_blocks"] = max_pages * layout.kvp
         else:
             settings["attention.from_tokens"] = 1 << 20
     if rng.random() < 0.4 and settings["speculation.drafter"] not in ("mtp", "eagle3"):
-        settings |= {"kv.tier": "host", "kv.host_bytes": 1e9}
-        settings["kv.ahead"] = settings["attention.topk"] > 0 and rng.random() < 0.5
+        settings |= {"kv.offload": "host", "kv.offload_host_bytes": 1e9}
+        settings["kv.offload_prefetch"] = settings["attention.num_blocks"] > 0 and rng.random() < 0.5
     return lossy
 
 
 def rounds_of(
-    vocab: int, settings: Settings, eos: tuple[int, ...], crowd: bool, rng: random.Random
-) -> tuple[tuple[Ask, ...], ...]:
+    vocab: int, settings: Settings, eos: tuple[int, ...], overcommit: bool, rng: random.Random
+) -> tuple[tuple[CaseRequest, ...], ...]:
     """Requests, more than there are slots now and then; some begin like others, some like what others drew.
 
-    Args:
-        crowd: all are admitted with short prompts, and grow until they do not fit together.
+        Args:
+    overcommit: all are admitted with short prompts, and grow until they do not fit together.
     """
-    first: list[Ask] = []
-    for number in range(rng.choice((3, 4, 5)) if crowd else rng.choice((1, 2, 3, 3, 4, 6))):
-        new = rng.choice((20, 40)) if crowd else rng.choice((1, 2, 5, 9, 16))
-        tokens = _prompt(vocab, settings["kv.append_block"], rng)[: 12 if crowd else None]
+    first: list[CaseRequest] = []
+    for number in range(rng.choice((3, 4, 5)) if overcommit else rng.choice((1, 2, 3, 3, 4, 6))):
+        new = rng.choice((20, 40)) if overcommit else rng.choice((1, 2, 5, 9, 16))
+        tokens = _prompt(vocab, settings["kv.append_block"], rng)[: 12 if overcommit else None]
         if first and rng.random() < 0.3:
             before = rng.choice(first).tokens
             tokens = (before[: rng.randint(1, len(before))] + tokens)[:LENGTH]
         abort = rng.randint(1, new) if new > 2 and rng.random() < 0.15 else None
         late = rng.choice((0, 0, 0, 1, 4))
-        first.append(Ask(f"r{number}", tokens, new, _sampling(vocab, eos, rng), abort=abort, late=late))
-    second: list[Ask] = []
+        first.append(CaseRequest(f"r{number}", tokens, new, _sampling(vocab, eos, rng), abort=abort, late=late))
+    second: list[CaseRequest] = []
     for number in range(rng.choice((0, 0, 1, 2))):
-        behind = tuple(rng.randrange(vocab) for _ in range(rng.choice((1, 2, 20))))
+        suffix = tuple(rng.randrange(vocab) for _ in range(rng.choice((1, 2, 20))))
         new, share = rng.choice((1, 3, 8)), rng.choice((1.0, 1.0, rng.random()))
         second.append(
-            Ask(f"f{number}", behind, new, _sampling(vocab, eos, rng), follows=rng.choice(first).name, share=share)
+            CaseRequest(
+                f"f{number}", suffix, new, _sampling(vocab, eos, rng), follows=rng.choice(first).name, share=share
+            )
         )
     return (tuple(first), tuple(second)) if second else (tuple(first),)
 
@@ -422,10 +426,12 @@ def _sampling(vocab: int, eos: tuple[int, ...], rng: random.Random) -> SamplingP
     return SamplingParams(**rng.choice(kinds), **ends)
 
 
-def room_of(settings: Settings, rounds: tuple[tuple[Ask, ...], ...], scarce: bool) -> int:
+def room_of(settings: Settings, rounds: tuple[tuple[CaseRequest, ...], ...], scarce: bool) -> int:
     """Tokens of KV: as many as all slots can take, or, where it is to be scarce, as the longest sequence on a rank."""
-    of = {ask.name: len(ask.tokens) + ask.new for ask in rounds[0]}
-    longest = max([*of.values(), *(of[str(a.follows)] + len(a.tokens) + a.new for asks in rounds[1:] for a in asks)])
+    of = {request.name: len(request.tokens) + request.new for request in rounds[0]}
+    longest = max(
+        [*of.values(), *(of[str(a.follows)] + len(a.tokens) + a.new for requests in rounds[1:] for a in requests)]
+    )
     longest += settings.get("speculation.gamma", 0)
     return int(settings["layout.dp"] * longest * (1 if scarce else int(settings["decode.max_batch"])))
 
@@ -456,6 +462,6 @@ ILLEGAL: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "fuzz_spoilt.y
 ONE_RANK: Settings = ILLEGAL["parts"]["one rank"]
 TWO_RANKS: Settings = ILLEGAL["parts"]["two ranks"]
 # What makes settings illegal, by the words that the refusal has to hold: of which models, and what is set.
-SPOILT: dict[str, tuple[Callable[[DecoderSpec], bool], Settings]] = {
+INVALID: dict[str, tuple[Callable[[DecoderSpec], bool], Settings]] = {
     words: (OF[found["of"]], dict(ChainMap(*reversed(found["set"])))) for words, found in ILLEGAL["spoilt"].items()
 }

@@ -29,9 +29,9 @@ from helix.models.checkpoint import read_config
 from helix.models.spec import NextTokenNames
 from tests.e2e import eagle3
 from tests.e2e.checkpoints import earliest_topk, pack, to_mxfp4, write_fp8
-from tests.e2e.fuzz_cases import MXFP4, ONE_RANK, STORED, Ask, Case
+from tests.e2e.fuzz_cases import MXFP4, ONE_RANK, STORED, Case, CaseRequest
 from tests.e2e.fuzz_configs import ARCHITECTURES
-from tests.e2e.fuzz_runs import Rank, Ranks, Refused, Served, forced, on_loopback, run
+from tests.e2e.fuzz_runs import RankResult, RunOnRanks, ServeResult, SettingsRefused, forced, on_loopback, run
 from tests.unit.test_sampling import oracle as drawn_from
 from tests.unit.test_sampling import oracle_kept
 
@@ -69,7 +69,7 @@ class Outcome:
     seen: dict[str, int] = field(default_factory=dict)
 
 
-def outcome(case: Case, ranks: Ranks, device: torch.device) -> Outcome:
+def outcome(case: Case, ranks: RunOnRanks, device: torch.device) -> Outcome:
     """Runs a case and compares.
 
     Args:
@@ -92,13 +92,13 @@ def outcome(case: Case, ranks: Ranks, device: torch.device) -> Outcome:
             return Outcome("otherwise", f"transformers refuses it: {impossible!r:.200}")
         try:
             found = ranks(run, case, directory)
-        except Refused as refused:
-            missing = [word for word in (case.spoilt or "").split() if word not in str(refused)]
-            if case.spoilt is None:
+        except SettingsRefused as refused:
+            missing = [word for word in (case.invalid or "").split() if word not in str(refused)]
+            if case.invalid is None:
                 return Outcome("otherwise", f"legal settings are refused: {refused}")
             return Outcome("otherwise", f"{missing} not named: {refused}") if missing else _refused(str(refused))
-        if case.spoilt is not None:
-            return Outcome("otherwise", f"illegal settings run: {case.spoilt}", dict(+found[0].served.seen))
+        if case.invalid is not None:
+            return Outcome("otherwise", f"illegal settings run: {case.invalid}", dict(+found[0].served.seen))
         kind, problem = differences(case, directory, spec, found, ranks, device)
         return Outcome(kind, problem, dict(+found[0].served.seen))
 
@@ -162,9 +162,9 @@ def _write_eagle3(spec: DecoderSpec, to: Path, seed: int) -> None:
     """Writes a random layer whose heads are cut as the model's, and whose drafts hold where tokens repeat."""
     to.mkdir()
     rng, of = random.Random(seed), spec.attention
-    taps = [rng.randrange(len(spec.layers)) for _ in range(2)] + [len(spec.layers) - 1]
+    aux_layers = [rng.randrange(len(spec.layers)) for _ in range(2)] + [len(spec.layers) - 1]
     heads = of.q_heads, of.kv_heads, of.head_dim if isinstance(of, AttentionSpec) else 16
-    options = {"d2t": rng.random() < 0.5, "ids": taps, "residual": rng.random() < 0.5}
+    options = {"d2t": rng.random() < 0.5, "ids": aux_layers, "residual": rng.random() < 0.5}
     eagle3.save(to, options, spec.hidden, spec.vocab, 64, heads, seed)
     tensors = load_file(to / "model.safetensors")
     tensors["fc.weight"][:, 2 * spec.hidden :] += torch.eye(spec.hidden)
@@ -173,12 +173,12 @@ def _write_eagle3(spec: DecoderSpec, to: Path, seed: int) -> None:
 
 def layer_ahead(tensors: dict[str, torch.Tensor], spec: DecoderSpec) -> dict[str, torch.Tensor]:
     """A layer for multi-token prediction like one of the model's."""
-    assert spec.brought is not None
-    last = f"model.layers.{len(spec.layers) - 1 - spec.layers[::-1].index(spec.brought)}."
-    names = NextTokenNames(*(name.format(len(spec.layers)) for name in spec.brought_names))
+    assert spec.nextn is not None
+    last = f"model.layers.{len(spec.layers) - 1 - spec.layers[::-1].index(spec.nextn)}."
+    names = NextTokenNames(*(name.format(len(spec.layers)) for name in spec.nextn_names))
     like = {f"{names.layer}.{n.removeprefix(last)}": t.clone() for n, t in tensors.items() if n.startswith(last)}
     norms = {f"{n}.weight": torch.ones(spec.hidden) for n in (names.token_norm, names.state_norm, names.norm)}
-    norms = {name: weight - spec.gain_offset for name, weight in norms.items()}
+    norms = {name: weight - spec.weight_offset for name, weight in norms.items()}
     both = torch.eye(spec.hidden).repeat(1, 2) + 0.1 * torch.randn(spec.hidden, 2 * spec.hidden)
     return like | norms | {f"{names.join}.weight": both}
 
@@ -212,7 +212,7 @@ def _whole_weights(directory: Path) -> Path:
 
 
 @torch.no_grad()
-def their_logits(model: Any, served: Served, device: torch.device) -> dict[str, Tensor]:
+def their_logits(model: Any, served: ServeResult, device: torch.device) -> dict[str, Tensor]:
     """Logits [n, V] fp64 behind which each drawn token stands, by request; of all in one batch, padded behind."""
     texts = {name: served.prompts[name] + tokens[:-1] for name, tokens in served.tokens.items() if tokens}
     if not texts:
@@ -228,7 +228,7 @@ def their_logits(model: Any, served: Served, device: torch.device) -> dict[str, 
 
 
 def differences(
-    case: Case, directory: Path, spec: DecoderSpec, found: list[Rank], ranks: Ranks, device: torch.device
+    case: Case, directory: Path, spec: DecoderSpec, found: list[RankResult], ranks: RunOnRanks, device: torch.device
 ) -> tuple[str, str]:
     """The kind of outcome, and how our decoding differs from what it should be."""
     dtype = case.settings["model.dtype"]
@@ -241,11 +241,11 @@ def differences(
         return "otherwise", problem
     wanted, rounded = (their_logits(model, served, device) for model in (exact, rough))
     off = {name: (wanted[name] - rounded[name]).abs().amax(1) for name in wanted}  # [n] of each request
-    least = TOLERANCE[dtype] * (STATES if spec.has_states else 1)
-    allowed = max([least, *(SLACK[dtype] * distance.max().item() for distance in off.values())])
+    min_difference = TOLERANCE[dtype] * (STATES if spec.has_states else 1)
+    allowed = max([min_difference, *(SLACK[dtype] * distance.max().item() for distance in off.values())])
     ours = {name: torch.stack([rows[name, at] for at in _places(served, name)]).double() for name in wanted}
-    for ask in (ask for asks in case.rounds for ask in asks if ask.name in ours):
-        if problem := misdrawn(case, ask, served, ours[ask.name].float()):
+    for request in (request for requests in case.rounds for request in requests if request.name in ours):
+        if problem := misdrawn(case, request, served, ours[request.name].float()):
             return "otherwise", problem
     if case.pinned and (again := found[0].captured) is not None and (problem := _redrawn(case, served, again)):
         return "otherwise", problem
@@ -263,10 +263,12 @@ def differences(
         # A request of few rows may be lucky in transformers' one run: it counts at least half of the case's worst, and
         # in bf16 all of it. (Two of 24,000 cases in fp32 were off by 9.0 and 9.2 times theirs.)
         own = SLACK[dtype] * off[name].max().item()
-        most = max(least, own, allowed / 2) if dtype == "float32" else allowed
-        if not distances.max() <= most:
-            behind, worst = len(served.prompts[name]) + int(distances.argmax()), max(worst, distances.max().item())
-            problem = f"{name}: logits off by {distances.max():.2e} behind {behind} tokens ({most:.1e} allowed)"
+        max_difference = max(min_difference, own, allowed / 2) if dtype == "float32" else allowed
+        if not distances.max() <= max_difference:
+            position, worst = len(served.prompts[name]) + int(distances.argmax()), max(worst, distances.max().item())
+            problem = (
+                f"{name}: logits off by {distances.max():.2e} behind {position} tokens ({max_difference:.1e} allowed)"
+            )
     if problem:
         tries = 0 if dtype == "float32" else TRIES if spec.experts is None else 2 * TRIES
         hair = _hangs_by_a_hair(case, directory, served, wanted, worst, tries, device)
@@ -279,7 +281,7 @@ def differences(
 def _hangs_by_a_hair(
     case: Case,
     directory: Path,
-    served: Served,
+    served: ServeResult,
     wanted: dict[str, Tensor],
     worst: float,
     tries: int,
@@ -311,72 +313,81 @@ def misread(exact: Any, spec: DecoderSpec) -> str:
     return ""
 
 
-def disorder(case: Case, served: Served) -> str:
+def disorder(case: Case, served: ServeResult) -> str:
     """Names what is wrong with how requests ended; empty where nothing is."""
-    if served.behind != (0, 0, 0):
-        return f"pages, slots and sequences left behind: {served.behind}"
-    for ask in (ask for asks in case.rounds for ask in asks):
-        tokens, end = served.tokens.get(ask.name, ()), served.ends.get(ask.name)
-        ends = ask.sampling.ends(case.eos)
+    if served.leaked != (0, 0, 0):
+        return f"pages, slots and sequences left behind: {served.leaked}"
+    for request in (request for requests in case.rounds for request in requests):
+        tokens, end = served.tokens.get(request.name, ()), served.ends.get(request.name)
+        ends = request.sampling.ends(case.eos)
         first = next((i + 1 for i, token in enumerate(tokens) if token in ends), None)
-        whole = {"stop": first == len(tokens), "length": len(tokens) == ask.new and first is None}
-        whole |= {"abort": first is None and len(tokens) <= ask.new and ask.abort is not None}
+        whole = {"stop": first == len(tokens), "length": len(tokens) == request.new and first is None}
+        whole |= {"abort": first is None and len(tokens) <= request.new and request.abort is not None}
         if end is None or not whole.get(end, False):
-            return f"{ask.name} ended by {end} after {len(tokens)} of {ask.new} tokens; the first end is token {first}"
+            return (
+                f"{request.name} ended by {end} after {len(tokens)} of {request.new} tokens; the first is token {first}"
+            )
     return ""
 
 
-def drafts_decide(case: Case, ask: Ask) -> bool:
+def drafts_decide(case: Case, request: CaseRequest) -> bool:
     """Says whether drafts, drawn with noise of their own and kept by rejection, decide which tokens a request gets."""
     drafter, noise = case.settings["speculation.drafter"], case.settings.get("speculation.noise")
     rejection = drafter == "model" or (drafter in ("sparse", "mtp", "eagle3") and noise == "own")
-    return rejection and not ask.sampling.is_greedy
+    return rejection and not request.sampling.is_greedy
 
 
-def misdrawn(case: Case, ask: Ask, served: Served, logits: Tensor) -> str:
+def misdrawn(case: Case, request: CaseRequest, served: ServeResult, logits: Tensor) -> str:
     """Names a token that is not what the sampler draws from our own logits [n, V] fp32; empty where none is."""
-    for token, at, row in zip(served.tokens[ask.name], _places(served, ask.name), logits, strict=True):
-        if drafts_decide(case, ask):
-            right = bool(oracle_kept(row, ask.sampling)[token])
+    for token, at, row in zip(served.tokens[request.name], _places(served, request.name), logits, strict=True):
+        if drafts_decide(case, request):
+            right = bool(oracle_kept(row, request.sampling)[token])
         else:
-            right = drawn_from(row, ask.sampling, at) == token
+            right = drawn_from(row, request.sampling, at) == token
         if not right:
-            return f"{ask.name}: token {token} at {at} is not what {ask.sampling} draws from its logits"
+            return f"{request.name}: token {token} at {at} is not what {request.sampling} draws from its logits"
     return ""
 
 
 def _captured(
-    case: Case, served: Served, again: Served, exact: Any, allowed: float, device: torch.device
+    case: Case, served: ServeResult, again: ServeResult, exact: Any, allowed: float, device: torch.device
 ) -> tuple[str, str]:
     """Captured steps, whose logits nobody sees, draw the same greedy tokens, or others of nearly equal logits."""
     if problem := disorder(case, again):
         return "otherwise", f"captured: {problem}"
     wanted = their_logits(exact, again, device)
-    for ask in (ask for asks in case.rounds for ask in asks if ask.name in wanted):
-        same = again.prompts[ask.name] == served.prompts[ask.name]
-        n = min(len(served.tokens[ask.name]), len(again.tokens[ask.name]))
-        if (same and again.tokens[ask.name][:n] == served.tokens[ask.name][:n]) or not ask.sampling.is_greedy:
+    for request in (request for requests in case.rounds for request in requests if request.name in wanted):
+        same = again.prompts[request.name] == served.prompts[request.name]
+        n = min(len(served.tokens[request.name]), len(again.tokens[request.name]))
+        if (
+            same and again.tokens[request.name][:n] == served.tokens[request.name][:n]
+        ) or not request.sampling.is_greedy:
             continue
-        logits, tokens = wanted[ask.name], torch.tensor(again.tokens[ask.name])
+        logits, tokens = wanted[request.name], torch.tensor(again.tokens[request.name])
         short = logits.max(1).values - logits.gather(1, tokens[:, None])[:, 0]
         if short.max() > 2 * allowed:
-            return "otherwise", f"captured: {ask.name}: token {int(short.argmax())} is short by {short.max():.2e}"
+            return "otherwise", f"captured: {request.name}: token {int(short.argmax())} is short by {short.max():.2e}"
     return "equal", ""
 
 
-def _redrawn(case: Case, served: Served, again: Served) -> str:
+def _redrawn(case: Case, served: ServeResult, again: ServeResult) -> str:
     """Names a request for which captured steps, which see what the others saw, draw other tokens."""
     if problem := disorder(case, again):
         return f"captured: {problem}"
-    for ask in (ask for asks in case.rounds for ask in asks if ask.abort is None and not drafts_decide(case, ask)):
-        same = again.prompts[ask.name] == served.prompts[ask.name]
-        if same and again.tokens[ask.name] != served.tokens[ask.name]:
-            return f"captured: {ask.name} draws other tokens"
+    for request in (
+        request
+        for requests in case.rounds
+        for request in requests
+        if request.abort is None and not drafts_decide(case, request)
+    ):
+        same = again.prompts[request.name] == served.prompts[request.name]
+        if same and again.tokens[request.name] != served.tokens[request.name]:
+            return f"captured: {request.name} draws other tokens"
     return ""
 
 
 def _lossy(
-    case: Case, directory: Path, served: Served, ours: dict[str, Tensor], allowed: float, ranks: Ranks
+    case: Case, directory: Path, served: ServeResult, ours: dict[str, Tensor], allowed: float, ranks: RunOnRanks
 ) -> tuple[str, str]:
     """Against an engine with nothing around its attention.
 
@@ -384,7 +395,7 @@ def _lossy(
     round the other way. Then small changes of the weights do the same to it: the case is undecided.
     """
 
-    def drawn(where: Path) -> dict[str, Tensor]:
+    def random_weights(where: Path) -> dict[str, Tensor]:
         rows = _whole(ranks(forced, case, where, served))
         return {name: torch.stack([rows[name, at] for at in _places(served, name)]).double() for name in ours}
 
@@ -392,25 +403,25 @@ def _lossy(
         distances = [(one[name] - other[name]).abs().max().item() for name in one]
         return max(distances, default=0.0) if all(d == d for d in distances) else float("inf")
 
-    wanted = drawn(directory)
+    wanted = random_weights(directory)
     if (worst := apart(ours, wanted)) <= allowed:
         return "equal", ""
     for i in range(TRIES):
         nudged(directory, where := directory / f"nudged-{i}", NUDGE["float32"], i)
         if (draft := directory / "draft").exists():
             (where / "draft").symlink_to(draft)
-        if apart(drawn(where), wanted) > worst / SLACK["float32"]:
+        if apart(random_weights(where), wanted) > worst / SLACK["float32"]:
             return "undecided", f"lossy logits off by {worst:.2e}"
     return "otherwise", f"lossy logits off by {worst:.2e} ({allowed:.1e}) from those without anything around attention"
 
 
-def _places(served: Served, name: str) -> range:
+def _places(served: ServeResult, name: str) -> range:
     """Positions of the drawn tokens of a request."""
     begin = len(served.prompts[name])
     return range(begin, begin + len(served.tokens[name]))
 
 
-def _whole(found: list[Rank]) -> Rows:
+def _whole(found: list[RankResult]) -> Rows:
     """Logits over the whole vocabulary."""
-    places = {at for rank in found for at in rank.logits}
-    return {at: torch.cat([rank.logits[at] for rank in found if at in rank.logits]) for at in places}
+    positions = {at for rank in found for at in rank.logits}
+    return {at: torch.cat([rank.logits[at] for rank in found if at in rank.logits]) for at in positions}

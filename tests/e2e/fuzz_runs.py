@@ -26,11 +26,11 @@ from comm.torch_dist import TorchDistCommunicator
 from helix.attention.policies import budget_of
 from helix.config import Config
 from helix.engine.core import Engine
-from helix.engine.decision import StepPlan
 from helix.engine.draft_policy import DraftPolicy
 from helix.engine.inbox import Inbox
 from helix.engine.request import Request
-from helix.layers.specs import unpacked
+from helix.engine.scheduler_output import StepPlan
+from helix.layers.specs import unquantized
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
 from helix.models.decoder import Decoder
@@ -40,10 +40,10 @@ from helix.sampling_params import SamplingParams
 from helix.setup.drafts import load_eagle3
 from helix.setup.engine import build_engine
 from helix.speculation import DraftModel, ModelDrafter, SparseDrafter
-from helix.worker.tiered_cache import TieredCache
+from helix.worker.offloaded_cache import OffloadedCache
 from launch.inputs.preflight import CheckedRun, preflight
-from tests.e2e.fuzz_cases import Ask, Case
-from tests.e2e.masked import Masked
+from tests.e2e.fuzz_cases import Case, CaseRequest
+from tests.e2e.masked_attention import MaskedAttention
 from tests.sequences import generated, resize
 
 SMALL_CHUNKS: dict[str, Any] = {  # chunks of up to 64 tokens are captured, or are not
@@ -52,7 +52,7 @@ SMALL_CHUNKS: dict[str, Any] = {  # chunks of up to 64 tokens are captured, or a
     "helix.worker.graph_keys.LAUNCHED": 20,
     "helix.worker.graph_keys.SEQUENCES": (2, 4),
     "helix.worker.graph_keys.DEEP": 16,
-    "helix.layers.indexer.SCORES": 512,
+    "helix.layers.indexer.MAX_SCORES": 512,
 }
 
 
@@ -60,40 +60,48 @@ def _always(value: object) -> Callable[..., object]:
     return lambda *args: value
 
 
-# By a case's `ways`: what stands in place of what, and the function whose calls are counted under that name.
-WAYS: dict[str, dict[str, Any]] = {
+# By a case's `code_paths`: what stands in place of what, and the function whose calls are counted under that name.
+CODE_PATHS: dict[str, dict[str, Any]] = {
     "padded": SMALL_CHUNKS,
-    "halves": {"comm.turns.LEAST": 7},
-    "at once": {"comm.loopback.LoopbackCommunicator.sums_at_once": True},
-    "dealt": {"helix.layers.specs.WORTH": 1 << 20},
-    "not dealt": {"helix.layers.specs.WORTH": 0},
-    "values": {"helix.layers.mla.exchanges_values": _always(True), "helix.layers.mla.gathers_first": _always(True)},
-    "latents": {"helix.layers.mla.exchanges_values": _always(False), "helix.layers.mla.gathers_first": _always(False)},
+    "halves": {"comm.dual_batch_overlap.MIN_MICRO_BATCH_TOKENS": 7},
+    "at once": {"comm.loopback.LoopbackCommunicator.fuses_all_reduce_norm": True},
+    "dealt": {"helix.layers.specs.GATHER_SPEEDUP": 1 << 20},
+    "not dealt": {"helix.layers.specs.GATHER_SPEEDUP": 0},
+    "values": {
+        "helix.layers.mla.exchanges_values": _always(True),
+        "helix.layers.mla.gathers_before_absorption": _always(True),
+    },
+    "latents": {
+        "helix.layers.mla.exchanges_values": _always(False),
+        "helix.layers.mla.gathers_before_absorption": _always(False),
+    },
     "gathered": {"helix.layers.mla.gathers_queries": _always(True)},
     "replicated": {"helix.layers.mla.gathers_queries": _always(False)},
-    "expanded": {"helix.worker.model_runner.expanding_rows": _always(0.01)},
-    "in pieces": {"helix.layers.mla.EXPANDED": 1 << 12},
-    "key by key": {"helix.layers.mla.EXPANDED": 1},
-    "few scores": {"helix.layers.indexer.SCORES": 1},
+    "expanded": {"helix.worker.model_runner.min_rows_to_expand": _always(0.01)},
+    "in pieces": {"helix.layers.mla.MAX_EXPANDED_BYTES": 1 << 12},
+    "key by key": {"helix.layers.mla.MAX_EXPANDED_BYTES": 1},
+    "few scores": {"helix.layers.indexer.MAX_SCORES": 1},
 }
 COUNTED = {
-    "halves": "helix.worker.step.Step.halves",
-    "dealt": "helix.models.decoder.dealt",
+    "halves": "helix.worker.step.Step.micro_batches",
+    "dealt": "helix.models.decoder.shard_rows",
     "expanded": "helix.layers.mla.MLA._attend_expanded",
     "padded": "helix.worker.step.DecodeState.packed",
 }
 Tamper = Callable[[Engine], None]
 
 Connect = Callable[[HelixLayout], Communicator]  # of a layout over all ranks, this rank's communicator
-Ranks = Callable[..., list["Rank"]]  # runs `run` or `forced` on all ranks, with what follows their first two arguments
+RunOnRanks = Callable[
+    ..., list["RankResult"]
+]  # runs `run` or `forced` on all ranks, with what follows their first two arguments
 
 
-class Refused(Exception):
+class SettingsRefused(Exception):
     """The settings are refused, on every rank alike."""
 
 
 @dataclass
-class Served:
+class ServeResult:
     """Results of the requests, on rank 0.
 
     Attributes:
@@ -105,12 +113,12 @@ class Served:
     prompts: dict[str, tuple[int, ...]] = field(default_factory=dict)
     tokens: dict[str, tuple[int, ...]] = field(default_factory=dict)
     ends: dict[str, str] = field(default_factory=dict)
-    behind: tuple[int, int, int] = (0, 0, 0)
+    leaked: tuple[int, int, int] = (0, 0, 0)
     seen: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass
-class Rank:
+class RankResult:
     """A rank's view of a case.
 
     Attributes:
@@ -118,26 +126,26 @@ class Rank:
         captured: again, by captured steps where the communicator allows it; None elsewhere.
     """
 
-    served: Served
+    served: ServeResult
     logits: dict[tuple[str, int], torch.Tensor]
-    captured: Served | None = None
+    captured: ServeResult | None = None
 
 
 @dataclass
-class Forced:
+class ForcedTokens:
     """A grammar that allows one continuation."""
 
     tokens: tuple[int, ...]
     words: int
     at: int = 0
 
-    def allowed(self) -> np.ndarray:
+    def token_bitmask(self) -> np.ndarray:
         mask = np.zeros(self.words, dtype=np.int32)
         token = self.tokens[min(self.at, len(self.tokens) - 1)]
         mask.view(np.uint32)[token // 32] = 1 << token % 32
         return mask
 
-    def take(self, token: int) -> None:
+    def accept_token(self, token: int) -> None:
         self.at += 1
 
 
@@ -155,29 +163,29 @@ def counting(name: str, target: str, counts: Counter[str]) -> Any:
 
 
 @contextmanager
-def surroundings(case: Case, counts: Counter[str] | None = None) -> Iterator[None]:
+def patched_environment(case: Case, counts: Counter[str] | None = None) -> Iterator[None]:
     """Small numbers in place of those of large models, for all ranks of this process; what is done is counted."""
     with ExitStack() as stack:
-        for way in case.ways:
-            for target, value in WAYS[way].items():
+        for code_path in case.code_paths:
+            for target, value in CODE_PATHS[code_path].items():
                 stack.enter_context(patch(target, value))
-            if way in COUNTED and counts is not None:
-                stack.enter_context(counting(way, COUNTED[way], counts))
-        stack.enter_context(patch("helix.speculation.sparse.LEAST_KEYS", case.least_keys))
-        stack.enter_context(patch("helix.setup.tiering.PIECE_TOKENS", case.piece_tokens))
-        if case.whimsical:
-            stack.enter_context(patch.object(DraftPolicy, "pace", whimsical(case.seed)))
+            if code_path in COUNTED and counts is not None:
+                stack.enter_context(counting(code_path, COUNTED[code_path], counts))
+        stack.enter_context(patch("helix.speculation.sparse.LEAST_KEYS", case.min_keys))
+        stack.enter_context(patch("helix.setup.offload.PIECE_TOKENS", case.piece_tokens))
+        if case.random_pace:
+            stack.enter_context(patch.object(DraftPolicy, "plan_steps", random_pace(case.seed)))
         yield
 
 
-def whimsical(seed: int) -> Callable[..., StepPlan]:
+def random_pace(seed: int) -> Callable[..., StepPlan]:
     """Paces at random: every count of drafts, every limit of a row, runs of one to three steps."""
     rng = random.Random(seed)
 
     def pace(policy: DraftPolicy, rows: int, kv_tokens: int, without: Collection[int] = ()) -> StepPlan:
         limits = tuple(0 if n in without else rng.choice((0, 1, 2, policy.sizes[-1])) for n in range(rows))
-        drawn = rng.choice(policy.sizes), 1.5, rng.randint(1, 3)
-        return StepPlan(*drawn, limits if without else rng.choice(((), limits)))
+        plan = rng.choice(policy.sizes), 1.5, rng.randint(1, 3)
+        return StepPlan(*plan, limits if without else rng.choice(((), limits)))
 
     return pace
 
@@ -194,7 +202,7 @@ def plan_of(case: Case, directory: Path, rank: int) -> CheckedRun:
     try:
         return preflight(config, case.world_size)
     except ValueError as error:
-        raise Refused(str(error)) from error
+        raise SettingsRefused(str(error)) from error
 
 
 def plain(case: Case, directory: Path, rank: int) -> CheckedRun:
@@ -206,7 +214,7 @@ def plain(case: Case, directory: Path, rank: int) -> CheckedRun:
     config = plan.config
     config.speculation.drafter, config.hopb.chunks = "none", "none"
     config.decode.max_batch = config.decode.max_batch if case.masked else "1"
-    config.kv.tier, config.kv.host_bytes, config.kv.ahead = "gpu", None, False
+    config.kv.offload, config.kv.offload_host_bytes, config.kv.offload_prefetch = "gpu", None, False
     config.kv.prefix_cache = False
     return replace(plan, draft=None)
 
@@ -224,20 +232,20 @@ def engine_of(plan: CheckedRun, case: Case, connect: Connect) -> Iterator[Engine
     if config.speculation.drafter == "eagle3":
         draft = load_eagle3(config.speculation, model, plan.layout, comm)
     if plan.draft is not None:
-        of_draft = connect(plan.draft.layout)
-        own = _load(plan.draft.spec, case, (), plan.draft.layout, of_draft, plan.draft.checkpoint, config)
-        draft = DraftModel(own, plan.draft.layout, of_draft)
+        draft_comm = connect(plan.draft.layout)
+        draft_decoder = _load(plan.draft.spec, case, (), plan.draft.layout, draft_comm, plan.draft.checkpoint, config)
+        draft = DraftModel(draft_decoder, plan.draft.layout, draft_comm)
     given = plan.layout, model, config, int(config.decode.max_batch), 1, draft
-    if config.kv.tier == "host" and case.scarce:
-        config.kv.gpu_bytes = _least_bytes(config, lambda: build_engine(*given).close(), comm)
+    if config.kv.offload == "host" and case.min_offload_memory:
+        config.kv.offload_gpu_bytes = _min_gpu_bytes(config, lambda: build_engine(*given).close(), comm)
     try:
         engine = build_engine(*given)
         resize(engine, run_steps=case.run_steps)
     except ValueError as error:
-        raise Refused(str(error)) from error
+        raise SettingsRefused(str(error)) from error
     for tensor in _unwritten(engine):
         tensor.fill_(torch.nan if tensor.is_floating_point() else -1)  # words of ones are NaN in every dtype
-    engine.runner.pads |= "padded" in case.ways
+    engine.runner.pads_chunks |= "padded" in case.code_paths
     try:
         yield engine
     finally:
@@ -251,15 +259,15 @@ def _load(
     checkpoint: Checkpoint | None, config: Config,
 ) -> Decoder:  # fmt: skip
     assert checkpoint is not None
-    dtype, formats = getattr(torch, config.model.dtype), checkpoint.kept if case.kept else unpacked
+    dtype, formats = getattr(torch, config.model.dtype), checkpoint.matrix_format if case.kept else unquantized
     model = Decoder(replace(spec, eos=eos), layout, comm, dtype, comm.device, formats)
     checkpoint.load(model.weights)
     return model
 
 
-def _least_bytes(config: Config, build: Callable[[], None], comm: Communicator) -> float:
-    """The least kv.gpu_bytes of all ranks, as the refusal of a single one says it."""
-    config.kv.gpu_bytes = 1.0
+def _min_gpu_bytes(config: Config, build: Callable[[], None], comm: Communicator) -> float:
+    """The least kv.offload_gpu_bytes of all ranks, as the refusal of a single one says it."""
+    config.kv.offload_gpu_bytes = 1.0
     try:
         build()
     except ValueError as error:
@@ -273,7 +281,7 @@ def _unwritten(engine: Engine) -> Iterator[torch.Tensor]:
     cache, drafter = engine.runner.cache, engine.runner.drafter
     yield from cache.tensors
     yield from (tensor for group in cache.groups for tensor in group.on_host.values())
-    if isinstance(cache, TieredCache):
+    if isinstance(cache, OffloadedCache):
         yield from cache.on_gpu
     if isinstance(drafter, SparseDrafter) and drafter.scores is not None:
         yield drafter.scores.planes
@@ -287,82 +295,84 @@ def observe(engine: Engine) -> dict[tuple[str, int], torch.Tensor]:
 
     def note(slots: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> None:
         for slot, position, row in zip(slots.tolist(), positions.tolist(), rows.cpu(), strict=True):
-            logits[str(engine.runner.admitted[slot].id), position] = row.clone()
+            logits[str(engine.runner.requests[slot].id), position] = row.clone()
 
-    engine.runner.observer = note
+    engine.runner.logits_hook = note
     return logits
 
 
-def serve(engine: Engine, case: Case, salt: str) -> Served:
+def serve(engine: Engine, case: Case, cache_salt: str) -> ServeResult:
     """Serves the rounds of a case; on other ranks than 0, what rank 0 says."""
-    inbox, served, todo = Inbox(), Served(), list(case.rounds)
-    drawn: dict[str, list[int]] = {}
-    late: list[Ask] = []
+    inbox, served, todo = Inbox(), ServeResult(), list(case.rounds)
+    output_token_ids: dict[str, list[int]] = {}
+    late: list[CaseRequest] = []
 
-    def submit(ask: Ask) -> None:
+    def submit(request: CaseRequest) -> None:
         before: tuple[int, ...] = ()
-        if ask.follows is not None:
-            before = served.prompts[ask.follows] + (() if case.lossy else tuple(drawn[ask.follows]))
-        prompt = before[: round(ask.share * len(before))] + ask.tokens
-        served.prompts[ask.name], drawn[ask.name] = prompt, []
-        inbox.submit(Request(ask.name, prompt, ask.new, ask.sampling, salt=salt))
+        if request.follows is not None:
+            before = served.prompts[request.follows] + (() if case.lossy else tuple(output_token_ids[request.follows]))
+        prompt = before[: round(request.share * len(before))] + request.tokens
+        served.prompts[request.name], output_token_ids[request.name] = prompt, []
+        inbox.submit(Request(request.name, prompt, request.new, request.sampling, cache_salt=cache_salt))
 
     def next_round() -> None:
         if not todo:
             inbox.close()
             return
-        asks = todo.pop(0)
-        late.extend(ask for ask in asks if ask.late)
-        for ask in asks:
-            if not ask.late:
-                submit(ask)
+        requests = todo.pop(0)
+        late.extend(request for request in requests if request.late)
+        for request in requests:
+            if not request.late:
+                submit(request)
 
-    aborts = {ask.name: ask.abort for asks in case.rounds for ask in asks if ask.abort is not None}
+    aborts = {
+        request.name: request.abort for requests in case.rounds for request in requests if request.abort is not None
+    }
     outputs = 0
     next_round()
-    while not drawn and late:
+    while not output_token_ids and late:
         submit(late.pop(0))
     for delta in chain.from_iterable(engine.serve(inbox if engine.comm.rank == 0 else None)):
         name, outputs = str(delta.id), outputs + 1
         assert name not in served.ends, f"{name}: something comes behind its end"
         assert delta.finish_reason != "error", f"{name} is refused: {delta.reason}"
-        drawn[name] += delta.new_ids
-        if delta.new_ids and not served.seen[f"cached {name}"]:
+        output_token_ids[name] += delta.new_token_ids
+        if delta.new_token_ids and not served.seen[f"cached {name}"]:
             served.seen[f"cached {name}"] = 1
             served.seen["hits"] += delta.cached_tokens > 0
         if delta.finish_reason is not None:
             served.ends[name] = delta.finish_reason
-        if name in aborts and len(drawn[name]) >= aborts[name]:
+        if name in aborts and len(output_token_ids[name]) >= aborts[name]:
             inbox.abort(name)
-        over = len(served.ends) == len(drawn)
-        for ask in [ask for ask in late if over or ask.late <= outputs]:
-            late.remove(ask)
-            submit(ask)
-        if len(served.ends) == len(drawn):
+        over = len(served.ends) == len(output_token_ids)
+        for request in [request for request in late if over or request.late <= outputs]:
+            late.remove(request)
+            submit(request)
+        if len(served.ends) == len(output_token_ids):
             next_round()
-    served.tokens = {name: tuple(tokens) for name, tokens in drawn.items()}
+    served.tokens = {name: tuple(tokens) for name, tokens in output_token_ids.items()}
     timings, cache = engine.timings, engine.runner.cache
-    served.behind = (
+    served.leaked = (
         sum(t.pool.used for t in engine.tables),
-        len(engine.runner.admitted),
+        len(engine.runner.requests),
         int(engine.runner.state.active.sum()),
     )
-    of_cache = Counter({name: n for name, n in served.seen.items() if not name.startswith("cached ")})
-    served.seen = of_cache + Counter(
+    seen = Counter({name: n for name, n in served.seen.items() if not name.startswith("cached ")})
+    served.seen = seen + Counter(
         {
             "preemptions": timings.preemptions,
-            "drafts kept": sum(kept * n for kept, n in timings.kept.items()),
-            "drafts refused": int(sum(timings.acceptance.tried) - sum(timings.acceptance.kept)),
+            "drafts kept": sum(kept * n for kept, n in timings.accepted.items()),
+            "drafts refused": int(sum(timings.acceptance.verified) - sum(timings.acceptance.accepted)),
             "aborts": sum(end == "abort" for end in served.ends.values()),
             "ended by a token": sum(end == "stop" for end in served.ends.values()),
-            "blocks from the host": int(cache.counted[1]) if isinstance(cache, TieredCache) else 0,
-            "blocks ahead": int(cache.counted_ahead[1]) if isinstance(cache, TieredCache) else 0,
+            "blocks from the host": int(cache.fetch_counts[1]) if isinstance(cache, OffloadedCache) else 0,
+            "blocks ahead": int(cache.prefetch_counts[1]) if isinstance(cache, OffloadedCache) else 0,
         }
     )
     return served
 
 
-def run(rank: int, connect: Connect, case: Case, directory: Path, tamper: Tamper | None = None) -> Rank:
+def run(rank: int, connect: Connect, case: Case, directory: Path, tamper: Tamper | None = None) -> RankResult:
     """Serves a case on a rank, and once more by captured steps where there are such.
 
     Args:
@@ -375,14 +385,14 @@ def run(rank: int, connect: Connect, case: Case, directory: Path, tamper: Tamper
         if tamper is not None:
             tamper(engine)
         logits = observe(engine)
-        seen = Rank(serve(engine, case, "observed"), logits)
+        seen = RankResult(serve(engine, case, "observed"), logits)
         if engine.comm.capturable:  # whoever observes logits gets eager steps
-            engine.runner.observer = None
+            engine.runner.logits_hook = None
             seen.captured = serve(engine, case, "captured")
     return seen
 
 
-def forced(rank: int, connect: Connect, case: Case, directory: Path, served: Served) -> Rank:
+def forced(rank: int, connect: Connect, case: Case, directory: Path, served: ServeResult) -> RankResult:
     """Draws again what was served, by an engine with nothing around its attention."""
     plan = plain(case, directory, rank)
     budget = budget_of(plan.config.attention)
@@ -391,29 +401,31 @@ def forced(rank: int, connect: Connect, case: Case, directory: Path, served: Ser
     with engine_of(plan, case, connect) as engine:
         if case.masked:
             shared = plan.config.attention.choice == "global"
-            engine.runner.policy = Masked(budget if shared else budget.over(plan.layout.kvp))
+            engine.runner.policy = MaskedAttention(budget if shared else budget.per_rank(plan.layout.kvp))
         logits, words = observe(engine), -(-engine.runner.model.spec.vocab // 32)
         requests = [
-            Request(name, prompt, len(tokens), SamplingParams(ignore_eos=True), matcher=Forced(tokens, words))
+            Request(name, prompt, len(tokens), SamplingParams(ignore_eos=True), matcher=ForcedTokens(tokens, words))
             for name, prompt in served.prompts.items()
             if (tokens := served.tokens[name])
         ]
         for one in generated(engine, requests).values():
             assert one.finish_reason != "error", one.reason
-    return Rank(served, logits)
+    return RankResult(served, logits)
 
 
-def on_loopback(world_size: int, device: str, timeout_s: float, tamper: Tamper | None = None) -> Ranks:
+def on_loopback(world_size: int, device: str, timeout_s: float, tamper: Tamper | None = None) -> RunOnRanks:
     """Ranks that are threads of this process; `tamper` plants a mistake in those that run a case."""
 
-    def ranks(work: Callable[..., Rank], *args: Any) -> list[Rank]:
+    def ranks(work: Callable[..., RankResult], *args: Any) -> list[RankResult]:
         given = (*args, tamper) if work is run else args
 
-        def body(world: LoopbackWorld, rank: int) -> Rank | Refused:
+        def body(world: LoopbackWorld, rank: int) -> RankResult | SettingsRefused:
             return _unless_refused(work, rank, lambda of: world.communicator(rank, of.kvp_group(rank)), *given)
 
         counts = Counter[str]()
-        with surroundings(args[0], counts):  # once: threads that undo one another's changes would leave some behind
+        with patched_environment(
+            args[0], counts
+        ):  # once: threads that undo one another's changes would leave some behind
             found = _served(run_ranks(world_size, body, timeout_s=timeout_s, device=device))
         found[0].served.seen |= counts
         return found
@@ -421,14 +433,14 @@ def on_loopback(world_size: int, device: str, timeout_s: float, tamper: Tamper |
     return ranks
 
 
-def on_processes(backend: str, device: torch.device) -> Ranks:
+def on_processes(backend: str, device: torch.device) -> RunOnRanks:
     """Ranks that are processes of the default group: what rank 0 calls, the others do in `follow`.
 
     Args:
         backend: symm_mem, or anything else for what the default group has.
     """
 
-    def ranks(work: Callable[..., Rank], *args: Any) -> list[Rank]:
+    def ranks(work: Callable[..., RankResult], *args: Any) -> list[RankResult]:
         dist.broadcast_object_list([(work, backend, args)], 0)
         return _served(_together(work, backend, device, args))
 
@@ -438,11 +450,11 @@ def on_processes(backend: str, device: torch.device) -> Ranks:
 def follow(device: torch.device) -> None:
     """Does what rank 0 says until it says `leave`."""
     while True:
-        said: list[Any] = [None]
-        dist.broadcast_object_list(said, 0)
-        if said[0] is None:
+        message: list[Any] = [None]
+        dist.broadcast_object_list(message, 0)
+        if message[0] is None:
             return
-        work, backend, args = said[0]
+        work, backend, args = message[0]
         _together(work, backend, device, args)
 
 
@@ -451,31 +463,31 @@ def leave() -> None:
     dist.broadcast_object_list([None], 0)
 
 
-def _together(work: Callable[..., Rank], backend: str, device: torch.device, args: tuple[Any, ...]) -> list[Any]:
+def _together(work: Callable[..., RankResult], backend: str, device: torch.device, args: tuple[Any, ...]) -> list[Any]:
     kind = SymmMemCommunicator if backend == "symm_mem" else TorchDistCommunicator
 
     def connect(layout: HelixLayout) -> Communicator:
         return kind(layout.kvp_groups(), device, timedelta(seconds=60))
 
     results, counts = [None] * dist.get_world_size(), Counter[str]()
-    with surroundings(args[0], counts):
+    with patched_environment(args[0], counts):
         found = _unless_refused(work, dist.get_rank(), connect, *args)
-    if isinstance(found, Rank):
+    if isinstance(found, RankResult):
         found.served.seen |= counts
     dist.all_gather_object(results, found)
     return results
 
 
-def _unless_refused(work: Callable[..., Rank], *args: Any) -> Rank | Refused:
+def _unless_refused(work: Callable[..., RankResult], *args: Any) -> RankResult | SettingsRefused:
     try:
         return work(*args)
-    except Refused as refused:
+    except SettingsRefused as refused:
         return refused
 
 
-def _served(results: list[Rank | Refused]) -> list[Rank]:
+def _served(results: list[RankResult | SettingsRefused]) -> list[RankResult]:
     """Raises Refused where every rank refuses."""
-    if refused := [r for r in results if isinstance(r, Refused)]:
+    if refused := [r for r in results if isinstance(r, SettingsRefused)]:
         assert len(refused) == len(results), f"some ranks refuse and others do not: {refused[0]}"
         raise refused[0]
-    return [r for r in results if isinstance(r, Rank)]
+    return [r for r in results if isinstance(r, RankResult)]

@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM
 from helix.models import spec_from_config
 from helix.models.spec import NextTokenNames
 from tests.e2e.checkpoints import config_of, earliest_topk, write_random
-from tests.ending import folder
+from tests.exit_cleanup import folder
 
 # Lists with an entry for each layer, and that of the layer behind the last; empty: the last one's.
-OF_LAYERS = {"mlp_layer_types": "sparse", "indexer_types": "full", "layer_types": ""}
+PER_LAYER_KEYS = {"mlp_layer_types": "sparse", "indexer_types": "full", "layer_types": ""}
 
 
 @functools.cache
@@ -29,7 +29,7 @@ def whole(family: str) -> Path:
     """Directory of a random model with a layer more."""
     directory, config = folder(f"helix-{family}-whole-"), config_of(family)
     config.num_hidden_layers += 1
-    for key, kind in OF_LAYERS.items():
+    for key, kind in PER_LAYER_KEYS.items():
         if kinds := getattr(config, key, None):
             setattr(config, key, [*kinds, kind or kinds[-1]])
     if hybrid(config):
@@ -44,12 +44,12 @@ def with_layer(family: str) -> Path:
     tensors = load_file(whole(family) / "model.safetensors")
     layers, hidden = config["num_hidden_layers"] - 1, config["hidden_size"]
     config |= {"num_hidden_layers": layers, "num_nextn_predict_layers": 1}
-    for key in OF_LAYERS:
+    for key in PER_LAYER_KEYS:
         if kinds := config.get(key):
             config[key] = kinds[:layers]
     names, generator = names_of(config), torch.Generator().manual_seed(5)
     for norm in (names.token_norm, names.state_norm, names.norm):
-        tensors[f"{norm}.weight"] = gain(config) + 0.3 * torch.randn(hidden, generator=generator)
+        tensors[f"{norm}.weight"] = norm_weight(config) + 0.3 * torch.randn(hidden, generator=generator)
     tensors[f"{names.join}.weight"] = 0.12 * torch.randn(hidden, 2 * hidden, generator=generator)
     name = f"model.layers.{layers}."
     if hybrid(config):
@@ -65,10 +65,10 @@ def with_layer(family: str) -> Path:
 def names_of(config: dict[str, Any]) -> NextTokenNames:
     """Returns the names of the layer's tensors."""
     spec = spec_from_config(config)
-    return NextTokenNames(*(name.format(len(spec.layers)) for name in spec.brought_names))
+    return NextTokenNames(*(name.format(len(spec.layers)) for name in spec.nextn_names))
 
 
-def gain(config: dict[str, Any]) -> float:
+def norm_weight(config: dict[str, Any]) -> float:
     """Returns what a norm that does nothing has for weights."""
     return 0.0 if hybrid(config) else 1.0
 
@@ -90,7 +90,7 @@ class Oracle:
         self.model.config.num_hidden_layers -= 1  # it runs as many
         self.layer = self.model.layers[-1]
         config = json.loads((with_layer(family) / "config.json").read_text())
-        self.names, self.offset = names_of(config), 1 - gain(config)
+        self.names, self.offset = names_of(config), 1 - norm_weight(config)
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         weight = self.tensors[f"{name}.weight"] + self.offset
@@ -105,13 +105,13 @@ class Oracle:
         found: list[int] = []
         for _ in range(count):
             following = torch.tensor([[*tokens[1:], *found]])
-            y = self.ahead(self.model.embed_tokens(following), states, len(tokens) - 1)
+            y = self.forward(self.model.embed_tokens(following), states, len(tokens) - 1)
             states = torch.cat((states, y[:, -1:]), 1)
             found.append(int(self.lm.lm_head(y[0, -1]).argmax()))
         return found
 
-    def ahead(self, embedded: Tensor, states: Tensor, known: int) -> Tensor:
-        """States [1, n, H] of the layer; rows behind `known` ones are drafts."""
+    def forward(self, embedded: Tensor, states: Tensor, num_tokens: int) -> Tensor:
+        """States [1, n, H] of the layer; rows behind `num_tokens` ones are drafts."""
         both = torch.cat((self.norm(embedded, self.names.token_norm), self.norm(states, self.names.state_norm)), -1)
         x = both @ self.tensors[f"{self.names.join}.weight"].T
         n = x.shape[1]
@@ -119,12 +119,12 @@ class Oracle:
         positions = torch.arange(n)[None]
         axes = positions.expand(3, 1, n) if "qwen3_5" in self.model.config.model_type else positions  # those of images
         angles = self.model.rotary_emb(x, position_ids=axes)
-        with patch.object(Tensor, "topk", earliest_topk), self.one_choice(known):
+        with patch.object(Tensor, "topk", earliest_topk), self.shared_selection(num_tokens):
             y = self.layer(x, attention_mask=mask, position_embeddings=angles, position_ids=positions)
         y = y[0] if isinstance(y, tuple) else y
         return self.norm(y, self.names.norm)
 
-    def one_choice(self, known: int) -> AbstractContextManager[Any]:
+    def shared_selection(self, num_tokens: int) -> AbstractContextManager[Any]:
         """Lets drafts read what the last known row chose, where the model was trained so; of fewer tokens, all."""
         if not getattr(self.model.config, "index_share_for_mtp_iteration", False):
             return nullcontext()
@@ -132,7 +132,7 @@ class Oracle:
 
         def choose(*args: Any, **more: Any) -> Tensor:
             found: Tensor = forward(*args, **more)  # [1, n, topk]
-            found[:, known:] = found[:, known - 1 : known].clamp(max=known - 1)
+            found[:, num_tokens:] = found[:, num_tokens - 1 : num_tokens].clamp(max=num_tokens - 1)
             return found
 
         return patch.object(self.layer.self_attn.indexer, "forward", choose)

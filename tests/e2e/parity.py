@@ -15,32 +15,32 @@ from comm.loopback import LoopbackWorld, run_ranks
 from comm.torch_dist import TorchDistCommunicator
 from helix.attention.base import AttentionPolicy
 from helix.attention.block_sparse import BlockSparseAttention
-from helix.attention.tiered import TieredAttention
+from helix.attention.offloaded import OffloadedAttention
 from helix.config import ScheduleConfig, SpeculationConfig
 from helix.engine.core import Engine
 from helix.engine.request import Request
-from helix.layers.specs import Formats, unpacked
+from helix.kv_placement import BlockBudget, KVPlacement
+from helix.layers.specs import Formats, unquantized
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec, spec_from_config
 from helix.models.checkpoint import read_config
 from helix.models.decoder import Decoder
 from helix.models.draft_layer import DraftLayer
-from helix.models.eagle3 import drafted_by
+from helix.models.eagle3 import with_eagle3
 from helix.models.loading import Checkpoint
-from helix.placement import BlockBudget, Placement
 from helix.setup.drafts import load_eagle3
 from helix.setup.parts import make_eagle3
 from helix.speculation import DraftBudget, Drafter, DraftModel, LayerDrafter, ModelDrafter, SparseDrafter
-from helix.worker.blocks import BlockShape
+from helix.worker.blocks import BlockLayout
 from helix.worker.host_store import HostStore
-from helix.worker.keeps import EngineSizes, dtype_name
 from helix.worker.kv_cache import KVCache, snapshot_bytes, with_bounds
+from helix.worker.kv_cache_spec import EngineSizes, dtype_name
 from helix.worker.model_runner import ModelRunner
-from helix.worker.tiered_cache import HostTier, TieredCache
+from helix.worker.offloaded_cache import OffloadedCache, OffloadMemory
 from tests.sequences import generated_ids
 
 # Chunks of prompts are as long as they may be, and nobody decodes between them, however slow a machine is.
-UNHURRIED = ScheduleConfig(stall_ms=60_000.0, decode_share=0.0)
+UNHURRIED = ScheduleConfig(max_prefill_stall_ms=60_000.0, decode_share=0.0)
 # fp32 sums of different orders over 2 to 8 layers: differences of 1e-6 to 1e-5 of logits of size 1 to 20.
 LOGIT_TOLERANCE = 1e-4
 
@@ -75,8 +75,8 @@ class Sparse:
 
     budget: BlockBudget
     choice: str = "global"
-    hot: int | None = None
-    ahead: bool = False
+    resident: int | None = None
+    prefetch: bool = False
     chunks: str = "none"
     policy: type[BlockSparseAttention] = BlockSparseAttention
 
@@ -92,7 +92,7 @@ class SelfDrafts:
 
 def build_model(path: Path, layout: HelixLayout, comm: Communicator, dtype: torch.dtype) -> Decoder:
     """One rank's slices of a checkpoint, without EOS: random models would stop anywhere."""
-    return _built(Checkpoint(path), layout, comm, dtype, unpacked)
+    return _built(Checkpoint(path), layout, comm, dtype, unquantized)
 
 
 def _built(
@@ -135,7 +135,7 @@ class LayerDrafts:
 
     def spec(self, target: DecoderSpec) -> DecoderSpec:
         """The target's spec with the layer."""
-        return target.with_mtp() if self.eagle3 is None else drafted_by(target, make_eagle3(self.eagle3, target))
+        return target.with_mtp() if self.eagle3 is None else with_eagle3(target, make_eagle3(self.eagle3, target))
 
     def layer(self, model: Decoder, layout: HelixLayout, comm: Communicator) -> DraftLayer:
         """The rank's part of the layer."""
@@ -172,13 +172,13 @@ def build_engine(
     """An engine over one rank's slices of a checkpoint, of short runs; memory that nobody wrote is NaN."""
     device = comm.device
     if isinstance(drafter, LayerDrafts):
-        model = _built(Checkpoint(path), layout, comm, dtype, unpacked, drafter.spec)
+        model = _built(Checkpoint(path), layout, comm, dtype, unquantized, drafter.spec)
     else:
         model = build(path, layout, comm, dtype)
     spec = model.spec
-    placement = Placement(layout, layout.kvp_rank(comm.rank), append_block, page_size)
+    placement = KVPlacement(layout, layout.kvp_rank(comm.rank), append_block, page_size)
     pages = pages or placement.stripes.pages_for_all(max_batch * max_length, max_batch)
-    keeps = spec.keeps(layout, comm.rank, dtype_name(dtype), kv)
+    cache_specs = spec.kv_cache_specs(layout, comm.rank, dtype_name(dtype), kv)
     drafts = 0 if drafter is None else drafter.limit
     sizes = EngineSizes(max_batch, max_length, prefill_chunk, drafts, pages, snapshots, run_steps)
     quest = isinstance(drafter, SelfDrafts) and drafter.budget.policy == "quest"
@@ -187,26 +187,26 @@ def build_engine(
     if sparse:
         over_all = comm if sparse.choice == "global" else None
         given = sparse.budget, placement, max_length, device, over_all
-        tiered = sparse.hot is not None
-        policy = TieredAttention(*given) if tiered else sparse.policy(*given)
-        policy.guesses = tiered and sparse.ahead
-    size = max(snapshot_bytes(keeps, placement, sizes), 16)
-    of_host = HostStore((host_snapshots, size), torch.uint8, device) if host_snapshots else None
-    if of_host is not None:
-        assert of_host.tensor is not None
-        of_host.tensor.fill_(255)  # NaN in every dtype
-    if isinstance(policy, TieredAttention):
-        assert sparse is not None and sparse.hot is not None
-        block = BlockShape.of(keeps, page_size)
+        offloaded = sparse.resident is not None
+        policy = OffloadedAttention(*given) if offloaded else sparse.policy(*given)
+        policy.prefetches = offloaded and sparse.prefetch
+    size = max(snapshot_bytes(cache_specs, placement, sizes), 16)
+    host_snapshot_store = HostStore((host_snapshots, size), torch.uint8, device) if host_snapshots else None
+    if host_snapshot_store is not None:
+        assert host_snapshot_store.tensor is not None
+        host_snapshot_store.tensor.fill_(255)  # NaN in every dtype
+    if isinstance(policy, OffloadedAttention):
+        assert sparse is not None and sparse.resident is not None
+        block = BlockLayout.of(cache_specs, page_size)
         store = HostStore((len(spec.full), pages * block.heads, block.words), torch.int32, device)
-        tier = HostTier(store, sparse.hot, 4, of_host)
-        bounded = with_bounds(keeps, dtype_name(dtype), parts)
-        cache: KVCache = TieredCache(bounded, placement, sizes, device, tier)
+        offload_memory = OffloadMemory(store, sparse.resident, 4, host_snapshot_store)
+        bounded = with_bounds(cache_specs, dtype_name(dtype), parts)
+        cache: KVCache = OffloadedCache(bounded, placement, sizes, device, offload_memory)
         for tensor in cache.on_gpu:
             tensor.fill_(-1)  # NaN in every dtype
     else:
-        keeps = with_bounds(keeps, dtype_name(dtype), parts) if sparse or quest else keeps
-        cache = (sparse.policy.cache if sparse else KVCache)(keeps, placement, sizes, device, of_host)
+        cache_specs = with_bounds(cache_specs, dtype_name(dtype), parts) if sparse or quest else cache_specs
+        cache = (sparse.policy.cache if sparse else KVCache)(cache_specs, placement, sizes, device, host_snapshot_store)
     for tensor in cache.tensors:
         tensor.fill_(torch.nan)
     if isinstance(drafter, SelfDrafts):
@@ -216,8 +216,8 @@ def build_engine(
     if isinstance(drafter, LayerDrafts):
         drafter = drafter.kind(drafter.layer(model, layout, comm), model, cache, sizes, drafter.noise)
     if isinstance(drafter, ModelDrafts):
-        own, ranks = drafter.layout, drafter.comm
-        draft = DraftModel(build_model(drafter.path, own, ranks, torch.float32), own, ranks)
+        draft_layout, draft_comm = drafter.layout, drafter.comm
+        draft = DraftModel(build_model(drafter.path, draft_layout, draft_comm, torch.float32), draft_layout, draft_comm)
         drafter = drafter.kind(draft, spec.vocab, placement, sizes)
         for tensor in drafter.cache.tensors:
             tensor.fill_(torch.nan)
@@ -231,10 +231,10 @@ def generate(engine: Engine, wanted: Sequence[Continuation]) -> Result:
 
     def observe(slots: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> None:
         for slot, position, row in zip(slots.tolist(), positions.tolist(), rows.cpu(), strict=True):
-            admission = engine.runner.admitted[slot]
-            logits[int(admission.id), position - admission.length] = row.clone()
+            new_request = engine.runner.requests[slot]
+            logits[int(new_request.id), position - new_request.length] = row.clone()
 
-    engine.runner.observer = observe
+    engine.runner.logits_hook = observe
     requests = [Request(i, c.prompt, len(c.tokens)) for i, c in enumerate(wanted)]
     tokens = generated_ids(engine, requests)
     return Result(tokens, logits)
@@ -244,8 +244,8 @@ def check(results: Sequence[Result], wanted: Sequence[Continuation], tolerance: 
     """Every token equal, every logit within `tolerance`, and nothing missing; in mode dp one rank has all of a row."""
     for i, c in enumerate(wanted):
         assert results[0].tokens[i] == c.tokens, f"prompt {i} of {len(c.prompt)} tokens"
-        of_ranks = [[r.logits[i, n] for r in results if (i, n) in r.logits] for n in range(len(c.tokens))]
-        ours = torch.stack([torch.cat(parts) for parts in of_ranks])
+        shards = [[r.logits[i, n] for r in results if (i, n) in r.logits] for n in range(len(c.tokens))]
+        ours = torch.stack([torch.cat(parts) for parts in shards])
         worst = (ours - c.logits).abs().max().item()
         assert worst <= tolerance, f"prompt {i} of {len(c.prompt)} tokens: logits off by {worst}"
 
@@ -294,7 +294,7 @@ def distributed_rank(
     engine = build_engine(path, layout, comm, block, adaptive=False)
     result = generate(engine, wanted)
     if comm.capturable:
-        engine.runner.observer = None
+        engine.runner.logits_hook = None
         for _ in range(2):
             requests = [Request(i, c.prompt, len(c.tokens)) for i, c in enumerate(wanted)]
             assert generated_ids(engine, requests) == result.tokens

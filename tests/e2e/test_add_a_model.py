@@ -69,7 +69,7 @@ def test_what_the_page_refuses_is_refused_by_name(added: None) -> None:
 
 def test_a_step_of_the_page_that_is_left_out_is_caught(added: None, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = oracle("x", MOE_LENGTHS, MOE_TOKENS)
-    monkeypatch.setattr(attention, "paired", lambda head_dim, rotated: [range(head_dim)])
+    monkeypatch.setattr(attention, "rope_row_order", lambda head_dim, rotated: [range(head_dim)])
     results = loopback(checkpoint("x"), HelixLayout.create("helix", 2, 1), 16, wanted)
     assert torch.isfinite(torch.cat(list(results[0].logits.values()))).all()
     with pytest.raises(AssertionError, match="prompt"):

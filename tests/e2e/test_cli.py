@@ -20,7 +20,7 @@ from benchmarks.bench import BENCHMARKS
 from benchmarks.bench import main as bench_main
 from benchmarks.jobs import COMMAND
 from benchmarks.ranks.steps import UNTIMED
-from benchmarks.runner import Given
+from benchmarks.runner import BenchContext
 from benchmarks.runner import run as run_benchmark
 from comm.loopback import LoopbackWorld
 from helix.engine.request import Request
@@ -30,12 +30,12 @@ from launch.demo import verdict
 from launch.inputs.files import claim
 from launch.job import spawn
 from tests.e2e.checkpoints import DEMO, checkpoint, oracle
-from tests.e2e.cli import ENTRY, LABORATORY, ROOT, Ended, Job, environment, lines_of, torchrun, write_lines
+from tests.e2e.command_line import ENTRY, LABORATORY, ROOT, Ended, Job, environment, lines_of, torchrun, write_lines
 from tests.e2e.parity import build_engine
 from tests.sequences import generated_ids
 
 FAMILY = "qwen3"  # no tokenizer: jobs start in three seconds
-KEYS = ["id", "prompt_tokens", "output_ids", "text", "finish_reason", "request"]
+KEYS = ["id", "prompt_tokens", "token_ids", "text", "finish_reason", "request"]
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -95,7 +95,7 @@ def test_text_in_text_out_and_refusals_among_it(tmp_path: Path) -> None:
     for name in ("plain", 1, "sampled"):
         assert list(by_id[name]) == KEYS
         assert by_id[name]["prompt_tokens"] == 16
-    assert by_id["plain"]["finish_reason"] == "length" and len(by_id["plain"]["output_ids"]) == 12
+    assert by_id["plain"]["finish_reason"] == "length" and len(by_id["plain"]["token_ids"]) == 12
     assert by_id["plain"]["text"].startswith(" from a JSON file.")
     assert by_id[1]["finish_reason"] == "stop" and "Parameters" not in by_id[1]["text"]
     assert by_id[1]["text"].startswith(by_id["plain"]["text"][:20])
@@ -170,7 +170,7 @@ def test_control_c_ends_the_job_in_a_line_and_what_was_done_is_kept_and_resumed(
     )
     asked = lines_of(many)
     tokens = generated_ids(engine, (Request(line["id"], line["prompt_ids"], line["max_tokens"]) for line in asked))
-    assert [(line["id"], tuple(line["output_ids"])) for line in resumed] == sorted(tokens.items())
+    assert [(line["id"], tuple(line["token_ids"])) for line in resumed] == sorted(tokens.items())
 
     # Results that a run was killed before it could put in order are, without the model that made them.
     lines = out.read_text().splitlines(keepends=True)
@@ -189,8 +189,8 @@ def test_a_full_disk_ends_every_rank_with_one_line(tmp_path: Path, many: Path) -
     ended = job.wait()
     done = out.read_bytes().count(b"\n")
     assert ended.code == 1 and 1 <= done < 8 and out.stat().st_size == 900, ended.output
-    said = f"error: decode.output={out} cannot be written: File too large; {done} of 8 results are safe in it"
-    assert ended.output.count(said) == 1, ended.output
+    expected = f"error: decode.output={out} cannot be written: File too large; {done} of 8 results are safe in it"
+    assert ended.output.count(expected) == 1, ended.output
     assert "Traceback" not in ended.output and "rank 1" not in ended.output, ended.output
     assert sorted(p.name for p in tmp_path.iterdir()) == ["log", "out.jsonl"]
 
@@ -210,8 +210,8 @@ def test_a_rank_whose_memory_runs_out_ends_every_rank_with_one_line(tmp_path: Pa
         sys.exit(entry(sys.argv[1:]))
     """
     ended = run(tmp_path, *common(many), "layout.kvp=2", command=[sys.executable, "-c", program])
-    said = "error: rank 1 ran out of host memory while making the KV cache (2,684,354,560 bytes wanted, "
-    assert ended.code == 1 and ended.output.count("error: ") == ended.output.count(said) == 1, ended.output
+    expected = "error: rank 1 ran out of host memory while making the KV cache (2,684,354,560 bytes wanted, "
+    assert ended.code == 1 and ended.output.count("error: ") == ended.output.count(expected) == 1, ended.output
     assert "lower kv.memory_fraction=0.9, decode.max_batch=" in ended.output, ended.output
     assert "Traceback" not in ended.output and "rank 0" not in ended.output, ended.output
 
@@ -304,7 +304,7 @@ def test_two_agents_give_the_same_tokens(tmp_path: Path) -> None:
     ended = [job.wait() for job in jobs]
     assert [e.code for e in ended] == [0, 0], [e.output for e in ended]
     assert "layout=auto takes helix kvp=1 tpa=2" in " ".join(word for e in ended for word in e.output.split())
-    assert [tuple(line["output_ids"]) for line in lines_of(out)] == [c.tokens for c in wanted]
+    assert [tuple(line["token_ids"]) for line in lines_of(out)] == [c.tokens for c in wanted]
     found = json.loads((tmp_path / "record.json").read_text())
     assert found["speculation"]["acceptance_by_place"] == [1.0] * 4
     assert (found["layout"]["kvp"], found["layout"]["tpa"]) == (1, 2) and found["config"]["layout"]["mode"] == "auto"
@@ -333,8 +333,8 @@ def test_random_weights_and_timed_steps_need_no_checkpoint(tmp_path: Path) -> No
         tmp_path, f"model.path={directory}", "model.load=random", "bench=decode", "bench.points=[3x400,1x510]",
         "bench.steps=5", "bench.gammas=[3,0,1]", "speculation=ngram", "speculation.gamma=3",
         "bench.acceptance=1", "layout.kvp=2", "attention=block_sparse", "attention.from_tokens=0",
-        "attention.topk=4", "attention.block=16", "attention.local_blocks=2", f"record={record}",
-        'bench.variants=["attention.topk=4","attention.topk=2"]', command=LABORATORY,
+        "attention.num_blocks=4", "attention.block=16", "attention.local_blocks=2", f"record={record}",
+        'bench.variants=["attention.num_blocks=4","attention.num_blocks=2"]', command=LABORATORY,
     )  # fmt: skip
     assert ended.code == 0 and "mean gamma" in ended.output, ended.output
     assert ended.output.startswith("weights are random (model.load=random)")
@@ -391,7 +391,7 @@ def test_benchmarks_run_without_a_gpu(
 
 @pytest.mark.slow
 def test_speculation_is_timed_without_a_gpu(with_imports: None) -> None:
-    plain, drafted, *copies = run_benchmark(BENCHMARKS["speculate"], Given(torch.device("cpu"), 1))
+    plain, drafted, *copies = run_benchmark(BENCHMARKS["speculate"], BenchContext(torch.device("cpu"), 1))
     assert (plain["gamma"], plain["gain"], plain["tokens_per_step"]) == (0, 1, 1) and drafted["gamma"] == 2
     assert drafted["gain"] > 0 and 1 <= drafted["tokens_per_step"] <= 3
     assert drafted["gain_at_rate"] == pytest.approx((1 + 0.8 + 0.64) * plain["ttl_p50_us"] / drafted["ttl_p50_us"])
@@ -407,9 +407,9 @@ def test_the_prompts_that_make_run_shows_hold_a_needle() -> None:
     assert f"# The magic number for {word} is {number}." in needle["prompt"]
     assert needle["prompt"].endswith(f"# The magic number for {word} is")
     answers = {f" {number}.": "was found", f" {number}5.": "was NOT found", "": "was NOT found"}
-    for text, said in answers.items():
+    for text, expected in answers.items():
         results = [json.dumps({"id": name, "text": text}) for name in ("read-json", needle["id"])]
-        assert f"the line hidden in the first prompt {said}: it says {number}" in verdict(results)
+        assert f"the line hidden in the first prompt {expected}: it says {number}" in verdict(results)
     assert verdict(results[:1]) == "", "other prompts hide nothing"
 
 

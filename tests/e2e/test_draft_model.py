@@ -16,17 +16,17 @@ from torch import Tensor
 
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.engine.core import Engine
-from helix.engine.decision import StepPlan
 from helix.engine.draft_policy import DraftPolicy
 from helix.engine.request import Request
+from helix.engine.scheduler_output import StepPlan
 from helix.layout import HelixLayout
 from helix.sampling_params import SamplingParams
 from helix.speculation import Draft, ModelDrafter
-from helix.speculation.drawing import DraftDrawing
+from helix.speculation.draft_sampler import DraftSampler
 from helix.worker.step import DecodeState, Step
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.fuzz_runs import SMALL_CHUNKS
-from tests.e2e.masked import reads_table
+from tests.e2e.masked_attention import reads_table
 from tests.e2e.parity import ModelDrafts, build_engine
 from tests.e2e.test_parity import MOE_LENGTHS, MOE_TOKENS
 from tests.kernels.test_accept import probabilities
@@ -37,18 +37,18 @@ Grid = tuple[str, int, int]
 Tamper = Callable[[Draft], Draft]
 
 
-class Erring(DraftDrawing):
+class Erring(DraftSampler):
     """Goes wrong at every 7th position, and goes on from there."""
 
-    def draw(self, hidden: Tensor, state: DecodeState, positions: Tensor) -> Tensor:
-        tokens = super().draw(hidden, state, positions)
+    def sample(self, hidden: Tensor, state: DecodeState, positions: Tensor) -> Tensor:
+        tokens = super().sample(hidden, state, positions)
         self._tokens[-1] = torch.where(positions % 7 == 0, (tokens + 1) % 257, tokens)
         return self._tokens[-1]
 
 
 @pytest.fixture
 def erring(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("helix.speculation.model.DraftDrawing", Erring)
+    monkeypatch.setattr("helix.speculation.model.DraftSampler", Erring)
 
 
 def runs(gamma: int, paused: bool) -> Iterator[tuple[int, int]]:
@@ -69,27 +69,27 @@ def steps_of(length: int, tokens: int, gamma: int, paused: bool) -> int:
     raise AssertionError("a cycle does not end")
 
 
-def steps_taken(family: str, length: int, tokens: int, gamma: int, paused: bool, pads: bool = False) -> int:
+def count_steps(family: str, length: int, tokens: int, gamma: int, paused: bool, pads: bool = False) -> int:
     """Decode steps of a sequence that the target itself drafts, over a layout other than its own."""
     prompt = tuple(torch.randint(1, 257, (length,), generator=torch.Generator().manual_seed(length)).tolist())
-    layout, own = HelixLayout.create("helix", 2, 1), HelixLayout.create("tp", 1, 2)
+    layout, draft_layout = HelixLayout.create("helix", 2, 1), HelixLayout.create("tp", 1, 2)
 
     def body(world: LoopbackWorld, rank: int) -> tuple[list[tuple[int, ...]], int]:
-        ranks = world.communicator(rank, own.kvp_group(rank))
-        drafter = ModelDrafts(checkpoint(family), own, ranks, gamma)
+        ranks = world.communicator(rank, draft_layout.kvp_group(rank))
+        drafter = ModelDrafts(checkpoint(family), draft_layout, ranks, gamma)
         comm = world.communicator(rank, layout.kvp_group(rank))
-        taken, steps = [], 0
+        num_accepted, steps = [], 0
         for each in (None, drafter):
             paces = (StepPlan(drafts, 1.0, run) for drafts, run in runs(gamma if each else 0, paused))
             with pytest.MonkeyPatch.context() as patch:
                 if rank == 0:
-                    patch.setattr(DraftPolicy, "pace", lambda *_, paces=paces: next(paces))
+                    patch.setattr(DraftPolicy, "plan_steps", lambda *_, paces=paces: next(paces))
                 engine = build_engine(checkpoint(family), layout, comm, 16, drafter=each)
-                engine.runner.pads |= pads
+                engine.runner.pads_chunks |= pads
                 outputs = generated_ids(engine, [Request(0, prompt, tokens)])
-            taken.append(outputs.get(0, ()))
+            num_accepted.append(outputs.get(0, ()))
             steps = engine.timings.sequence_steps
-        return taken, steps
+        return num_accepted, steps
 
     (plain, drafted), steps = run_ranks(2, body, timeout_s=120.0)[0]
     assert plain == drafted
@@ -102,14 +102,14 @@ def steps_taken(family: str, length: int, tokens: int, gamma: int, paused: bool,
 def test_all_that_is_right_is_kept(family: str, gamma: int, paused: bool) -> None:
     """Also behind steps without drafts, which the draft model reads up on."""
     for length in (1, 45):
-        assert steps_taken(family, length, 24, gamma, paused) == steps_of(length, 24, gamma, paused)
+        assert count_steps(family, length, 24, gamma, paused) == steps_of(length, 24, gamma, paused)
 
 
 @pytest.mark.usefixtures("erring")
 def test_all_is_kept_behind_padded_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     for target, value in SMALL_CHUNKS.items():
         monkeypatch.setattr(target, value)
-    assert steps_taken("qwen3", 45, 24, 4, False, pads=True) == steps_of(45, 24, 4, False)
+    assert count_steps("qwen3", 45, 24, 4, False, pads=True) == steps_of(45, 24, 4, False)
 
 
 @pytest.mark.parametrize("lost", ["the last draft's", "the tokens' of steps without drafts"])
@@ -121,14 +121,14 @@ def test_stale_kv_is_caught(lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
         def only_the_last(self: DecodeState, rows: int, *rest: object) -> Step:
             step = decode_step(self, rows, *rest)  # type: ignore[arg-type]
             if not self.history.shape[1]:  # the drafter's, which needs no history of its own
-                step.append_slots[None][: rows * (step.max_q - 1)] = -1
+                step.slot_mappings[None][: rows * (step.max_q - 1)] = -1
             return step
 
         monkeypatch.setattr(DecodeState, "decode_step", only_the_last)
     else:
         monkeypatch.setattr(ModelDrafter, "catch_up", lambda self, state: None)
     paused = lost != "the last draft's"
-    assert steps_taken("qwen3", 45, 40, 4, paused) > steps_of(45, 40, 4, paused)
+    assert count_steps("qwen3", 45, 40, 4, paused) > steps_of(45, 40, 4, paused)
 
 
 def sampled(grid: Grid, draft_grid: Grid, order: Sequence[int], max_batch: int) -> dict[int, tuple[int, ...]]:
@@ -139,11 +139,11 @@ def sampled(grid: Grid, draft_grid: Grid, order: Sequence[int], max_batch: int) 
         SamplingParams(temperature=0.9, min_p=0.05, top_p=0.95, seed=4),
     ]
     prompts = [c.prompt for c in oracle("qwen2", MOE_LENGTHS, MOE_TOKENS)] + [(5, 6, 7)]
-    layout, own = HelixLayout.create(*grid), HelixLayout.create(*draft_grid)
+    layout, draft_layout = HelixLayout.create(*grid), HelixLayout.create(*draft_grid)
 
     def body(world: LoopbackWorld, rank: int) -> dict[int, tuple[int, ...]]:
-        ranks = world.communicator(rank, own.kvp_group(rank))
-        drafter = ModelDrafts(checkpoint("qwen2-windowed-tied"), own, ranks, 3)
+        ranks = world.communicator(rank, draft_layout.kvp_group(rank))
+        drafter = ModelDrafts(checkpoint("qwen2-windowed-tied"), draft_layout, ranks, 3)
         comm = world.communicator(rank, layout.kvp_group(rank))
         engine = build_engine(
             checkpoint("qwen2"), layout, comm, 16, drafter=drafter, adaptive=False, max_batch=max_batch
@@ -198,7 +198,7 @@ class TestDistribution:
         others = torch.ones(257, dtype=torch.bool).index_fill(0, torch.tensor(self.IDS), False)
         return target.masked_fill(others, -torch.inf), (target + 0.6 * noise).masked_fill(others, -torch.inf)
 
-    def drawn(self, tamper: Tamper = lambda draft: draft) -> Tensor:
+    def generated_tokens(self, tamper: Tamper = lambda draft: draft) -> Tensor:
         """[SEQUENCES, TOKENS], a seed each, behind the same prompt."""
         requests = [Request(i, (7, 8), self.TOKENS, replace(self.PARAMS, seed=i)) for i in range(self.SEQUENCES)]
 
@@ -213,13 +213,15 @@ class TestDistribution:
 
     def engine(self, world: LoopbackWorld, rank: int, tamper: Tamper, **sizes: Any) -> Engine:
         """Its models read the tables."""
-        layout, own = HelixLayout.create("helix", 2, 1), HelixLayout.create("helix", 1, 2)
+        layout, draft_layout = HelixLayout.create("helix", 2, 1), HelixLayout.create("helix", 1, 2)
 
         class Tampered(ModelDrafter):
             def propose(self, *args: object) -> Draft:  # type: ignore[override]
                 return tamper(super().propose(*args))  # type: ignore[arg-type]
 
-        drafter = ModelDrafts(checkpoint("qwen3"), own, world.communicator(rank, own.kvp_group(rank)), 3, Tampered)
+        drafter = ModelDrafts(
+            checkpoint("qwen3"), draft_layout, world.communicator(rank, draft_layout.kvp_group(rank)), 3, Tampered
+        )
         comm = world.communicator(rank, layout.kvp_group(rank))
         engine = build_engine(checkpoint("qwen3"), layout, comm, 16, drafter=drafter, adaptive=False, **sizes)
         assert isinstance(engine.runner.drafter, ModelDrafter)
@@ -243,7 +245,7 @@ class TestDistribution:
         return chi_square(counts[cells], expected), chi_square_limit(len(expected) - int((behind > 0).sum()) + 1)
 
     def test_is_the_targets(self) -> None:
-        tokens = self.drawn()
+        tokens = self.generated_tokens()
         assert tokens.numel() > 20_000
         statistic, limit = self.statistic(tokens)
         assert statistic < limit
@@ -251,8 +253,8 @@ class TestDistribution:
     def test_a_wrong_draft_distribution_is_caught(self) -> None:
         def hotter(draft: Draft) -> Draft:
             assert draft.sampled_from is not None
-            told = replace(draft.sampled_from, temperature=1.3 * draft.sampled_from.temperature)
-            return replace(draft, sampled_from=told)
+            misreported = replace(draft.sampled_from, temperature=1.3 * draft.sampled_from.temperature)
+            return replace(draft, sampled_from=misreported)
 
-        statistic, limit = self.statistic(self.drawn(hotter))
+        statistic, limit = self.statistic(self.generated_tokens(hotter))
         assert statistic > limit

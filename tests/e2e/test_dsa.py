@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from comm import turns
+from comm import dual_batch_overlap
 from helix.layers import indexer, mla, specs
 from helix.layers.mla import MLA
 from helix.layout import HelixLayout
-from helix.worker.keeps import latents
+from helix.worker.kv_cache_spec import latents
 from helix.worker.step import Step
-from kernels.scaled_keys import rounded
+from kernels.scaled_keys import quantize_fp8
 from tests.e2e.checkpoints import checkpoint, continuations, oracle
 from tests.e2e.fuzz_runs import SMALL_CHUNKS
 from tests.e2e.parity import Result, check, distributed_rank, loopback
@@ -32,7 +32,7 @@ def test_index_keys_in_e4m3(monkeypatch: pytest.MonkeyPatch, family: str, kvp: i
     update, layout = DynamicCache.update_indexer, HelixLayout.create("helix", kvp)
 
     def rounds(cache: DynamicCache, k: torch.Tensor, *args: Any) -> torch.Tensor:
-        few, scales = rounded(k)
+        few, scales = quantize_fp8(k)
         return update(cache, few.float() * scales[..., None], *args)
 
     with monkeypatch.context() as patched:
@@ -50,15 +50,15 @@ LATE = {"first half": True, "second half": False}
 
 
 def whether_there_or_not(dealt: Any, cache: Any, names: Any) -> dict[str, torch.Tensor]:
-    return {name: dealt.whole[name, cache.index][0] for name in names}
+    return {name: dealt.gathered[name, cache.index][0] for name in names}
 
 
 def with_late_kernels(rank: int, ranks: int, late: str, waits: bool, *task: Any) -> Result:
     """Serves prompts in halves, one of which comes late in each layer; or with sequences that are gathered late."""
-    project, gather = MLA.project, MLA.gather_ahead
+    project, gather = MLA.project, MLA.prefetch_sequences
 
     def late_project(self: MLA, x: torch.Tensor, angles: Any, cache: Any, step: Step) -> torch.Tensor:
-        if step.half is not None and step.half.first == LATE.get(late):
+        if step.micro_batch is not None and step.micro_batch.first == LATE.get(late):
             torch.cuda._sleep(2_000_000)  # a millisecond
         return project(self, x, angles, cache, step)
 
@@ -69,12 +69,12 @@ def with_late_kernels(rank: int, ranks: int, late: str, waits: bool, *task: Any)
     with pytest.MonkeyPatch.context() as patched:
         for target in (target for target in SMALL_CHUNKS if "graph_keys" in target):
             patched.setattr(target, SMALL_CHUNKS[target])
-        patched.setattr(turns, "LEAST", 7)
-        patched.setattr(specs, "WORTH", 0 if late in LATE else 1 << 20)
+        patched.setattr(dual_batch_overlap, "MIN_MICRO_BATCH_TOKENS", 7)
+        patched.setattr(specs, "GATHER_SPEEDUP", 0 if late in LATE else 1 << 20)
         patched.setattr(MLA, "project", late_project)
-        patched.setattr(MLA, "gather_ahead", late_gather)
+        patched.setattr(MLA, "prefetch_sequences", late_gather)
         if not waits:
-            patched.setattr(turns.Half, "wait", lambda self, done: None)
+            patched.setattr(dual_batch_overlap.MicroBatch, "wait", lambda self, done: None)
             for reads in (mla, indexer):
                 patched.setattr(reads, "gathered", whether_there_or_not)
         return distributed_rank(rank, ranks, *task)

@@ -25,11 +25,11 @@ from helix.layout import HelixLayout
 from helix.sampling_params import SamplingParams
 from helix.setup import engine as build
 from helix.speculation import SuffixDrafter
-from helix.worker.graph_keys import StepKind
+from helix.worker.graph_keys import DecodeGraphKey
 from kernels.tokens.commit import Candidates
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.parity import build_model
-from tests.e2e.test_serve import KVP_2, alone, engine, left_behind
+from tests.e2e.test_serve import KVP_2, alone, engine, resources_in_use
 from tests.sequences import generated, generated_ids, resize, updates_of
 
 FAMILY = "qwen3"
@@ -67,9 +67,9 @@ def test_what_cannot_be_served_harms_nobody(slots: int, drafter: SuffixDrafter |
         assert why == "error" and words in (reason or ""), reason
     (twice,) = (u.reason for u in updates if u.id == "good" and u.finish_reason == "error")
     assert twice is not None
-    tokens = tuple(t for update in updates for t in update.new_ids)
+    tokens = tuple(t for update in updates for t in update.new_token_ids)
     assert len(tokens) == 81 and tokens == generated_ids(alone(), [good])["good"]
-    assert left_behind(e) == (0, 0, 0)
+    assert resources_in_use(e) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("where", ["refusal", "scheduler"])
@@ -88,8 +88,8 @@ def test_a_failure_while_one_request_is_read_is_its_own(where: str, monkeypatch:
     found = generated(e, [Request(request, PROMPT, 12) for request in ("bad", "good")])
     assert found["bad"].finish_reason == "error" and found["good"].finish_reason == "length"
     assert found["bad"].reason == "it could not be read: MemoryError: planted"
-    assert found["good"].output_ids == generated_ids(alone(), [Request(0, PROMPT, 12)])[0]
-    assert left_behind(e) == (0, 0, 0)
+    assert found["good"].token_ids == generated_ids(alone(), [Request(0, PROMPT, 12)])[0]
+    assert resources_in_use(e) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("drafter", ["none", "suffix"])
@@ -97,14 +97,14 @@ def test_the_longest_sequence_of_an_engine_fits(drafter: str, monkeypatch: pytes
     """A client that sets no limit asks for as many tokens as a sequence may have."""
     monkeypatch.setattr(build, "free_bytes", lambda device: 700_000)
     config = Config()
-    config.speculation.drafter, config.speculation.remembered = drafter, 0
+    config.speculation.drafter, config.speculation.suffix_pool_tokens = drafter, 0
     config.decode.prefill_chunk = "64"
     layout, comm = HelixLayout.create(), LoopbackWorld(1).communicator(0, [0])
     model = build_model(checkpoint(FAMILY), layout, comm, torch.float32)
     e = build.build_engine(layout, model, config, 4, 4 * 512)
     assert e.runner.sizes.length < 200, "the test needs a cache that is shorter than the context"
-    most = e.runner.sizes.length - len(PROMPT)
-    ends = generated(e, [Request(n, PROMPT, most + n) for n in range(2)])
+    max_new_tokens = e.runner.sizes.length - len(PROMPT)
+    ends = generated(e, [Request(n, PROMPT, max_new_tokens + n) for n in range(2)])
     assert (ends[0].finish_reason, ends[1].finish_reason) == ("length", "error")
 
 
@@ -125,14 +125,14 @@ def test_no_token_comes_out_of_a_step_in_which_a_rank_gave_up(broken: int) -> No
     resize(e, run_steps=1)
     wanted = generated_ids(alone(), [Request(0, PROMPT, 8)])[0]
     gave_up = []
-    draw, steps = e.runner._candidates, itertools.count()
+    original, steps = e.runner._candidates, itertools.count()
 
     def lost(*args: Any) -> Candidates:
-        drawn = draw(*args)
+        sampled = original(*args)
         if next(steps) < broken:
-            return drawn
+            return sampled
         gave_up.append(True)
-        return Candidates(torch.zeros_like(drawn.pairs))
+        return Candidates(torch.zeros_like(sampled.pairs))
 
     def check(wait: bool = True) -> None:
         if gave_up:
@@ -145,7 +145,7 @@ def test_no_token_comes_out_of_a_step_in_which_a_rank_gave_up(broken: int) -> No
         with pytest.raises(RuntimeError, match="rank 3"):
             deque(map(updates.append, updates_of(e, Inbox.of([Request(0, PROMPT, 8)]))))
     # Prefill and the first step are one decision's; the next one is launched before anything of it comes out.
-    assert tuple(t for update in updates for t in update.new_ids) == wanted[: broken - 1 if broken > 2 else 0]
+    assert tuple(t for update in updates for t in update.new_token_ids) == wanted[: broken - 1 if broken > 2 else 0]
     with pytest.raises(RuntimeError, match=r"engine is broken.*rank 0 waited 300 s for rank 3"):
         generated(e, [])
 
@@ -179,7 +179,7 @@ def test_run_length_and_chunks_change_nothing(run_steps: int, prefill_chunk: int
     e = alone(prefill_chunk=prefill_chunk)
     resize(e, run_steps=run_steps)
     outputs = generated(e, [Request(i, c.prompt, len(c.tokens)) for i, c in enumerate(wanted)])
-    assert [outputs[i].output_ids for i in range(4)] == [c.tokens for c in wanted]
+    assert [outputs[i].token_ids for i in range(4)] == [c.tokens for c in wanted]
 
 
 def test_eos_ends_a_request_and_gives_its_slot_on() -> None:
@@ -189,9 +189,9 @@ def test_eos_ends_a_request_and_gives_its_slot_on() -> None:
     e = alone(max_batch=1)
     e.runner.model.spec = replace(e.runner.model.spec, eos=(eos,))
     outputs = generated(e, [Request(0, wanted[3].prompt, 48), Request(1, wanted[2].prompt, 2)])
-    assert outputs[0].finish_reason == "stop" and outputs[0].output_ids == tokens[: tokens.index(eos) + 1]
-    assert outputs[1].output_ids == wanted[2].tokens[:2]
-    assert left_behind(e) == (0, 0, 0)
+    assert outputs[0].finish_reason == "stop" and outputs[0].token_ids == tokens[: tokens.index(eos) + 1]
+    assert outputs[1].token_ids == wanted[2].tokens[:2]
+    assert resources_in_use(e) == (0, 0, 0)
 
 
 def raising(error: BaseException, after: int = 0) -> Callable[..., Any]:
@@ -210,7 +210,7 @@ REQUESTS = [Request(i, PROMPT, 9) for i in range(7)]
 
 def end_early(e: Engine, how: str) -> None:
     """Begins to serve the requests, and raises what ends that."""
-    updates, norm = e.serve(Inbox.of(REQUESTS)), e.runner.model.norm.read
+    updates, norm = e.serve(Inbox.of(REQUESTS)), e.runner.model.norm.pre_norm
     next(updates)
     with pytest.MonkeyPatch.context() as patch:
         match how:
@@ -246,10 +246,10 @@ def test_an_error_between_steps_ends_the_call_and_no_more(how: str, layout: Heli
                 end_early(e, how)
         else:
             generated(e, [])
-        assert left_behind(e) == (0, 0, 0)
+        assert resources_in_use(e) == (0, 0, 0)
         again = generated(e, REQUESTS)
-        assert all(output.output_ids == wanted for output in again.values()) and len(again) == (7 if rank == 0 else 0)
-        assert left_behind(e) == (0, 0, 0)
+        assert all(output.token_ids == wanted for output in again.values()) and len(again) == (7 if rank == 0 else 0)
+        assert resources_in_use(e) == (0, 0, 0)
 
     run_ranks(2, body, timeout_s=60)
 
@@ -261,7 +261,7 @@ def test_an_error_in_a_step_breaks_the_engine_on_every_rank(culprit: int) -> Non
     def body(world: LoopbackWorld, rank: int) -> None:
         e = engine(world, rank, KVP_2)
         if rank == culprit:
-            e.runner.observer = raising(KeyError("planted"), after=3)
+            e.runner.logits_hook = raising(KeyError("planted"), after=3)
         with pytest.raises((KeyError, RuntimeError), match="planted") as first:
             generated(e, REQUESTS)
         assert first.type is (KeyError if rank == culprit else RuntimeError)
@@ -323,8 +323,8 @@ def test_what_is_measured() -> None:
 
     updates, timings = run_ranks(3, body, timeout_s=60)[0]
     short, long = ([update for update in updates if update.id == i] for i in range(2))
-    assert [len(update.new_ids) for update in short] == [0] + [1] * 10, "its admission, then its tokens"
-    assert [update.prefilled for update in short] == [0] + [19] * 10 and long[-1].prefilled == 100
+    assert [len(update.new_token_ids) for update in short] == [0] + [1] * 10, "its admission, then its tokens"
+    assert [update.num_computed_tokens for update in short] == [0] + [19] * 10 and long[-1].num_computed_tokens == 100
     assert [update.finish_reason for update in short] == [None] * 10 + ["length"]
     assert timings.prefill_tokens == 119
     assert timings.decode_tokens == 2 * 9
@@ -347,7 +347,7 @@ def test_steps_that_may_come_are_captured_later(monkeypatch: pytest.MonkeyPatch)
     e.runner.graphs = SimpleNamespace(run=lambda step, kind: ran.append(kind) or step(kind))  # type: ignore[assignment]
     for tensor in e.runner.cache.tensors:
         tensor.zero_()
-    e.warm_up({StepKind()}, {StepKind(shaped=True)}, marks.append)
+    e.warmup({DecodeGraphKey()}, {DecodeGraphKey(process_logits=True)}, marks.append)
     assert marks == ["first_request", "capture"]
     ran = ran[-6:]  # behind those of the first request
-    assert ran == [StepKind(rows, 1) for rows in (1, 2, 3) for _ in range(2)]
+    assert ran == [DecodeGraphKey(rows, 1) for rows in (1, 2, 3) for _ in range(2)]

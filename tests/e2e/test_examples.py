@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.checkpoints import DEMO
-from tests.e2e.cli import ROOT, Job, torchrun
+from tests.e2e.command_line import ROOT, Job, torchrun
 
 SAYS = {
     "batch": r"length: 'def read_json.*\nlength: 'import os",
@@ -23,9 +23,9 @@ SAYS = {
 
 def test_ranks_of_torchrun_are_those_of_an_example(tmp_path: Path) -> None:
     ended = Job([*torchrun(2)[:-1], "-m", "examples.batch"], log=tmp_path / "log").wait()
-    said = [line for line in ended.output.splitlines() if line.startswith("length: ")]
-    assert ended.code == 0 and len(said) == 2, ended.output  # rank 0 alone has outputs
-    assert '"""Read a JSON file from a JSON file.' in said[0]
+    lines = [line for line in ended.output.splitlines() if line.startswith("length: ")]
+    assert ended.code == 0 and len(lines) == 2, ended.output  # rank 0 alone has outputs
+    assert '"""Read a JSON file from a JSON file.' in lines[0]
 
 
 @pytest.mark.slow

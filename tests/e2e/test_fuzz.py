@@ -11,16 +11,16 @@ from torch import Tensor
 
 from benchmarks.papers.policies import FULL
 from helix.engine.draft_policy import DraftPolicy
-from helix.placement import Placement
+from helix.kv_placement import KVPlacement
 from helix.sampling_params import SamplingParams
-from helix.setup import tiering
+from helix.setup import offload
 from helix.speculation import sparse
 from tests.e2e.fuzz import Options, quiet, run_case, work
-from tests.e2e.fuzz_cases import SPOILT, TWO_RANKS, Ask, Case, case_of
+from tests.e2e.fuzz_cases import INVALID, TWO_RANKS, Case, CaseRequest, case_of
 from tests.e2e.fuzz_checks import Outcome
 from tests.e2e.fuzz_configs import MAKERS
-from tests.interpreted import interpreted
 from tests.pool import pool
+from tests.triton_interpreter import interpreted
 
 # A small model that drafts for itself, and verifies from token 14 on: the group ends in an append block that is the
 # first of its rank, so that the group's first queries read nothing there.
@@ -41,8 +41,8 @@ def small(**settings: Any) -> Case:
     """One sequence of a small model, which draws eight tokens greedily."""
     case = case_of("llama", 0)
     return replace(
-        case, content=SMALL, generation=None, own_head=False, spoilt=None, lossy=False, eos=(), whimsical=False,
-        rounds=((Ask("r0", tuple(range(3, 17)), 8, SamplingParams()),),),
+        case, content=SMALL, generation=None, own_head=False, invalid=None, lossy=False, eos=(), random_pace=False,
+        rounds=((CaseRequest("r0", tuple(range(3, 17)), 8, SamplingParams()),),),
         settings=FIRST_BLOCK | {"model.dtype": "float32", "kv.prefix_cache": True} | settings,
     )  # fmt: skip
 
@@ -63,7 +63,7 @@ def test_a_case_follows_from_its_family_and_seed() -> None:
     cases = [case_of(family, seed) for seed in range(0, 96, 3) for family in MAKERS]
     assert [str(case_of(case.family, case.seed)) for case in cases[:20]] == [str(case) for case in cases[:20]]
     assert str(Options(device="cuda", processes=2).case("qwen3", 5)) != str(Options().case("qwen3", 5))
-    drawn = Counter(f"{name}={value}" for case in cases for name, value in case.features.items())
+    feature_counts = Counter(f"{name}={value}" for case in cases for name, value in case.features.items())
     policies = ("any", "c2q", "window", "quest", FULL)
     wanted = [
         f"drafter={name}"
@@ -71,8 +71,8 @@ def test_a_case_follows_from_its_family_and_seed() -> None:
     ]
     wanted += ["attention=dense", "attention=blocks, a part", "attention=blocks, all", "tier=host", "hopb=4"]
     wanted += ["layout=dp 1x1x2", "layout=dp 1x1x3"]
-    assert not [feature for feature in wanted if not drawn[feature]], drawn
-    assert len({case.spoilt for case in cases}) > len(SPOILT) // 2
+    assert not [feature for feature in wanted if not feature_counts[feature]], feature_counts
+    assert len({case.invalid for case in cases}) > len(INVALID) // 2
 
 
 def test_ranks_that_are_processes() -> None:
@@ -89,21 +89,21 @@ def test_verification_whose_first_queries_read_nothing_of_a_rank() -> None:
 
 
 def test_a_case_leaves_behind_nothing_that_it_changed() -> None:
-    before = sparse.LEAST_KEYS, tiering.PIECE_TOKENS, DraftPolicy.pace
-    case = replace(small(**{"speculation.policy": "any"}), whimsical=True, least_keys=1, piece_tokens=3)
+    before = sparse.LEAST_KEYS, offload.PIECE_TOKENS, DraftPolicy.plan_steps
+    case = replace(small(**{"speculation.policy": "any"}), random_pace=True, min_keys=1, piece_tokens=3)
     outcome = found(case)
     assert outcome.kind == "equal" and case.world_size == 2, outcome.reason
-    assert (sparse.LEAST_KEYS, tiering.PIECE_TOKENS, DraftPolicy.pace) == before
+    assert (sparse.LEAST_KEYS, offload.PIECE_TOKENS, DraftPolicy.plan_steps) == before
 
 
 def test_a_key_that_is_left_out_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    bounds = Placement.bounds
+    bounds = KVPlacement.bounds
 
-    def fewer(self: Placement, *args: Any) -> tuple[Tensor, Tensor]:
+    def fewer(self: KVPlacement, *args: Any) -> tuple[Tensor, Tensor]:
         lo, hi = bounds(self, *args)
         return lo + (hi - lo > 9).int(), hi
 
-    monkeypatch.setattr(Placement, "bounds", fewer)
+    monkeypatch.setattr(KVPlacement, "bounds", fewer)
     outcome = found(small(**{"speculation.policy": "window"}))
     assert outcome.kind == "otherwise" and "logits off by" in outcome.reason
 
@@ -111,7 +111,7 @@ def test_a_key_that_is_left_out_shows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_legal_settings_that_are_refused_show_and_illegal_ones_that_run() -> None:
     legal = found(small(**{"speculation.policy": "any", "kv.page_size": 48}))
     assert legal.kind == "otherwise" and legal.reason.startswith("legal settings are refused: speculation.drafter")
-    runs = found(replace(small(**{"speculation.policy": "any"}), spoilt="layout.tpa=5"))
+    runs = found(replace(small(**{"speculation.policy": "any"}), invalid="layout.tpa=5"))
     assert runs.kind == "otherwise" and runs.reason == "illegal settings run: layout.tpa=5"
-    unnamed = found(replace(small(**{"kv.page_size": 48}), spoilt="kv.page_size=48 layout.tpa=5"))
+    unnamed = found(replace(small(**{"kv.page_size": 48}), invalid="kv.page_size=48 layout.tpa=5"))
     assert unnamed.kind == "otherwise" and unnamed.reason.startswith("['layout.tpa=5'] not named")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.checkpoints import checkpoint
-from tests.e2e.cli import ENTRY, Ended, Job
+from tests.e2e.command_line import ENTRY, Ended, Job
 
 
 @pytest.mark.gpu(2)
@@ -27,7 +27,7 @@ def test_no_token_of_a_step_that_gave_up_is_kept(tmp_path: Path) -> None:
     """What a rank computes after it has given its peer up must be no result, as decode.resume would keep it."""
     whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
     assert start(whole, tokens=100).wait().code == 0
-    # Where rank 0 waits is chance: in a kernel (as in tests/dist/test_captured.py:check_recovery) or, where rank 1 had
+    # Where rank 0 waits is chance: in a kernel (test_graph_collectives.py:check_recovery) or, where rank 1 had
     # launched all of a run, for it to take the next decision; then who started it is the first to see it.
     ended = end_without_rank_1(start(cut, "comm.timeout_s=1", tokens=100), cut, signal.SIGSTOP)
     causes = (

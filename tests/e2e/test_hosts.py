@@ -10,8 +10,8 @@ import torch
 
 from benchmarks.jobs import JobError
 from benchmarks.models import hosts
-from benchmarks.runner import Given
-from tests.e2e.cli import as_copies
+from benchmarks.runner import BenchContext
+from tests.e2e.command_line import as_copies
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -20,8 +20,8 @@ def test_the_exchange_between_two_agents_is_timed_and_predicted(monkeypatch: pyt
     """Times of shared cores mean little, least of all their difference, which an exchange's is; bytes do."""
     as_copies(monkeypatch)
     device = torch.device("cpu")
-    ((model,),) = hosts.cases(Given(device, 2))
-    (row,) = hosts.measure(Given(device, 2), model)
+    ((model,),) = hosts.cases(BenchContext(device, 2))
+    (row,) = hosts.measure(BenchContext(device, 2), model)
     assert (row["model"], row["backend"], row["batch"]) == ("demo", "gloo", 4)
     assert abs(row["predicted_bytes"] / row["exchange_bytes"] - 1) < 0.1
     assert row["exchange_bytes"] == 8 * row["message_bytes"]  # layers of the demo model
@@ -48,4 +48,4 @@ def test_an_agent_that_fails_ends_both_and_says_why(tmp_path: Path, monkeypatch:
 def test_one_gpu_has_no_other_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match="use two"):
-        hosts.cases(Given(torch.device("cuda"), 1))
+        hosts.cases(BenchContext(torch.device("cuda"), 1))

@@ -11,8 +11,8 @@ import pytest
 
 from launch.cli import COMMANDS, LABORATORY
 from tests.e2e.checkpoints import DEMO
-from tests.e2e.cli import ROOT
-from tests.e2e.installed import Notebook, install, job
+from tests.e2e.command_line import ROOT
+from tests.e2e.installed_package import Notebook, install, job
 
 PROMPT, TEXT = "def read_json(path):", '\n    """\n    Return'
 LLM = f"LLM({str(DEMO)!r}, kvp=1, overrides=['kv.tokens=8192'])"
@@ -31,7 +31,7 @@ def programs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return install(tmp_path_factory.mktemp(request.param), request.param == "editable")
 
 
-of_wheel = pytest.mark.parametrize("programs", ["wheel"], indirect=True)
+from_wheel = pytest.mark.parametrize("programs", ["wheel"], indirect=True)
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_a_program_decodes(programs: Path, places: dict[str, Path], place: str, 
 @pytest.mark.parametrize(
     "words", [["helix", "run"], pytest.param(TORCHRUN, marks=pytest.mark.slow)], ids=["helix", "torchrun"]
 )
-@of_wheel
+@from_wheel
 def test_a_command_decodes(programs: Path, places: dict[str, Path], words: list[str]) -> None:
     place = places["parent"]
     (place / "p.jsonl").write_text(json.dumps({"prompt": PROMPT}) + "\n")
@@ -75,7 +75,7 @@ def test_a_command_decodes(programs: Path, places: dict[str, Path], words: list[
     assert json.loads((place / "r.json").read_text())["commit"] is None
 
 
-@of_wheel
+@from_wheel
 def test_it_serves_its_page(programs: Path, places: dict[str, Path]) -> None:
     (places["parent"] / "launch").mkdir()  # of the user's own
     (places["parent"] / "launch" / "__init__.py").touch()
@@ -97,11 +97,11 @@ def files(root: Path, packages: Path | None = None) -> set[Path]:
     roots = {folder: root if folder != "helix" else packages or root for folder in FOLDERS}
     found = (file.relative_to(roots[folder]) for folder in FOLDERS for file in (roots[folder] / folder).rglob("*.*"))
     code = {file for file in found if file.suffix in (".py", ".yaml", ".txt", ".html", ".css", ".js")}
-    own = ("benchmarks", "results"), ("helix", "_runtime")
-    return {file for file in code if file.parts[:2] not in own and file.stem != "mine"}  # of `helix calibrate`
+    own_folders = ("benchmarks", "results"), ("helix", "_runtime")
+    return {file for file in code if file.parts[:2] not in own_folders and file.stem != "mine"}  # of `helix calibrate`
 
 
-@of_wheel
+@from_wheel
 def test_a_wheel_has_all_that_the_checkout_has(programs: Path) -> None:
     (packages,) = (programs.parent / "lib").glob("python*/site-packages")
     assert files(packages / "helix" / "_runtime", packages) == files(ROOT)
@@ -135,15 +135,15 @@ runpy.run_module("torchrun_entry")
 """
 
 
-@of_wheel
+@from_wheel
 def test_what_a_wheel_cannot_do_is_said(programs: Path, tmp_path: Path) -> None:
     assert {command.split()[0] for command in IN_A_CHECKOUT} <= (COMMANDS | LABORATORY).keys()
     (tmp_path / "comm").mkdir()
     (tmp_path / "comm" / "__init__.py").touch()
     ended = job(programs, tmp_path, "-c", ALL_COMMANDS, *IN_A_CHECKOUT, program="python").wait()
-    *said, last = ended.output.splitlines()
+    *output, last = ended.output.splitlines()
     assert ended.code == 1 and f"package 'comm' was imported from {tmp_path}" in last, ended.output
-    for command, line in zip(IN_A_CHECKOUT, said, strict=True):
+    for command, line in zip(IN_A_CHECKOUT, output, strict=True):
         assert line.startswith(f"error: helix {command.partition(' output')[0]}"), ended.output
         assert " needs Helix's checkout" in line, ended.output
 

@@ -92,7 +92,9 @@ def made(comm: Communicator, slots: int, **options: Any) -> Engine:
     return build_engine(DEMO, layout, comm, 16, **options, **sizes)
 
 
-def behind_logits(comm: Communicator, patch: pytest.MonkeyPatch, drafter: Any, sampling: SamplingParams) -> list[str]:
+def launches_after_logits(
+    comm: Communicator, patch: pytest.MonkeyPatch, drafter: Any, sampling: SamplingParams
+) -> list[str]:
     """The launches of the last of some steps."""
     engine, launches = made(comm, 2, drafter=drafter, adaptive=False), Launches()
     launches.watch(patch, comm, (GATHER, "all_reduce"), engine.runner, "_complete")
@@ -114,7 +116,7 @@ def behind_logits(comm: Communicator, patch: pytest.MonkeyPatch, drafter: Any, s
         (
             SuffixDrafter(2, 3),
             SamplingParams(temperature=1.0, seed=1),
-            ["add", "_best_of_rank_kernel", GATHER, "_best_of_ranks_kernel", "full", "_draw_kernel"],
+            ["add", "_best_of_rank_kernel", GATHER, "_best_of_ranks_kernel", "full", "_gumbel_sample_kernel"],
         ),
         (
             SelfDrafts(2, DraftBudget("any", 1.0), noise="own"),
@@ -131,18 +133,18 @@ def test_one_launch_follows_the_gather(
     drafter: Any, sampling: SamplingParams, before: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def body(world: LoopbackWorld, rank: int) -> list[str]:
-        return behind_logits(world.communicator(rank, (0,)), monkeypatch, drafter, sampling)
+        return launches_after_logits(world.communicator(rank, (0,)), monkeypatch, drafter, sampling)
 
     assert run_ranks(1, body, timeout_s=300.0) == [[*before, GATHER, COMMIT]]
 
 
-def of_attention(comm: Communicator, patch: pytest.MonkeyPatch | None, chunks: str, collective: str) -> list[str]:
+def attention_launches(comm: Communicator, patch: pytest.MonkeyPatch | None, chunks: str, collective: str) -> list[str]:
     """The launches of the first layer's attention, behind its queries, in the last of some steps."""
     engine, launches = made(comm, 4), Launches()
     engine.runner.hopb = chunks
     if patch is not None:
         launches.watch(patch, comm, (collective,), engine.runner.model.layers[0].mixer, "attend")
-        patch.setattr(comm, "takes_sms", lambda *args: collective != "merge_exchange")
+        patch.setattr(comm, "takes_sms", lambda *args: collective != "merge_states_exchange")
     with launches:
         generated(engine, [Request(i, list(range(5, 60)), 3) for i in range(4)])
     return launches.names
@@ -151,8 +153,8 @@ def of_attention(comm: Communicator, patch: pytest.MonkeyPatch | None, chunks: s
 @pytest.mark.parametrize(
     "collective, exchange",
     [
-        ("all_to_all", ["_merge_messages_kernel", "all_to_all", "_lse_combine_kernel"]),  # of a library
-        ("merge_exchange", ["merge_exchange"]),  # one kernel of ours
+        ("all_to_all", ["_merge_states_pack_kernel", "all_to_all", "_merge_states_kernel"]),  # of a library
+        ("merge_states_exchange", ["merge_states_exchange"]),  # one kernel of ours
     ],
 )
 def test_a_chunk_adds_nothing_but_its_attention_and_its_exchange(
@@ -160,6 +162,6 @@ def test_a_chunk_adds_nothing_but_its_attention_and_its_exchange(
 ) -> None:
     def body(world: LoopbackWorld, rank: int) -> list[str]:
         patch = monkeypatch if rank == 0 else None
-        return of_attention(world.communicator(rank, (0, 1)), patch, "4", collective)
+        return attention_launches(world.communicator(rank, (0, 1)), patch, "4", collective)
 
     assert run_ranks(2, body, timeout_s=300.0)[0] == ["_flash_decode_kernel", *exchange] * 4

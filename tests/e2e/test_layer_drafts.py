@@ -27,17 +27,17 @@ from helix.models import spec_from_config
 from helix.models.checkpoint import read_config
 from helix.setup.parts import make_eagle3
 from helix.speculation import Draft, LayerDrafter, SuffixDrafter
-from helix.worker.follower import Taken
-from helix.worker.graph_keys import StepKind
+from helix.worker.graph_keys import DecodeGraphKey
+from helix.worker.sequence_observer import StepCommitted
 from helix.worker.step import DecodeState
 from tests.e2e import eagle3, mtp, test_draft_model
 from tests.e2e.checkpoints import continuations
-from tests.e2e.fuzz_runs import SMALL_CHUNKS, whimsical
+from tests.e2e.fuzz_runs import SMALL_CHUNKS, random_pace
 from tests.e2e.parity import Continuation, LayerDrafts, build_engine, check, loopback, on_loopback
-from tests.e2e.recorded import Kept, Recorded, unlike
+from tests.e2e.recording_drafters import PartlyAcceptingDrafter, RecordingDrafter, mismatches
 from tests.e2e.test_parity import MOE_LENGTHS, MOE_TOKENS
-from tests.e2e.test_serve import CLOSE, Served, forbid_waits, serve, turns
-from tests.pairs import params
+from tests.e2e.test_serve import CLOSE, ServeResult, forbid_waits, serve, turns
+from tests.pairwise import params
 from tests.sequences import generated
 
 MTP, EAGLE = "deepseek-v3-halves", "qwen3"
@@ -67,7 +67,7 @@ def plain(path: Path) -> list[Continuation]:
 def drafted(
     path: Path, given: LayerDrafts, kvp: int, tpa: int = 1, adaptive: bool = False, chunk: int = 40,
     device: str = "cpu", pads: bool = False,
-) -> Recorded:  # fmt: skip
+) -> RecordingDrafter:  # fmt: skip
     """The drafter of rank 0 after two rounds of the prompts; the second ones go on behind prefixes of the first."""
     layout = HelixLayout.create("helix", kvp, tpa)
     prompts = [c.prompt for c in plain(path)]
@@ -75,7 +75,7 @@ def drafted(
 
     def run(engine: Engine) -> None:
         drafters[engine.comm.rank] = engine.runner.drafter
-        engine.runner.pads |= pads
+        engine.runner.pads_chunks |= pads
         generated(engine, [Request(i, p, 12) for i, p in enumerate(prompts)])
         generated(engine, [Request(i, (*p, 9, i), 12) for i, p in enumerate(prompts)])
 
@@ -84,56 +84,56 @@ def drafted(
     return drafters[0]
 
 
-class NotRewritten(Kept):
+class UncommittedDrafter(PartlyAcceptingDrafter):
     """Leaves the rows of kept drafts as drafts wrote them."""
 
-    def taken(self, step: Taken) -> None:
-        before = self.cache.layer(2).kept["latents"].clone()
-        super().taken(step)
-        now = self.cache.layer(2).kept["latents"]
+    def on_step(self, step: StepCommitted) -> None:
+        before = self.cache.layer(2).tensors["latents"].clone()
+        super().on_step(step)
+        now = self.cache.layer(2).tensors["latents"]
         now.copy_(torch.where(before.isnan(), now, before))
 
 
-class EachChooses(Kept):
+class ReselectingDrafter(PartlyAcceptingDrafter):
     """Lets each draft choose its tokens."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        self.layer.choice = 0
+        self.layer.shared_topk = 0
 
 
 @pytest.mark.parametrize(
     "family, kvp, kind",
     params(
-        [*product([*LATENT, *INDEXED, *HEADS], (1, 3), (Recorded, Kept))],
+        [*product([*LATENT, *INDEXED, *HEADS], (1, 3), (RecordingDrafter, PartlyAcceptingDrafter))],
         lambda family, kvp, kind: f"{family}-{kvp}-{kind.__name__}",
     ),
 )
-def test_drafts_are_those_of_the_layer(family: str, kvp: int, kind: type[Recorded]) -> None:
+def test_drafts_are_those_of_the_layer(family: str, kvp: int, kind: type[RecordingDrafter]) -> None:
     found = drafted(mtp.with_layer(family), LayerDrafts(3, kind=kind), kvp)
     assert len(found.drafted) > 20
-    assert unlike(found, mtp.oracle(family).drafts) == []
+    assert mismatches(found, mtp.oracle(family).drafts) == []
 
 
 @pytest.mark.parametrize(
     "family, kind, window, kvp, tpa, drafter",
     [
-        ("qwen3", "shared", 512, 1, 1, Kept),
-        ("qwen3", "whole", 21, 3, 1, Recorded),
-        ("qwen3", "own", 9, 2, 1, Kept),
-        ("deepseek-v3-halves", "own", 512, 2, 1, Recorded),
-        ("deepseek-v3-halves", "own", 512, 2, 1, Kept),
-        ("gpt-oss", "shared", 30, 2, 2, Recorded),
-        ("gpt-oss", "shared", 30, 2, 1, Kept),
+        ("qwen3", "shared", 512, 1, 1, PartlyAcceptingDrafter),
+        ("qwen3", "whole", 21, 3, 1, RecordingDrafter),
+        ("qwen3", "own", 9, 2, 1, PartlyAcceptingDrafter),
+        ("deepseek-v3-halves", "own", 512, 2, 1, RecordingDrafter),
+        ("deepseek-v3-halves", "own", 512, 2, 1, PartlyAcceptingDrafter),
+        ("gpt-oss", "shared", 30, 2, 2, RecordingDrafter),
+        ("gpt-oss", "shared", 30, 2, 1, PartlyAcceptingDrafter),
     ],
 )
 def test_drafts_are_those_of_an_eagle3_layer(
-    family: str, kind: str, window: int, kvp: int, tpa: int, drafter: type[Recorded]
+    family: str, kind: str, window: int, kvp: int, tpa: int, drafter: type[RecordingDrafter]
 ) -> None:
     given = LayerDrafts(3, kind=drafter, eagle3=eagle(family, kind, window))
     found = drafted(eagle3.target(family), given, kvp, tpa)
     assert len(found.drafted) > 20
-    assert unlike(found, eagle3.oracle(family, kind, window).drafts) == []
+    assert mismatches(found, eagle3.oracle(family, kind, window).drafts) == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -145,16 +145,16 @@ def test_drafts_behind_padded_chunks_and_on_one_gpu(
     for replaced, value in SMALL_CHUNKS.items() if device == "padded" else ():
         monkeypatch.setattr(replaced, value)
     where = dict(device=device) if device == "cuda" else dict(pads=True, chunk=70)
-    found = drafted(target(kind), drafts(kind, kind=Kept), kvp, **where)  # type: ignore[arg-type]
+    found = drafted(target(kind), drafts(kind, kind=PartlyAcceptingDrafter), kvp, **where)  # type: ignore[arg-type]
     of = mtp.oracle(MTP) if kind == "mtp" else eagle3.oracle(EAGLE, "shared")
-    assert len(found.drafted) > 20 and unlike(found, of.drafts) == []
+    assert len(found.drafted) > 20 and mismatches(found, of.drafts) == []
 
 
 def test_drafts_after_steps_without_any(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DraftPolicy, "pace", whimsical(0))
-    found = drafted(mtp.with_layer(LATENT[0]), LayerDrafts(3, kind=Kept), 2, adaptive=True, chunk=7)
+    monkeypatch.setattr(DraftPolicy, "plan_steps", random_pace(0))
+    found = drafted(mtp.with_layer(LATENT[0]), LayerDrafts(3, kind=PartlyAcceptingDrafter), 2, adaptive=True, chunk=7)
     assert len(found.drafted) > 10
-    assert unlike(found, mtp.oracle(LATENT[0]).drafts) == []
+    assert mismatches(found, mtp.oracle(LATENT[0]).drafts) == []
 
 
 def test_without_the_drafter_its_layer_is_not_read() -> None:
@@ -162,25 +162,25 @@ def test_without_the_drafter_its_layer_is_not_read() -> None:
     check(loopback(path, HelixLayout.create(), 16, plain(path)), plain(path))
 
 
-@pytest.mark.parametrize("family, mistake", [(LATENT[0], NotRewritten), ("glm-5-shared", EachChooses)])
-def test_mistakes_are_found(family: str, mistake: type[Recorded]) -> None:
+@pytest.mark.parametrize("family, mistake", [(LATENT[0], UncommittedDrafter), ("glm-5-shared", ReselectingDrafter)])
+def test_mistakes_are_found(family: str, mistake: type[RecordingDrafter]) -> None:
     """Rows that are not written anew; drafts that choose anew, of a model that was trained to choose for the first."""
     found = drafted(mtp.with_layer(family), LayerDrafts(3, kind=mistake), 1)
-    assert unlike(found, mtp.oracle(family).drafts) != []
+    assert mismatches(found, mtp.oracle(family).drafts) != []
 
 
 def test_who_hits_a_prefix_spoils_no_row_of_it() -> None:
     """The states computed again lack their windows, and the rows lie in pages that sequences share."""
     prompt = torch.randint(90, (300,), generator=torch.Generator().manual_seed(3)).tolist()
-    given = LayerDrafts(3, kind=Recorded, eagle3=eagle("gpt-oss", "shared", 120))
+    given = LayerDrafts(3, kind=RecordingDrafter, eagle3=eagle("gpt-oss", "shared", 120))
     comm = LoopbackWorld(1).communicator(0, [0])
     engine = build_engine(eagle3.target("gpt-oss"), HelixLayout.create(), comm, 16, drafter=given, adaptive=False)
-    assert 1 < engine.runner.lacking < len(prompt) / 2
+    assert 1 < engine.runner.recomputed_tokens < len(prompt) / 2
     for i in range(3):
         generated(engine, [Request(i, (*prompt, *range(9, 9 + i)), 12)])
     found = engine.runner.drafter
-    assert isinstance(found, Recorded) and len(found.drafted) > 20
-    assert unlike(found, eagle3.oracle("gpt-oss", "shared", 120).drafts) == []
+    assert isinstance(found, RecordingDrafter) and len(found.drafted) > 20
+    assert mismatches(found, eagle3.oracle("gpt-oss", "shared", 120).drafts) == []
 
 
 def changed(tmp_path: Path, **keys: Any) -> SpeculationConfig:
@@ -192,17 +192,17 @@ def changed(tmp_path: Path, **keys: Any) -> SpeculationConfig:
 
 
 @pytest.mark.parametrize(
-    "ids, taps",
+    "ids, aux_layers",
     [(None, (2, 2, 2)), ([1, 1, 1], (2, 2, 2)), ([2, 2, 2], (2, 2, 2)), ([0, 1, 4], (1, 2, 5))],
 )
-def test_states_are_named_in_two_ways(ids: list[int] | None, taps: tuple[int, ...], tmp_path: Path) -> None:
+def test_states_are_named_in_two_ways(ids: list[int] | None, aux_layers: tuple[int, ...], tmp_path: Path) -> None:
     of = spec_from_config(read_config(eagle3.target("qwen3")))
     given = changed(tmp_path, eagle_config={"eagle_aux_hidden_state_layer_ids": ids} if ids else None)
-    assert make_eagle3(given, of).taps == taps
+    assert make_eagle3(given, of).aux_hidden_state_layers == aux_layers
 
 
 @pytest.mark.parametrize(
-    "keys, said",
+    "keys, error",
     [
         ({"architectures": ["LlamaForCausalLM"]}, "architectures=.* must name one of LlamaForCausalLMEagle3"),
         ({"num_hidden_layers": 2}, "num_hidden_layers=2 must be 1"),
@@ -212,9 +212,9 @@ def test_states_are_named_in_two_ways(ids: list[int] | None, taps: tuple[int, ..
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}}, r"\[1, 2, 9\] must be 3 of .* 5 layers"),
     ],
 )
-def test_another_layer_is_refused(keys: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_another_layer_is_refused(keys: dict[str, Any], error: str, tmp_path: Path) -> None:
     of = spec_from_config(read_config(eagle3.target("qwen3")))
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=error):
         make_eagle3(changed(tmp_path, **keys), of)
 
 
@@ -222,20 +222,20 @@ def test_the_demo_models_layer_is_for_it() -> None:
     given = SpeculationConfig(drafter="eagle3", path="assets/demo-eagle3")
     spec = spec_from_config(read_config(Path("assets/demo-model")))
     layer = make_eagle3(given, spec)
-    assert layer.taps == (2, 4, 5) and layer.hidden == spec.hidden and layer.vocab is None
+    assert layer.aux_hidden_state_layers == (2, 4, 5) and layer.hidden == spec.hidden and layer.vocab is None
 
 
 class TestDistribution(test_draft_model.TestDistribution):
     """Draws with drafts of a layer whose head has but some of the tokens."""
 
     def tables(self) -> tuple[Tensor, Tensor]:
-        of_target, of_layer = super().tables()
-        of_layer[:, self.IDS[2]] = -torch.inf
-        return of_target, of_layer
+        target_table, layer_table = super().tables()
+        layer_table[:, self.IDS[2]] = -torch.inf
+        return target_table, layer_table
 
     def engine(self, world: LoopbackWorld, rank: int, tamper: test_draft_model.Tamper, **sizes: Any) -> Engine:
         class Tampered(LayerDrafter):
-            def propose(self, state: DecodeState, kind: StepKind) -> Draft:
+            def propose(self, state: DecodeState, kind: DecodeGraphKey) -> Draft:
                 return tamper(super().propose(state, kind))
 
         layout, drafter = HelixLayout.create("helix", 2), drafts("mtp", noise="own", kind=Tampered)
@@ -243,16 +243,16 @@ class TestDistribution(test_draft_model.TestDistribution):
         engine = build_engine(target("mtp"), layout, comm, 16, drafter=drafter, adaptive=False, **sizes)
         model, layer, rows = engine.runner.model, engine.runner.model.next_token, engine.runner.model.embedding.rows
         assert layer is not None
-        of_target, of_layer = (table[:, rows.start : rows.stop] for table in self.tables())
+        target_table, layer_table = (table[:, rows.start : rows.stop] for table in self.tables())
 
         def states(step: Any) -> Tensor:
             return step.tokens[:, None].expand(-1, model.spec.hidden).float()
 
         model.states = lambda cache, step, policy: (states(step), states(step))  # type: ignore[method-assign]
-        model.logits = lambda x: of_target[x[:, 0].long()]  # type: ignore[method-assign]
-        layer.append = lambda cache, step, x, own: (states(step), states(step))  # type: ignore[assignment]
+        model.logits = lambda x: target_table[x[:, 0].long()]  # type: ignore[method-assign]
+        layer.append = lambda cache, step, x, from_draft: (states(step), states(step))  # type: ignore[assignment]
         layer.attend = lambda queries, x, *of_step: x  # type: ignore[method-assign]
-        layer.logits = lambda x: of_layer[x[:, 0].long()]  # type: ignore[assignment]
+        layer.logits = lambda x: layer_table[x[:, 0].long()]  # type: ignore[assignment]
         return engine
 
 
@@ -263,7 +263,7 @@ def test_what_a_decision_says_is_launched_without_a_wait(kind: str) -> None:
     path = target("mtp" if kind == "suffix" else kind)
     first, second = turns(plain(path))
 
-    def body(world: LoopbackWorld, rank: int) -> tuple[Served, Served]:
+    def body(world: LoopbackWorld, rank: int) -> tuple[ServeResult, ServeResult]:
         comm = world.communicator(0, [0])
         given = SuffixDrafter(2, 4, 1000, 3, comm.device) if kind == "suffix" else drafts(kind, 2)
         e = build_engine(path, HelixLayout.create(), comm, 16, drafter=given, **CLOSE)

@@ -19,7 +19,7 @@ from launch.cli import COMMANDS, main
 from launch.client.schemas import Completion
 from launch.llm import LLM, as_prompts, checked_body
 from tests.e2e.checkpoints import DEMO, checkpoint, oracle
-from tests.e2e.cli import ROOT, Job, as_copies, torchrun
+from tests.e2e.command_line import ROOT, Job, as_copies, torchrun
 
 LENGTHS = (7, 17)
 PYTHON = "def read_json(path):"
@@ -61,12 +61,12 @@ def test_a_plain_process_starts_its_ranks_itself() -> None:
         running = ranks()
         assert llm.layout.startswith("helix kvp=2") and sorted(running) == [0, 1]
         outputs = llm.generate([c.prompt for c in wanted], max_tokens=12)
-        assert [o.output_ids[: len(c.tokens)] for o, c in zip(outputs, wanted, strict=True)] == [
+        assert [o.token_ids[: len(c.tokens)] for o, c in zip(outputs, wanted, strict=True)] == [
             c.tokens for c in wanted
         ]
         refused = llm.generate([(1, 999), (1, 2)], max_tokens=2)
         assert refused[0].finish_reason == "error" and "has 999, and the vocabulary" in (refused[0].reason or "")
-        assert len(refused[1].output_ids) == 2
+        assert len(refused[1].token_ids) == 2
         (longer,) = llm.generate((1, 2, 3), max_tokens=400)
         assert longer.finish_reason == "error" and "exceed what the KV cache can hold" in (longer.reason or "")
         with pytest.raises(ValueError, match="temperature"):
@@ -90,15 +90,15 @@ def test_options_are_those_of_the_settings_where_they_are_unset(demo: LLM) -> No
     (short,) = demo.generate(PYTHON)
     (unset,) = demo.generate(PYTHON, max_tokens=None, temperature=None)
     (longer,) = demo.generate(PYTHON, max_tokens=12)
-    assert len(short.output_ids) == 6 and unset == short and longer.output_ids[:6] == short.output_ids
+    assert len(short.token_ids) == 6 and unset == short and longer.token_ids[:6] == short.token_ids
     (stopped,) = demo.generate(PYTHON, max_tokens=12, stop='"""')
     assert stopped.finish_reason == "stop" and longer.text.startswith(f'{stopped.text}"""')
     (held,) = demo.generate(PYTHON, max_tokens=12, stop='"""', min_tokens=12)
     assert (held.text, held.finish_reason) == (longer.text, "length")
     (biased,) = demo.generate(PYTHON, max_tokens=3, logit_bias={77: 100.0})
-    assert biased.output_ids == (77, 77, 77)
+    assert biased.token_ids == (77, 77, 77)
     (other,) = demo.generate(PYTHON, max_tokens=12, repetition_penalty=2.0)
-    assert other.output_ids != longer.output_ids
+    assert other.token_ids != longer.token_ids
     (form,) = demo.generate("x = ", max_tokens=40, schema={"enum": ["yes"]})
     assert (form.text, form.finish_reason) == ('"yes"', "stop")
     with pytest.raises(ValueError, match="response_format cannot be followed"):
@@ -122,12 +122,12 @@ def forked(what):
         leave(5)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5
 
-def generate(): return llm.generate("def f(", max_tokens=2)[0].output_ids
+def generate(): return llm.generate("def f(", max_tokens=2)[0].token_ids
 def stream(): next(parts)
 def close(): llm.close()
 def another():
     with LLM("assets/demo-model", kvp=1, overrides=["kv.tokens=256"]) as own:
-        print("another:", own.generate("def f(", max_tokens=2)[0].output_ids == before, flush=True)
+        print("another:", own.generate("def f(", max_tokens=2)[0].token_ids == before, flush=True)
 
 with LLM("assets/demo-model", kvp=1, overrides=["kv.tokens=8192"]) as llm:
     before = generate()
@@ -149,12 +149,14 @@ def test_a_fork_of_the_process_fails_at_once_and_leaves_the_ranks_alone(tmp_path
 
 def test_several_answers_with_their_logprobs(demo: LLM) -> None:
     (output,) = demo.generate(PYTHON, n=3, temperature=1.0, seed=5, logprobs=2, max_tokens=4)
-    assert [len(one.output_ids) for one in output.continuations] == [4, 4, 4]
+    assert [len(one.token_ids) for one in output.outputs] == [4, 4, 4]
     (again,) = demo.generate(PYTHON, temperature=1.0, seed=6, max_tokens=4)
-    assert again.text == output.continuations[1].text != output.text, "answer i takes seed + i"
-    assert [len(place.best) for place in output.logprobs] == [2] * 4 and output.logprobs[0].drawn <= 0
+    assert again.text == output.outputs[1].text != output.text, "answer i takes seed + i"
+    assert [len(position_logprobs.best) for position_logprobs in output.logprobs] == [2] * 4 and output.logprobs[
+        0
+    ].sampled <= 0
     (greedy,) = demo.generate(PYTHON, logprobs=1, max_tokens=2)
-    assert [place.best[0][0] for place in greedy.logprobs] == [*greedy.output_ids]
+    assert [position_logprobs.best[0][0] for position_logprobs in greedy.logprobs] == [*greedy.token_ids]
 
 
 def test_a_stream_is_the_answer(demo: LLM) -> None:
@@ -276,8 +278,8 @@ def test_the_package_and_the_command_name_what_they_have(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["helix", "--help"])
     main()
-    said = capsys.readouterr().out
-    assert all(name in said for name in COMMANDS)
+    output = capsys.readouterr().out
+    assert all(name in output for name in COMMANDS)
     monkeypatch.setattr(sys, "argv", ["helix", "dance"])
     with pytest.raises(SystemExit, match=r"error: dance .*known: run, serve, chat, info, plan, sweep"):
         main()

@@ -10,20 +10,20 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from helix.attention import tiered
+from helix.attention import offloaded
 from helix.attention.base import AttentionPolicy
 from helix.engine.core import Engine
-from helix.engine.decision import Admission
 from helix.engine.request import Request
+from helix.engine.scheduler_output import NewRequest
 from helix.layers.mla import MLA
 from helix.models import layer
-from helix.worker.follower import Span
-from helix.worker.step import CHOSEN, DecodeState, Step
-from helix.worker.tiered_cache import TieredCache
+from helix.worker.offloaded_cache import OffloadedCache
+from helix.worker.sequence_observer import Span
+from helix.worker.step import SELECTED, DecodeState, Step
 from kernels.attention.split_kv import PartialAttention
-from kernels.tier.copy_blocks import copy_blocks
+from kernels.offload.copy_blocks import copy_blocks
 from tests.e2e.fuzz import quiet, run_case
-from tests.e2e.pinned import ROWS, case_of
+from tests.e2e.parity_cases import ROWS, case_of
 from tests.sequences import generated
 
 pytestmark = pytest.mark.slow  # continuous integration runs them next to `make test`
@@ -61,7 +61,7 @@ def has_a_sink_on_every_rank(engine: Engine) -> None:
 
 def norms_its_own_heads_alone(engine: Engine) -> None:
     for mixer in mixers(engine):
-        mixer._squares.spread = False
+        mixer._squares.sharded = False
 
 
 def adds_experts_up_twice(engine: Engine) -> None:
@@ -76,7 +76,7 @@ def forgets_temperature(engine: Engine) -> None:
 
 def takes_the_next_heads_values(engine: Engine) -> None:
     for mixer in mixers(engine):
-        mixer.own_w_uv = mixer.w_uv[-mixer.own_w_uv.shape[0] :]
+        mixer.local_w_uv = mixer.w_uv[-mixer.local_w_uv.shape[0] :]
 
 
 def rotates_neighbours_as_halves(engine: Engine) -> None:
@@ -116,7 +116,7 @@ def keeps_no_bounds_of_new_text(engine: Engine) -> None:
     fold = engine.runner.cache.fold
 
     def only_prompts(span: Span) -> None:
-        if span.most != 1:  # a decode step of one token
+        if span.max_tokens != 1:  # a decode step of one token
             fold(span)
 
     engine.runner.cache.fold = only_prompts  # type: ignore[method-assign]
@@ -144,18 +144,22 @@ def has_a_candidate_less(engine: Engine) -> None:
 
 def writes_nothing_back(engine: Engine) -> None:
     cache = engine.runner.cache
-    cache.taken = lambda step: cache.fold(step.span)  # type: ignore[method-assign]
+    cache.on_step = lambda step: cache.fold(step.span)  # type: ignore[method-assign]
 
 
 def keeps_places_of_other_sequences(engine: Engine) -> None:
     """A page of a new sequence is looked up where the one before, of another sequence, has its place."""
     cache = engine.runner.cache
-    assert isinstance(cache, TieredCache)
+    assert isinstance(cache, OffloadedCache)
     layer_of = cache.layer
 
     def forgetful(index: int, prefill: bool = False) -> object:
         found: Any = layer_of(index, prefill)
-        return replace(found, hot=replace(found.hot, place_of=found.hot.place_of.clone())) if prefill else found
+        return (
+            replace(found, resident=replace(found.resident, gpu_block_of=found.resident.gpu_block_of.clone()))
+            if prefill
+            else found
+        )
 
     cache.layer = forgetful  # type: ignore[method-assign, assignment]
     for turn in range(5):  # until no page is left that nobody had
@@ -168,7 +172,7 @@ def judges_by_bounds_of_other_pages(engine: Engine) -> None:
     cache: Any = engine.runner.cache
     admit = cache.admit
 
-    def shifted(*admissions: Admission) -> None:
+    def shifted(*admissions: NewRequest) -> None:
         admit(*admissions)
         cache.bounds.copy_(cache.bounds.roll(1, 1))
 
@@ -178,7 +182,7 @@ def judges_by_bounds_of_other_pages(engine: Engine) -> None:
 def resumes_without_the_state(engine: Engine) -> None:
     """Keys are found, and the state that belongs to them is left at zero."""
     admit = engine.runner.cache.admit
-    engine.runner.cache.admit = lambda *them: admit(*(replace(a, state=-1) for a in them))  # type: ignore[method-assign]
+    engine.runner.cache.admit = lambda *them: admit(*(replace(a, snapshot_index=-1) for a in them))  # type: ignore[method-assign]
 
 
 def moves_no_snapshot(engine: Engine) -> None:
@@ -208,7 +212,7 @@ def keeps_no_ring_in_a_snapshot(engine: Engine) -> None:
     cache = engine.runner.cache
     admit = cache.admit
 
-    def forgets(*admissions: Admission) -> None:
+    def forgets(*admissions: NewRequest) -> None:
         admit(*admissions)
         for group in cache.groups:
             if "qkv" in group.tensors:
@@ -218,19 +222,19 @@ def keeps_no_ring_in_a_snapshot(engine: Engine) -> None:
 
 
 def applies_no_accepted_row(engine: Engine) -> None:
-    engine.runner.cache.takes = lambda kind: False  # type: ignore[method-assign]
+    engine.runner.cache.observes_step = lambda kind: False  # type: ignore[method-assign]
 
 
 def counts_rows_of_refused_drafts(engine: Engine) -> None:
     cache = engine.runner.cache
-    taken = cache.taken
+    taken = cache.on_step
 
     def all_of_them(step: Any) -> None:
         taken(step)
         count = step.span.after - step.span.before
         cache.accepted[: step.kind.rows] = torch.where(count > 0, 1 + step.kind.drafts, 0)
 
-    cache.taken = all_of_them  # type: ignore[method-assign]
+    cache.on_step = all_of_them  # type: ignore[method-assign]
 
 
 def begins_with_what_the_slot_had(engine: Engine) -> None:
@@ -315,7 +319,7 @@ def adds_up_for_another_rank(right: Callable[..., Any]) -> Callable[..., Any]:
 def chooses_for_each_layer(right: Callable[..., Any]) -> Callable[..., Any]:
     def forgets(self: MLA, *args: Any) -> Any:
         if self.indexer is None:
-            args[-1].shared.pop(CHOSEN, None)
+            args[-1].shared.pop(SELECTED, None)
         return right(self, *args)
 
     return forgets
@@ -349,12 +353,12 @@ def copies_numbers_alone(scales: int) -> Callable[..., Any]:
 
 
 FUNCTIONS: list[tuple[str, object, str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = [
-    ("experts over the ranks of dp", layer, "over_all_ranks", adds_up_for_another_rank),
+    ("experts over the ranks of dp", layer, "dp_ffn", adds_up_for_another_rank),
     ("chosen tokens of glm-5-shared", MLA, "project", chooses_for_each_layer),
-    ("halves", Step, "halves", takes_queries_for_the_other_half_s),
+    ("halves", Step, "micro_batches", takes_queries_for_the_other_half_s),
     ("drafts by lookup", DecodeState, "commit", takes_a_draft_unseen),
-    ("blocks in host memory in fp8", tiered, "copy_blocks", copies_numbers_alone(32)),
-    ("blocks in host memory in k16v8", tiered, "copy_blocks", copies_numbers_alone(16)),
+    ("blocks in host memory in fp8", offloaded, "copy_blocks", copies_numbers_alone(32)),
+    ("blocks in host memory in k16v8", offloaded, "copy_blocks", copies_numbers_alone(16)),
 ]
 
 

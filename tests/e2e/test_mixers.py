@@ -17,21 +17,21 @@ import torch
 from comm.base import Communicator
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.engine.core import Engine
-from helix.engine.decision import Admission
 from helix.engine.request import Request
+from helix.engine.scheduler_output import NewRequest
+from helix.kv_placement import PromptChunk
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec, spec_from_config
 from helix.models.checkpoint import read_config
 from helix.models.decoder import Decoder
-from helix.placement import PromptChunk
 from helix.speculation import Draft, Drafter
-from helix.worker.graph_keys import StepKind
+from helix.worker.graph_keys import DecodeGraphKey
 from helix.worker.step import DecodeState
 from tests.e2e.checkpoints import checkpoint
 from tests.e2e.parity import Continuation, build_engine
-from tests.e2e.test_serve import CLOSE, Served, left_behind, serve, turns
+from tests.e2e.test_serve import CLOSE, ServeResult, resources_in_use, serve, turns
 from tests.mixers import Decay, DecaySpec
-from tests.sequences import admission, resize
+from tests.sequences import new_request, resize
 
 LENGTHS, NEW = (21, 58, 40), 12
 LAYOUTS = [HelixLayout.create("helix", 1), HelixLayout.create("helix", 2), HelixLayout.create("helix", 2, 2)]
@@ -77,10 +77,10 @@ def wanted() -> list[Continuation]:
             prompt = torch.randint(1, 200, (length,), generator=generator).tolist()
             tokens: list[int] = []
             for _ in range(NEW):
-                text = np.array(prompt + tokens, dtype=np.int32)
-                pages = np.arange(runner.placement.stripes.pages_for(len(text)), dtype=np.int32)
-                runner.admit(admission(0, 0, pages, len(text), text))
-                step = runner.state.prefill_step([PromptChunk(0, 0, torch.from_numpy(text).long())])
+                token_ids = np.array(prompt + tokens, dtype=np.int32)
+                pages = np.arange(runner.placement.stripes.pages_for(len(token_ids)), dtype=np.int32)
+                runner.admit(new_request(0, 0, pages, len(token_ids), token_ids))
+                step = runner.state.prefill_step([PromptChunk(0, 0, torch.from_numpy(token_ids).long())])
                 hidden = runner.model.hidden(runner.cache, step, runner.dense)
                 tokens.append(int(runner.model.logits(hidden[-1:]).argmax()))
             found.append(Continuation(tuple(prompt), tuple(tokens), torch.empty(0)))
@@ -90,26 +90,26 @@ def wanted() -> list[Continuation]:
         return run_ranks(1, body, timeout_s=120.0)[0]
 
 
-class Prophet(Drafter):
+class OracleDrafter(Drafter):
     """Proposes what the oracle says, but for every third token."""
 
     def __init__(self, limit: int, wanted: list[Continuation]) -> None:
         super().__init__(limit)
-        self.texts = [(*c.prompt, *c.tokens) for c in wanted]
+        self.sequences = [(*c.prompt, *c.tokens) for c in wanted]
         self.of: dict[int, tuple[int, ...]] = {}
 
-    def admit(self, *admissions: Admission) -> None:
+    def admit(self, *admissions: NewRequest) -> None:
         for a in admissions:
-            text = tuple(a.text.tolist())
-            self.of[a.slot] = next(t for t in self.texts if t[: min(len(text), len(t))] == text[: len(t)])
+            token_ids = tuple(a.token_ids.tolist())
+            self.of[a.slot] = next(t for t in self.sequences if t[: min(len(token_ids), len(t))] == token_ids[: len(t)])
 
-    def propose(self, state: DecodeState, kind: StepKind) -> Draft:
+    def propose(self, state: DecodeState, kind: DecodeGraphKey) -> Draft:
         tokens = torch.zeros(kind.rows, kind.drafts, dtype=torch.int64)
         for row in state.active[: kind.rows].nonzero()[:, 0].tolist():
             for i in range(kind.drafts):
                 at = int(state.lengths[row]) + 1 + i
-                text = self.of[row]
-                tokens[row, i] = text[at] if at < len(text) and at % 3 else 0
+                token_ids = self.of[row]
+                tokens[row, i] = token_ids[at] if at < len(token_ids) and at % 3 else 0
         return Draft(tokens)
 
 
@@ -120,14 +120,14 @@ def test_states_follow_prefix_hits_preemptions_drafts_and_aborts(
 ) -> None:
     first, second = turns(wanted)
 
-    def body(world: LoopbackWorld, rank: int) -> Served:
-        drafter, pages = Prophet(drafts, wanted) if drafts else None, 32 if drafts > 2 else 28
+    def body(world: LoopbackWorld, rank: int) -> ServeResult:
+        drafter, pages = OracleDrafter(drafts, wanted) if drafts else None, 32 if drafts > 2 else 28
         e = engine(layout, world, rank, pages=pages // layout.kvp, drafter=drafter, adaptive=False, **CLOSE)
         resize(e, run_steps=1)  # or a lease of its own would be as long as a run
         found = serve(e, [*reversed(first), Request("gone", wanted[1].prompt, 30)], second, aborts={"gone": 2})
-        assert left_behind(e)[1:] == (0, 0)
+        assert resources_in_use(e)[1:] == (0, 0)
         assert rank or e.timings.preemptions > 0, "pages are too many for this test"
-        assert rank or not drafts or len(e.timings.kept) > 1, "no draft was kept"
+        assert rank or not drafts or len(e.timings.accepted) > 1, "no draft was kept"
         return found
 
     found = run_ranks(layout.world_size, body, timeout_s=120.0)[0]
@@ -146,7 +146,7 @@ def test_a_state_is_the_sum_of_all_that_decays() -> None:
         layer = runner.model.layers[0].mixer
         assert isinstance(layer, Decay)
         tokens, x = torch.arange(30), torch.randn(30, runner.model.spec.hidden)
-        runner.admit(admission(1, 0, np.arange(8, dtype=np.int32), 30, tokens.int().numpy()))
+        runner.admit(new_request(1, 0, np.arange(8, dtype=np.int32), 30, tokens.int().numpy()))
         for begin, end in ((0, 7), (7, 8), (8, 30)):
             step = runner.state.prefill_step([PromptChunk(1, begin, tokens[begin:end])])
             q = layer.project(x[begin:end], (x, x), runner.cache, step)
@@ -154,7 +154,7 @@ def test_a_state_is_the_sum_of_all_that_decays() -> None:
         k = layer.kq(x).double()[:, :WIDTH]
         expected = (0.9 ** torch.arange(29, -1, -1).double()[:, None] * k).sum(0)
         # 30 roundings of fp32 at numbers of a few units.
-        torch.testing.assert_close(runner.cache.layer(0).kept["state"][1].double(), expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(runner.cache.layer(0).tensors["state"][1].double(), expected, atol=1e-5, rtol=1e-5)
 
     with torch.inference_mode():
         run_ranks(1, body, timeout_s=60.0)

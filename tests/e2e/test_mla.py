@@ -8,8 +8,8 @@ from benchmarks.ranks.hopb import without_exchange
 from helix.engine.core import Engine
 from helix.layers import mla
 from helix.layout import HelixLayout
-from helix.worker.graph_keys import StepKind
-from helix.worker.warm_up import step_seconds
+from helix.worker.graph_keys import DecodeGraphKey
+from helix.worker.warmup import step_seconds
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.parity import check, loopback
 from tests.e2e.test_parity import MOE_LENGTHS, MOE_TOKENS
@@ -23,7 +23,7 @@ def test_queries_are_gathered_where_the_exchange_is_left_out_of_a_timing(monkeyp
 
     def tamper(engine: Engine) -> None:
         seconds.append(
-            without_exchange(engine.runner, engine.comm, lambda: step_seconds(engine.runner, StepKind(2), 1))
+            without_exchange(engine.runner, engine.comm, lambda: step_seconds(engine.runner, DecodeGraphKey(2), 1))
         )
 
     check(loopback(checkpoint("deepseek-v2-yarn"), HelixLayout.create("helix", 2), 16, wanted, tamper), wanted)

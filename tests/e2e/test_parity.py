@@ -13,7 +13,7 @@ from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.fuzz import quiet, run_case, run_here
 from tests.e2e.fuzz_checks import Outcome
 from tests.e2e.parity import check, loopback
-from tests.e2e.pinned import PAIRS, ROWS, case_of, pairs_of, places_of
+from tests.e2e.parity_cases import PAIRS, ROWS, backends_of, case_of, pairs_of
 from tests.pool import pool
 
 # Of other tests: more prompts than slots, the longest over five chunks of 64 and the end of a block of 64; and fewer.
@@ -25,31 +25,31 @@ def params() -> list[object]:
     found = []
     for name in ROWS:
         ranks = case_of(name).world_size
-        for place in places_of(name):
+        for backend in backends_of(name):
             gpus = {"gpu": [pytest.mark.gpu], "nccl": [pytest.mark.gpu(ranks)], "symm_mem": [pytest.mark.gpu(ranks)]}
             slow = [pytest.mark.slow] if ROWS[name].get("slow") else []
-            found.append(pytest.param(name, place, id=f"{name}-{place}", marks=[*gpus.get(place, []), *slow]))
+            found.append(pytest.param(name, backend, id=f"{name}-{backend}", marks=[*gpus.get(backend, []), *slow]))
     return found
 
 
-def outcome_of(name: str, place: str) -> Outcome:
+def outcome_of(name: str, backend: str) -> Outcome:
     case = case_of(name)
     quiet()
-    if place in ("threads", "gpu"):
-        return run_case(case, "cpu" if place == "threads" else "cuda", 240.0)
-    device, backend = ("cpu", "gloo") if place == "gloo" else ("cuda", "nccl")
-    task = run_here, case, "symm_mem" if place == "symm_mem" else "torch", device
-    found: Outcome = pool(case.world_size, backend).run(*task, timeout_s=240.0)[0]
+    if backend in ("threads", "gpu"):
+        return run_case(case, "cpu" if backend == "threads" else "cuda", 240.0)
+    device, dist_backend = ("cpu", "gloo") if backend == "gloo" else ("cuda", "nccl")
+    task = run_here, case, "symm_mem" if backend == "symm_mem" else "torch", device
+    found: Outcome = pool(case.world_size, dist_backend).run(*task, timeout_s=240.0)[0]
     return found
 
 
-@pytest.mark.parametrize("name, place", params())
-def test_tokens_and_logits(name: str, place: str) -> None:
-    outcome = outcome_of(name, place)
+@pytest.mark.parametrize("name, backend", params())
+def test_tokens_and_logits(name: str, backend: str) -> None:
+    outcome = outcome_of(name, backend)
     assert outcome.kind == "equal", outcome.reason
-    missing = [event for event in ROWS[name].get("sees", ()) if not outcome.seen.get(event)]
+    missing = [event for event in ROWS[name].get("expects", ()) if not outcome.seen.get(event)]
     assert not missing, f"the row is to see {missing}: {outcome.seen}"
-    assert not outcome.seen.get(ROWS[name].get("never", "")), outcome.seen
+    assert not outcome.seen.get(ROWS[name].get("forbids", "")), outcome.seen
 
 
 def test_every_pair_that_was_tested_is_in_some_row() -> None:

@@ -19,12 +19,14 @@ from helix.sampling_params import SamplingParams
 from helix.speculation import SuffixDrafter
 from tests.e2e.checkpoints import checkpoint
 from tests.e2e.parity import Sparse, build_engine
+from tests.e2e.test_kv_offload import SHORT_WINDOW
 from tests.e2e.test_layer_drafts import KINDS, drafts, target
-from tests.e2e.test_tiered import SHORT_WINDOW
 from tests.sequences import Generated, generated, resize
 
 LENGTHS = {"one": 1, "short": 20, "long": 90, "same": 90, "drawn": 40}
-CLOSE = dict(max_batch=3, max_length=192, pages=13, schedule=ScheduleConfig(lease=2, stall_ms=2.0))
+CLOSE = dict(
+    max_batch=3, max_length=192, pages=13, schedule=ScheduleConfig(lookahead_tokens=2, max_prefill_stall_ms=2.0)
+)
 
 
 def prompt(length: int) -> list[int]:
@@ -56,7 +58,7 @@ def oracle(family: str) -> torch.Tensor:
         ("gpt-oss", HelixLayout.create("helix", 1, 2), dict(pads=True), "cpu"),
         ("granite", HelixLayout.create("tp", tpa=2), dict(pads=True), "cpu"),
         ("eagle3", HelixLayout.create("helix", 2), dict(pads=True, drafter=drafts("eagle3")), "cpu"),
-        ("qwen2", HelixLayout.create("helix", 2), dict(sparse=Sparse(SHORT_WINDOW, hot=20), page_size=16), "cpu"),
+        ("qwen2", HelixLayout.create("helix", 2), dict(sparse=Sparse(SHORT_WINDOW, resident=20), page_size=16), "cpu"),
         pytest.param("qwen2", HelixLayout.create(), dict(pads=True), "cuda", marks=pytest.mark.gpu),
         pytest.param("qwen2", HelixLayout.create("helix", 2, 2), dict(max_batch=3), "cuda", marks=pytest.mark.gpu),
     ],
@@ -73,14 +75,14 @@ def test_they_are_those_of_transformers(
 
     requests = [Request(f"plain {i}", prompt(70), 20, SamplingParams()) for i in range(2)]
     requests += [Request(name, prompt(n), 6, wanted(name)) for name, n in LENGTHS.items()]
-    requests[-1] = Request("drawn", prompt(40), 6, wanted("drawn"), drawn=10)
+    requests[-1] = Request("drawn", prompt(40), 6, wanted("drawn"), num_prior_output_tokens=10)
 
     def body(world: LoopbackWorld, rank: int) -> tuple[dict[Any, Generated], int]:
         comm = world.communicator(rank, layout.kvp_group(rank))
         given = {"max_batch": 8, "prefill_chunk": 24, "page_size": 4} | options
         pads = given.pop("pads", False)
         engine = build_engine(path_of(family), layout, comm, 4, **given)
-        engine.runner.pads = pads
+        engine.runner.pads_chunks = pads
         resize(engine, run_steps=2 if "pages" in options else 8)
         generated(engine, requests[:1])  # its prefix is in the cache
         return generated(engine, requests), engine.timings.preemptions
@@ -103,4 +105,4 @@ def test_they_are_those_of_transformers(
             best = of_all.topk(k).values.float()
             torch.testing.assert_close(torch.tensor(values[1:]), best, rtol=0, atol=1e-4)
     assert all(not output.scored for name, output in outputs.items() if name not in LENGTHS)
-    assert np.array_equal(outputs["long"].output_ids, outputs["same"].output_ids)
+    assert np.array_equal(outputs["long"].token_ids, outputs["same"].token_ids)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.checkpoints import checkpoint
-from tests.e2e.cli import ENTRY, Job, torchrun, write_lines
+from tests.e2e.command_line import ENTRY, Job, torchrun, write_lines
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -99,7 +99,7 @@ def test_pinned_memory_goes_back(number: signal.Signals, world: int, tmp_path: P
     prompts, out = write_lines(tmp_path / "p.jsonl", short, endless), tmp_path / "out.jsonl"
     job = Job(
         ENTRY, "model=qwen2.5-7b", "model.load=random", f"layout.kvp={world}", "attention=block_sparse",
-        "attention.from_tokens=0", "kv.tier=host", f"kv.host_bytes={62e9 / world:.0f}", "kv.tokens=1048576",
+        "attention.from_tokens=0", "kv.offload=host", f"kv.offload_host_bytes={62e9 / world:.0f}", "kv.tokens=1048576",
         f"decode.prompts={prompts}", f"decode.output={out}", "decode.max_batch=2", "decode.max_tokens=1000000",
         "decode.stream=false", log=tmp_path / "log", gpus=True,
     )  # fmt: skip

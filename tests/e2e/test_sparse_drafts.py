@@ -7,22 +7,22 @@ import torch
 from torch import Tensor
 
 from benchmarks.ranks.phases import phase_us
-from helix.attention.chosen import CollectingAttention
+from helix.attention.selected import ScoringAttention
 from helix.engine.core import Engine
 from helix.engine.draft_policy import DraftPolicy
 from helix.engine.request import Request
 from helix.layout import HelixLayout
 from helix.speculation import Draft, DraftBudget, SparseDrafter
-from helix.worker.follower import Taken
-from helix.worker.graph_keys import StepKind
+from helix.worker.graph_keys import DecodeGraphKey
 from helix.worker.kv_cache import LayerCache
+from helix.worker.sequence_observer import StepCommitted
 from helix.worker.step import DecodeState, Step
-from helix.worker.warm_up import fill
+from helix.worker.warmup import fill
 from kernels.attention.split_kv import PartialAttention
 from tests.e2e.checkpoints import checkpoint, oracle
-from tests.e2e.fuzz_runs import SMALL_CHUNKS, whimsical
+from tests.e2e.fuzz_runs import SMALL_CHUNKS, random_pace
 from tests.e2e.parity import SelfDrafts, on_loopback
-from tests.e2e.pinned import SAMPLED
+from tests.e2e.parity_cases import SAMPLED
 from tests.e2e.test_parity import LENGTHS, NEW_TOKENS
 from tests.sequences import generated
 
@@ -41,7 +41,7 @@ def requests() -> list[Request]:
     return [Request(i, prompts[i], 24, p) for i, p in enumerate(SAMPLED[:4])]
 
 
-class Watch:
+class SelectionChecker:
     """Checks every choice of one rank's drafter against what the queries of verification made of the keys.
 
     Scores are summed in float64, one key at a time, from the queries as attention got them.
@@ -49,47 +49,47 @@ class Watch:
 
     def __init__(self, engine: Engine) -> None:
         drafter = engine.runner.drafter
-        assert isinstance(drafter, SparseDrafter) and isinstance(drafter.verification, CollectingAttention)
-        assert drafter.chosen is not None
+        assert isinstance(drafter, SparseDrafter) and isinstance(drafter.verify_policy, ScoringAttention)
+        assert drafter.selected is not None
         self.drafter = drafter
         self.checked, self.state = 0, engine.runner.state
         self.queries: dict[tuple[int, int], Tensor] = {}  # by layer and slot, [T, Hq, D] of rows that are tokens
-        self.attend = drafter.verification.attend
-        drafter.verification.attend = self.note  # type: ignore[method-assign]
-        self.taken, self.choose, self.propose = drafter.taken, drafter._choose, drafter.propose
-        drafter.propose = self.before  # type: ignore[method-assign]
-        drafter.taken = self.after  # type: ignore[method-assign]
-        drafter._choose = self.look  # type: ignore[method-assign]
+        self.attend = drafter.verify_policy.attend
+        drafter.verify_policy.attend = self.record_queries  # type: ignore[method-assign]
+        self.on_step, self.choose, self.propose = drafter.on_step, drafter._select, drafter.propose
+        drafter.propose = self.check_propose  # type: ignore[method-assign]
+        drafter.on_step = self.check_taken  # type: ignore[method-assign]
+        drafter._select = self.check_choose  # type: ignore[method-assign]
 
-    def note(self, q: Tensor, cache: LayerCache, step: Step, *args: object) -> PartialAttention:
+    def record_queries(self, q: Tensor, cache: LayerCache, step: Step, *args: object) -> PartialAttention:
         if step.cu_q is None:
-            of_slots = q.unflatten(0, (-1, step.max_q)), step.live.view(-1, step.max_q)
-            for i, (rows, live) in enumerate(zip(*of_slots, strict=True)):
+            by_slot = q.unflatten(0, (-1, step.max_q)), step.live.view(-1, step.max_q)
+            for i, (rows, live) in enumerate(zip(*by_slot, strict=True)):
                 self.queries[cache.index, step.first + i] = rows[live].clone()
         return self.attend(q, cache, step, *args)  # type: ignore[arg-type]
 
-    def before(self, state: DecodeState, kind: StepKind) -> Draft:
+    def check_propose(self, state: DecodeState, kind: DecodeGraphKey) -> Draft:
         """Every sequence has a choice of its own, made where it is now or a few drafts before."""
-        chosen, p = self.drafter.chosen, self.drafter.placement
-        assert chosen is not None
+        selected, p = self.drafter.selected, self.drafter.placement
+        assert selected is not None
         for slot in range(kind.rows):
             if state.active[slot] and state.lengths[slot] < state.limits[slot]:
                 where = p.kvp_rank, p.append_block, int(state.starts[slot])
-                behind = p.layout.local_length(int(state.lengths[slot]), *where) - int(chosen.known[slot])
+                behind = p.layout.local_length(int(state.lengths[slot]), *where) - int(selected.num_candidates[slot])
                 assert 0 <= behind <= self.drafter.limit, slot
-                pages = chosen.tables[:, slot, :, : int(chosen.counts[slot])] // p.page_size
+                pages = selected.tables[:, slot, :, : int(selected.counts[slot])] // p.page_size
                 assert set(pages.flatten().tolist()) <= set(state.block_tables[slot].tolist()), slot
         return self.propose(state, kind)
 
-    def after(self, step: Taken) -> None:
-        self.taken(step)
+    def check_taken(self, step: StepCommitted) -> None:
+        self.on_step(step)
         state, before = self.state, step.span.before
         for slot in range(step.kind.rows):
             if state.active[slot] and state.lengths[slot] > before[slot]:  # else it was at its end
                 held = int(state.lengths[slot] - before[slot]) - 1
                 self.check(state, slot, int(before[slot]) + 1, held)
 
-    def look(
+    def check_choose(
         self, slots: slice, tables: Tensor, starts: Tensor, positions: Tensor, live: Tensor, queries: int, *rest: Tensor
     ) -> None:
         self.choose(slots, tables, starts, positions, live, queries, *rest)
@@ -98,35 +98,42 @@ class Watch:
             for slot, last in zip(range(*slots.indices(len(state.active))), positions.tolist(), strict=True):
                 self.check(state, slot, last + 1 if live[slot - slots.start] else 0, None)
 
-    def check(self, state: DecodeState, slot: int, known: int, held: int | None) -> None:
-        """The choice among the first `known` tokens; `held` drafts held, or nothing was verified."""
+    def check(self, state: DecodeState, slot: int, num_tokens: int, held: int | None) -> None:
+        """The choice among the first `num_candidates` tokens; `held` drafts held, or nothing was verified."""
         d, budget = self.drafter, self.drafter.budget
         p = d.placement
         kvp, block = p.layout.kvp, p.append_block
-        mine = [t for t in range(known) if (t // block + int(state.starts[slot])) % kvp == p.kvp_rank]
+        mine = [t for t in range(num_tokens) if (t // block + int(state.starts[slot])) % kvp == p.kvp_rank]
         n = len(mine)
         k = min(n, max(-(-n * round(budget.sparsity * 1e6) // 1_000_000), 16 // kvp))
         sinks = {i for i, t in enumerate(mine) if t < 4}
         latest = range(n - max(0, int(k * budget.recent) - len(sinks)), n)
         forced = set(sorted(sinks)[:k]) | set(latest)
-        places = [int(state.block_tables[slot, i // p.page_size]) * p.page_size + i % p.page_size for i in range(n)]
-        for layer, place in d.chosen._places.items():
-            keys = d.cache.layer(layer).keys.flatten(0, 1)[places].double()  # [n, Hkv, D]
+        cache_slots = [
+            int(state.block_tables[slot, i // p.page_size]) * p.page_size + i % p.page_size for i in range(n)
+        ]
+        for layer, place in d.selected._layer_indices.items():
+            keys = d.cache.layer(layer).keys.flatten(0, 1)[cache_slots].double()  # [n, Hkv, D]
             for h in range(keys.shape[1]):
-                row = d.chosen.tables[place, slot, h].tolist()
-                chosen = [places.index(x) for x in row[:k]]
-                assert chosen == sorted(set(chosen)) and forced <= set(chosen), (known, slot, layer, h)
+                row = d.selected.tables[place, slot, h].tolist()
+                selected = [cache_slots.index(x) for x in row[:k]]
+                assert selected == sorted(set(selected)) and forced <= set(selected), (num_tokens, slot, layer, h)
                 if held is None:
-                    assert set(chosen) == set(list(range(n))[n - (k - len(forced & sinks)) :]) | (forced & sinks)
+                    assert set(selected) == set(list(range(n))[n - (k - len(forced & sinks)) :]) | (forced & sinks)
                     continue
                 q = self.queries[layer, slot].double()
                 counting = q[[0, -1]] if budget.policy == "c2q" and len(q) > 1 else q
-                of_rows = keys[:, h] @ counting.unflatten(1, (keys.shape[1], -1))[:, h].flatten(0, 1).T
-                scores = (of_rows.amax(1) if budget.policy == "any" else of_rows.mean(1)).tolist()
+                products = keys[:, h] @ counting.unflatten(1, (keys.shape[1], -1))[:, h].flatten(0, 1).T
+                scores = (products.amax(1) if budget.policy == "any" else products.mean(1)).tolist()
                 scores = [max(scores[max(0, i - budget.reach) : i + 1]) for i in range(n)]
-                free, left = set(chosen) - forced, set(range(n)) - set(chosen)
+                free, left = set(selected) - forced, set(range(n)) - set(selected)
                 if free and left:  # fp16 keeps 2^-11 of scores below 16
-                    assert min(scores[i] for i in free) >= max(scores[i] for i in left) - 0.02, (known, slot, layer, h)
+                    assert min(scores[i] for i in free) >= max(scores[i] for i in left) - 0.02, (
+                        num_tokens,
+                        slot,
+                        layer,
+                        h,
+                    )
                     self.checked += 1
 
 
@@ -135,12 +142,12 @@ def test_tables(policy: str, pads: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     """Drafts of all counts, of which some are not verified, on both ranks; behind chunks that are padded."""
     for target, value in SMALL_CHUNKS.items() if pads else ():
         monkeypatch.setattr(target, value)
-    monkeypatch.setattr(DraftPolicy, "pace", whimsical(0))
+    monkeypatch.setattr(DraftPolicy, "plan_steps", random_pace(0))
     watches = []
 
     def run(engine: Engine) -> None:
-        engine.runner.pads |= pads
-        watches.append(Watch(engine))
+        engine.runner.pads_chunks |= pads
+        watches.append(SelectionChecker(engine))
         generated(engine, requests())
 
     drafts = SelfDrafts(3, DraftBudget(policy, 0.1, recent=0.25, reach=4))
@@ -152,7 +159,7 @@ def test_phases_of_an_iteration() -> None:
     def run(engine: Engine) -> dict[str, float]:
         fill(engine.runner, 2, 200)
         with torch.inference_mode():
-            return phase_us(engine.runner, engine.comm, StepKind(2, 3))
+            return phase_us(engine.runner, engine.comm, DecodeGraphKey(2, 3))
 
     layout, options = HelixLayout.create("helix", 2), dict(drafter=SelfDrafts(3, FEW), adaptive=False)
     first, second = on_loopback(checkpoint("qwen2"), layout, 16, run, **options)

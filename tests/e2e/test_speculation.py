@@ -8,18 +8,18 @@ from itertools import cycle
 import pytest
 import torch
 
-from benchmarks.ranks.kept import keep_drafts
+from benchmarks.ranks.synthetic import synthesize_acceptance
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.engine.core import Engine
-from helix.engine.decision import Admission, StepPlan
 from helix.engine.draft_policy import DraftPolicy
 from helix.engine.request import Request
+from helix.engine.scheduler_output import NewRequest, StepPlan
 from helix.layout import HelixLayout
 from helix.speculation import Draft, Drafter, SuffixDrafter
-from helix.worker.follower import Prefilled, Retired
-from helix.worker.graph_keys import StepKind
+from helix.worker.graph_keys import DecodeGraphKey
+from helix.worker.sequence_observer import PrefillCommitted, RequestReleased
 from helix.worker.step import DecodeState
-from helix.worker.warm_up import fill, step_seconds
+from helix.worker.warmup import fill, step_seconds
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.parity import UNHURRIED, Result, build_engine, check, generate, on_loopback
 from tests.e2e.test_parity import LENGTHS, NEW_TOKENS
@@ -30,7 +30,7 @@ from tests.sequences import generated, generated_ids, resize
 def test_drafts_hold_at_a_set_rate(acceptance: float, adaptive: bool) -> None:
     def body(world: LoopbackWorld, rank: int) -> tuple[dict[int, tuple[int, ...]], Engine]:
         comm, layout, drafter = world.communicator(rank, (0, 1)), HelixLayout.create("helix", 2), SuffixDrafter(3, 2)
-        keep_drafts(drafter, acceptance, 5, 256)
+        synthesize_acceptance(drafter, acceptance, 5, 256)
         options = dict(drafter=drafter, adaptive=adaptive, schedule=UNHURRIED)
         engine = build_engine(checkpoint("qwen2"), layout, comm, 16, **options)  # type: ignore[arg-type]
         return generated_ids(engine, [Request(i, (1, i), 121) for i in range(5)]), engine
@@ -41,12 +41,12 @@ def test_drafts_hold_at_a_set_rate(acceptance: float, adaptive: bool) -> None:
     if acceptance in (0.0, 1.0):
         # Of 600 tokens behind the first ones, each step gives one, or four to each of five sequences.
         assert len(engine.timings.ttl_s) in ((120,) if acceptance == 0 else (30, 31))
-        assert sum(found.kept) == acceptance * 450
+        assert sum(found.accepted) == acceptance * 450
     else:
         # Five standard deviations of a coin, of which as many are thrown as drafts were tried.
-        for tried, kept in zip(found.tried, found.kept, strict=True):
-            assert abs(kept - 0.6 * tried) <= 5 * (0.24 * tried) ** 0.5
-        assert found.tried[0] > (5 if adaptive else 100)
+        for tried, accepted in zip(found.verified, found.accepted, strict=True):
+            assert abs(accepted - 0.6 * tried) <= 5 * (0.24 * tried) ** 0.5
+        assert found.verified[0] > (5 if adaptive else 100)
 
 
 def test_steps_are_timed_with_drafts_that_are_verified() -> None:
@@ -55,7 +55,7 @@ def test_steps_are_timed_with_drafts_that_are_verified() -> None:
         before = engine.runner.state.lengths.tolist()
         drafts = torch.zeros(3, 5, dtype=torch.int64)
         assert torch.equal(engine.runner.state.within_limits(drafts), drafts), "none is beyond a row's end"
-        seconds = [step_seconds(engine.runner, StepKind(3, n), steps=2) for n in engine.draft_sizes]
+        seconds = [step_seconds(engine.runner, DecodeGraphKey(3, n), steps=2) for n in engine.draft_sizes]
         assert engine.runner.state.lengths.tolist() == before and engine.draft_sizes == (0, 1, 2, 4, 5)
         return seconds
 
@@ -64,14 +64,14 @@ def test_steps_are_timed_with_drafts_that_are_verified() -> None:
     assert first == second and min(first) > 0, "those of the slowest rank, on each"
 
 
-class Refused(Drafter):
+class RejectedDrafter(Drafter):
     """Proposes what is never drawn, and notes the limits under which it does."""
 
     def __init__(self, limit: int) -> None:
         super().__init__(limit)
         self.limits: list[list[int]] = []
 
-    def propose(self, state: DecodeState, kind: StepKind) -> Draft:
+    def propose(self, state: DecodeState, kind: DecodeGraphKey) -> Draft:
         self.limits.append(state.draft_limits[: kind.rows].tolist())
         return Draft(torch.full((kind.rows, kind.drafts), 256))
 
@@ -82,8 +82,8 @@ def test_limits_reach_every_rank_and_end_with_their_sequence(monkeypatch: pytest
     def pace(policy: DraftPolicy, rows: int, kv_tokens: int, without: Collection[int]) -> StepPlan:
         return StepPlan(4, 1.0, None, tuple(policy.limit(slot) for slot in range(rows)), 1e-4)
 
-    monkeypatch.setattr(DraftPolicy, "pace", pace)
-    drafters = [Refused(4), Refused(4)]
+    monkeypatch.setattr(DraftPolicy, "plan_steps", pace)
+    drafters = [RejectedDrafter(4), RejectedDrafter(4)]
 
     def body(world: LoopbackWorld, rank: int) -> None:
         comm = world.communicator(rank, (0, 1))
@@ -97,34 +97,34 @@ def test_limits_reach_every_rank_and_end_with_their_sequence(monkeypatch: pytest
     assert drafters[0].limits == drafters[1].limits == 2 * (24 * [[4]] + 24 * [[2]])
 
 
-class Witness(Drafter):
+class CachingDrafter(Drafter):
     """Stands for a drafter with a cache: repeats the last token, and knows which token it last read at each place."""
 
     def __init__(self, limit: int) -> None:
         super().__init__(limit)
         self.read: dict[int, dict[int, int]] = {}
         self.missing: list[str] = []
-        self.behind = 0
+        self.catch_ups = 0
 
-    def admit(self, *admissions: Admission) -> None:
-        for admission in admissions:
-            assert admission.slot not in self.read
-            self.read[admission.slot] = {}
+    def admit(self, *admissions: NewRequest) -> None:
+        for new_request in admissions:
+            assert new_request.slot not in self.read
+            self.read[new_request.slot] = {}
 
-    def retire(self, *gone: Retired) -> None:
+    def release(self, *gone: RequestReleased) -> None:
         for one in gone:
             del self.read[one.slot]
 
-    def prefilled(self, chunk: Prefilled) -> None:
+    def on_prefill(self, chunk: PrefillCommitted) -> None:
         for part in chunk.prompts:
             self.read[part.slot] |= {part.begin + i: token for i, token in enumerate(part.tokens.tolist())}
 
     def catch_up(self, state: DecodeState) -> None:
-        self.behind += 1
+        self.catch_ups += 1
         for row in state.active.nonzero()[:, 0].tolist():
             self.read[row] = dict(enumerate(state.history[row, : int(state.lengths[row]) - 1].tolist()))
 
-    def propose(self, state: DecodeState, kind: StepKind) -> Draft:
+    def propose(self, state: DecodeState, kind: DecodeGraphKey) -> Draft:
         for row in state.active[: kind.rows].nonzero()[:, 0].tolist():
             length = int(state.lengths[row])
             history = state.history[row].tolist()
@@ -144,12 +144,12 @@ def test_a_drafter_with_a_cache_reads_every_token(lost: bool, monkeypatch: pytes
     They take turns: at random, a slow machine's few decisions may have none behind the other.
     """
     turns = cycle((0, 3))
-    monkeypatch.setattr(DraftPolicy, "pace", lambda policy, *state: StepPlan(next(turns), 1.5, 2))
+    monkeypatch.setattr(DraftPolicy, "plan_steps", lambda policy, *state: StepPlan(next(turns), 1.5, 2))
     if lost:
-        monkeypatch.setattr(Witness, "catch_up", Drafter.catch_up)
+        monkeypatch.setattr(CachingDrafter, "catch_up", Drafter.catch_up)
     wanted = oracle("qwen2", LENGTHS, NEW_TOKENS)
     layout = HelixLayout.create("helix", 2, 1)
-    drafters = [Witness(3), Witness(3)]
+    drafters = [CachingDrafter(3), CachingDrafter(3)]
 
     def body(world: LoopbackWorld, rank: int) -> Result:
         comm = world.communicator(rank, layout.kvp_group(rank))
@@ -159,5 +159,5 @@ def test_a_drafter_with_a_cache_reads_every_token(lost: bool, monkeypatch: pytes
     check(run_ranks(2, body, timeout_s=120.0), wanted)
     for drafter in drafters:
         assert (drafter.missing != []) == lost, drafter.missing
-        assert lost or drafter.behind > 0
+        assert lost or drafter.catch_ups > 0
         assert drafter.read == {}, "all are retired"

@@ -9,27 +9,27 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.models.lookup import DRAFTS, Replay, worded
+from benchmarks.models.lookup import DRAFTS, Replay, tokenized_turns
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.engine.core import Engine
 from helix.engine.request import Request
+from helix.kv_placement import NO_PAGES
 from helix.layout import HelixLayout
-from helix.placement import NO_PAGES
 from helix.sampling_params import SamplingParams
 from helix.speculation import SuffixDrafter
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.parity import UNHURRIED, build_engine
 from tests.e2e.test_parity import LENGTHS, NEW_TOKENS
-from tests.sequences import admission, generated_ids
+from tests.sequences import generated_ids, new_request
 
 CPU = torch.device("cpu")
 FIRST, SOME = 8, 60  # answers of the first conversation, and of those that are said again here
 
 
 def test_turns_of_agents_take_fewer_steps_than_with_ngram() -> None:
-    some = worded()[:SOME]  # `helix bench lookup` counts them all
-    of_ngram, of_suffix = Replay(SuffixDrafter(DRAFTS, 3)), Replay(SuffixDrafter(DRAFTS, 3, 4096, 1, CPU))
-    found = [(of_ngram.steps(*turn), of_suffix.steps(*turn)) for turn in some]
+    some = tokenized_turns()[:SOME]  # `helix bench lookup` counts them all
+    by_ngram, by_suffix = Replay(SuffixDrafter(DRAFTS, 3)), Replay(SuffixDrafter(DRAFTS, 3, 4096, 1, CPU))
+    found = [(by_ngram.steps(*turn), by_suffix.steps(*turn)) for turn in some]
     ngram, suffix = map(sum, zip(*found, strict=True))
     assert suffix < 0.9 * ngram, (ngram, suffix)
     # The first conversation has nothing to learn from but itself.
@@ -38,30 +38,30 @@ def test_turns_of_agents_take_fewer_steps_than_with_ngram() -> None:
 
 @pytest.mark.parametrize("remembered", [16, 100, 4096])
 def test_memory_has_a_bound_and_salts_are_apart(remembered: int) -> None:
-    bench, of_ngram = Replay(SuffixDrafter(DRAFTS, 8, remembered, 1, CPU)), Replay(SuffixDrafter(DRAFTS, 8))
-    prompt, answer = worded()[0]
-    first = bench.steps(prompt, answer, salt=7)
-    size = len(bench.drafter._others)  # type: ignore[attr-defined]
-    assert first == of_ngram.steps(prompt, answer), "nobody has said anything yet"
-    assert first == of_ngram.steps(prompt, answer), "ngram keeps nothing"
-    assert bench.steps(prompt, answer, salt=8) == first, "the other salt's is not looked at"
-    again = bench.steps(prompt, answer, salt=7)
+    bench, by_ngram = Replay(SuffixDrafter(DRAFTS, 8, remembered, 1, CPU)), Replay(SuffixDrafter(DRAFTS, 8))
+    prompt, answer = tokenized_turns()[0]
+    first = bench.steps(prompt, answer, cache_salt=7)
+    size = len(bench.drafter._pool)  # type: ignore[attr-defined]
+    assert first == by_ngram.steps(prompt, answer), "nobody has said anything yet"
+    assert first == by_ngram.steps(prompt, answer), "ngram keeps nothing"
+    assert bench.steps(prompt, answer, cache_salt=8) == first, "the other salt's is not looked at"
+    again = bench.steps(prompt, answer, cache_salt=7)
     assert again <= -(-len(answer) // (1 + DRAFTS)) if remembered == 4096 else again <= first
-    for prompt, answer in worded()[: 2 * FIRST]:
-        bench.steps(prompt, answer, salt=9)
-    assert size == remembered + 1 == len(bench.drafter._others)  # type: ignore[attr-defined]
+    for prompt, answer in tokenized_turns()[: 2 * FIRST]:
+        bench.steps(prompt, answer, cache_salt=9)
+    assert size == remembered + 1 == len(bench.drafter._pool)  # type: ignore[attr-defined]
 
 
 def test_an_aborted_prompt_leaves_nothing() -> None:
     """The length that stands in its slot is that of the sequence before."""
     drafter = SuffixDrafter(DRAFTS, 8, 64, 1, CPU)
     bench = Replay(drafter)
-    bench.steps(*worded()[0], salt=1)
-    before = drafter._others[:64].clone()
-    drafter.admit(admission(0, 0, NO_PAGES, 500, np.zeros(100, dtype=np.int32), salt=2))
+    bench.steps(*tokenized_turns()[0], cache_salt=1)
+    before = drafter._pool[:64].clone()
+    drafter.admit(new_request(0, 0, NO_PAGES, 500, np.zeros(100, dtype=np.int32), cache_salt=2))
     gone: Any = SimpleNamespace(slot=0, history=bench.history[0], length=torch.tensor([300]))
-    drafter.retire(gone)
-    assert torch.equal(drafter._others[:64], before)
+    drafter.release(gone)
+    assert torch.equal(drafter._pool[:64], before)
 
 
 def test_sampled_tokens_of_several_salts() -> None:
@@ -76,8 +76,8 @@ def test_sampled_tokens_of_several_salts() -> None:
                 checkpoint("qwen2"), layout, comm, 16, drafter=make(), adaptive=False, schedule=UNHURRIED
             )
             found = []
-            for salt in ("a", "a", "b"):
-                requests = [Request(i, prompts[i], 24, p, salt=salt) for i, p in enumerate(params)]
+            for cache_salt in ("a", "a", "b"):
+                requests = [Request(i, prompts[i], 24, p, cache_salt=cache_salt) for i, p in enumerate(params)]
                 tokens = generated_ids(engine, requests)
                 found.append((tokens, len(engine.timings.ttl_s)))
             return found

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.checkpoints import checkpoint
-from tests.e2e.cli import ENTRY, LABORATORY, Job, lines_of, torchrun, write_lines
+from tests.e2e.command_line import ENTRY, LABORATORY, Job, lines_of, torchrun, write_lines
 
 SWEEP = [sys.executable, "-m", "launch.sweep"]
 NIGHT = """\
@@ -55,7 +55,7 @@ def test_an_experiment_sweeps_where_it_says(given: list[str], tmp_path: Path) ->
         made, tokens = json.loads((point / "record.json").read_text())["config"], int(point.name[-1])
         assert (made["decode"]["max_tokens"], made["layout"]["tpa"]) == (tokens, 1)
         assert made["model"]["config"] == {"rope_theta": 20000}
-        assert [len(line["output_ids"]) for line in lines_of(point / "results.jsonl")] == [tokens] * 2
+        assert [len(line["token_ids"]) for line in lines_of(point / "results.jsonl")] == [tokens] * 2
 
 
 def test_a_sweep_skips_survives_and_reports(given: list[str], tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_a_sweep_skips_survives_and_reports(given: list[str], tmp_path: Path) ->
         f"point 1, 3 failed: {early}" in " ".join(ended.output.split()) and "layout.tpa=4 does not fit" in ended.output
     )
     assert (directory / "sweep.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert len(lines_of(directory / "0" / "results.jsonl")[0]["output_ids"]) == 4
+    assert len(lines_of(directory / "0" / "results.jsonl")[0]["token_ids"]) == 4
 
 
 def test_a_sweep_over_hopb_is_an_ablation(given: list[str], tmp_path: Path) -> None:
@@ -112,8 +112,8 @@ def test_jobs_of_a_benchmark_are_swept(tmp_path: Path) -> None:
 def test_a_sweep_under_torchrun_is_refused_with_what_to_type(given: list[str], tmp_path: Path) -> None:
     ended = Job(torchrun(2), *given[2:], "-m", "layout.kvp=1,2", log=tmp_path / "log").wait()
     assert ended.code != 0
-    (said,) = (line for line in ended.output.splitlines() if line.startswith("error: -m"))
-    assert said.startswith(
+    (error,) = (line for line in ended.output.splitlines() if line.startswith("error: -m"))
+    assert error.startswith(
         "error: -m under torchrun would run the whole sweep on every rank: type `helix run model.path="
     )
-    assert said.endswith("layout.kvp=1,2 -m`")
+    assert error.endswith("layout.kvp=1,2 -m`")

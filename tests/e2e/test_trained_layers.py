@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.quality import own_texts, train_drafter
-from benchmarks.quality.drafted_layers import Eagle3, NextToken
+from benchmarks.quality import generated_texts, train_drafter
+from benchmarks.quality.draft_layers import Eagle3, NextToken
 from benchmarks.quality.train_drafter import Target
 from helix.config import SpeculationConfig
 from helix.engine.core import Engine
@@ -25,7 +25,7 @@ from helix.setup.parts import make_eagle3
 from tests.e2e import eagle3
 from tests.e2e.checkpoints import DEMO, checkpoint
 from tests.e2e.parity import LayerDrafts, on_loopback
-from tests.e2e.recorded import Kept, Recorded, unlike
+from tests.e2e.recording_drafters import PartlyAcceptingDrafter, RecordingDrafter, mismatches
 from tests.sequences import generated_ids
 
 IDS = torch.randint(4096, (2000,), generator=torch.Generator().manual_seed(3))
@@ -46,7 +46,7 @@ def test_eagle3_drafts_in_training_as_its_layer_does(tmp_path: Path) -> None:
         for at in (0, 11, 26):
             g = layer.fc(states[0, : at + 1])
             for place in range(places):
-                y = oracle.ahead(ids[0, 1 : at + place + 2], g)
+                y = oracle.forward(ids[0, 1 : at + place + 2], g)
                 g = torch.cat((g, y[-1:]))
                 wanted = oracle.norm(y[-1], oracle.tensors["norm.weight"])
                 assert (found[place][at] - wanted).abs().max() < 1e-4, (at, place)
@@ -68,9 +68,12 @@ def with_layer(model: Path, to: Path) -> tuple[Target, NextToken]:
 
 
 @pytest.mark.parametrize(
-    "family, kvp, tpa, kind", [("qwen3", 1, 1, Recorded), ("qwen3", 2, 2, Kept), ("demo", 3, 1, Recorded)]
+    "family, kvp, tpa, kind",
+    [("qwen3", 1, 1, RecordingDrafter), ("qwen3", 2, 2, PartlyAcceptingDrafter), ("demo", 3, 1, RecordingDrafter)],
 )
-def test_mtp_drafts_as_in_training(family: str, kvp: int, tpa: int, kind: type[Recorded], tmp_path: Path) -> None:
+def test_mtp_drafts_as_in_training(
+    family: str, kvp: int, tpa: int, kind: type[RecordingDrafter], tmp_path: Path
+) -> None:
     """And a model that has become one of GLM-4.5 says what it says."""
     target, layer = with_layer(checkpoint(family), tmp_path)
     layout = HelixLayout.create("helix", kvp, tpa)
@@ -95,16 +98,18 @@ def test_mtp_drafts_as_in_training(family: str, kvp: int, tpa: int, kind: type[R
 
     plain = said(checkpoint(family), None)
     drawn, found = said(tmp_path, LayerDrafts(3, kind=kind)), drafters[0]
-    assert kind is Kept or drawn == plain
+    assert kind is PartlyAcceptingDrafter or drawn == plain
     assert len(found.drafted) > 10
-    assert unlike(found, drafts_of) == []
+    assert mismatches(found, drafts_of) == []
 
 
 @pytest.mark.parametrize("form", ["eagle3", "mtp"])
 def test_a_few_steps_of_training(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the demo model, which then drafts with the layer and says what it says without."""
     monkeypatch.setattr(train_drafter, "corpus", lambda tokenizer, megabytes: IDS)
-    monkeypatch.setattr(train_drafter, "texts", lambda tokenizer, windows, length: IDS[: 2 * length].view(2, length))
+    monkeypatch.setattr(
+        train_drafter, "source_windows", lambda tokenizer, windows, length: IDS[: 2 * length].view(2, length)
+    )
     values = {"to": tmp_path, "form": form, "steps": 3, "batch": 2, "length": 48, "places": 2}
     found = train_drafter.train(values)
     assert found["steps"] == 3 and len(found["kept"]) == 2 and all(0 <= share <= 1 for share in found["kept"])
@@ -129,9 +134,9 @@ def test_texts_that_a_model_says(monkeypatch: pytest.MonkeyPatch) -> None:
             assert attention_mask.sum(1).tolist() == [2, 3] and ids[0].tolist() == [9, 5, 6]
             return torch.cat((ids, torch.tensor([[1, 9, 9], [2, 3, 4]])), 1)
 
-    assert own_texts.said(Model(), [[5, 6], [7, 8, 1]], 9).tolist() == [5, 6, 1, 9, 7, 8, 1, 2, 3, 4]
-    found = own_texts.prompts(object(), IDS, 3)
-    assert [len(ids) for ids in found] == [own_texts.BEGIN] * 3
+    assert generated_texts.generate(Model(), [[5, 6], [7, 8, 1]], 9).tolist() == [5, 6, 1, 9, 7, 8, 1, 2, 3, 4]
+    found = generated_texts.prompts(object(), IDS, 3)
+    assert [len(ids) for ids in found] == [generated_texts.BEGIN] * 3
 
 
 def test_a_model_that_is_no_glm_is_refused() -> None:

@@ -80,9 +80,9 @@ class Tree:
 
     def run(self, tests: Iterable[str], deadline_s: float = DEADLINE_S) -> tuple[int, str]:
         """pytest's exit code, and the first test that failed, or else the end of what it said."""
-        code, said = self._pytest(["-x", *tests], deadline_s)
-        failed = failed_of(said)
-        return code, failed[0] if failed else said.strip()[-2000:]
+        code, output = self._pytest(["-x", *tests], deadline_s)
+        failed = failed_of(output)
+        return code, failed[0] if failed else output.strip()[-2000:]
 
     def failures(self, tests: Iterable[str], deadline_s: float = DEADLINE_S) -> list[str]:
         """All of `tests` that fail."""
@@ -94,14 +94,14 @@ class Tree:
         self.server.stdin.write(json.dumps([str(self.folder), *arguments, f"--timeout={deadline_s}", *tests]) + "\n")
         self.server.stdin.flush()
         code = int(self.server.stdout.readline())
-        return code, (self.folder / "said").read_text()
+        return code, (self.folder / "output").read_text()
 
     def close(self) -> None:
         self.server.communicate()  # the end of its input is its end
 
 
-def failed_of(said: str) -> list[str]:
-    lines = [line.split(maxsplit=1)[1] for line in said.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+def failed_of(output: str) -> list[str]:
+    lines = [line.split(maxsplit=1)[1] for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
     return [line.split(" - ")[0] for line in lines]
 
 

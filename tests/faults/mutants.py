@@ -28,9 +28,9 @@ from tests.faults.__main__ import OK, ROOT, Tree, copies_of_this_tree, write
 
 FILES = (
     "comm/hopb.py",
-    "comm/turns.py",
+    "comm/dual_batch_overlap.py",
     "helix/engine/block_tables.py",
-    "helix/engine/decision.py",
+    "helix/engine/scheduler_output.py",
     "helix/engine/inbox.py",
     "helix/engine/pages.py",
     "helix/engine/prefix.py",
@@ -39,7 +39,7 @@ FILES = (
     "helix/engine/snapshots.py",
     "helix/layers/rotary.py",
     "helix/layout.py",
-    "helix/placement.py",
+    "helix/kv_placement.py",
     "helix/sampling_params.py",
     "helix/speculation/acceptance.py",
     "helix/worker/blocks.py",
@@ -47,13 +47,13 @@ FILES = (
     "helix/worker/host_store.py",
     "helix/worker/kv_cache.py",
     "helix/worker/sampling.py",
-    "helix/worker/shaping.py",
+    "helix/worker/logits_processor.py",
     "helix/worker/step_tokens.py",
     "kernels/tokens/accept.py",
-    "launch/answers/matcher.py",
-    "launch/answers/reader.py",
-    "launch/client/detokenize.py",
-    "launch/client/frames.py",
+    "launch/answers/grammar_matcher.py",
+    "launch/answers/answer_reader.py",
+    "launch/client/detokenizer.py",
+    "launch/client/engine_messages.py",
 )
 DEADLINE_S = 60  # of a test: a mutant that lets one hang is killed by it
 SESSION_S = 120  # of all tests of a mutant: it survives what has not failed by then
@@ -100,9 +100,9 @@ def mutants_of(file: str) -> Iterator[Mutant]:
     def operator(kind: ast.AST, left: ast.expr, right: ast.expr) -> Iterator[Mutant]:
         begin, end = at(left.end_lineno, left.end_col_offset), at(right.lineno, right.col_offset)
         old, new = SWAPS.get(type(kind), ("", ""))
-        place = data.find(old.encode(), begin, end)
-        if old and place >= 0:
-            yield change(right.lineno, place, place + len(old), new)
+        offset = data.find(old.encode(), begin, end)
+        if old and offset >= 0:
+            yield change(right.lineno, offset, offset + len(old), new)
 
     for node in code_of(ast.parse(source)):
         match node:
@@ -138,12 +138,12 @@ def code_of(node: ast.AST) -> Iterator[ast.AST]:
                 yield from code_of(child)
 
 
-def drawn(most: int, seed: int) -> list[Mutant]:
-    """`most` mutants, of each file about equally many."""
+def sampled_mutants(max_count: int, seed: int) -> list[Mutant]:
+    """`max_count` mutants, of each file about equally many."""
     chance = random.Random(seed)
     piles = [chance.sample(pile, len(pile)) for pile in ([*mutants_of(file)] for file in FILES)]
-    rounds = [pile[i] for i in range(most) for pile in piles if i < len(pile)]
-    return sorted(rounds[:most], key=lambda mutant: (mutant.file, mutant.begin))
+    rounds = [pile[i] for i in range(max_count) for pile in piles if i < len(pile)]
+    return sorted(rounds[:max_count], key=lambda mutant: (mutant.file, mutant.begin))
 
 
 def importing(file: str) -> list[str]:
@@ -184,7 +184,7 @@ def fate(tree: Tree, mutant: Mutant, failing: list[str]) -> dict[str, Any]:
 def main(words: list[str]) -> int:
     options = dict(word.split("=", 1) for word in words)
     console, copies, record = Console(), int(options.get("copies", 2)), Path(options["record"])
-    mutants = drawn(int(options.get("count", 150)), int(options.get("seed", 71)))
+    mutants = sampled_mutants(int(options.get("count", 150)), int(options.get("seed", 71)))
     before = read(Path(options["compare"]))[1] if "compare" in options else None
     if before is not None:
         mutants = [mutant for mutant in mutants if before[key(asdict(mutant))]]

@@ -1,7 +1,7 @@
 """Runs pytest again and again in copies of a process that has imported what takes seconds; a process of its own.
 
 Of each line of stdin, a folder and pytest's arguments as a JSON list, it prints the exit code. Nothing of this
-repository is imported before the copy is made: it comes from that folder. What pytest says is in its file `said`.
+repository is imported before the copy is made: it comes from that folder. What pytest says is in its file `output_fd`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ for line in sys.stdin:
         os.chdir(folder)
         sys.path.insert(0, folder)
         os.environ["PYTHONPATH"] = folder  # of the fork server that pools of ranks come from
-        said = os.open("said", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(said, 1)
-        os.dup2(said, 2)
+        output_fd = os.open("output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(output_fd, 1)
+        os.dup2(output_fd, 2)
         code = pytest.main(arguments)
         sys.stdout.flush()
         os._exit(code)

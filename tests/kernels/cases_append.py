@@ -12,19 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from helix.worker.blocks import BlockShape
-from helix.worker.keeps import dtype_name, keys_and_values
+from helix.worker.blocks import BlockLayout
+from helix.worker.kv_cache_spec import dtype_name, keys_and_values
 from kernels.attention.head_squares import head_squares
-from kernels.attention.kv_append import HeadSlots, kv_append
+from kernels.attention.kv_append import QKVTarget, kv_append
 from kernels.dense import linear_fp8_sm90, linear_sm90
 from kernels.dense.qkv_append import on_hopper, qkv_append
 from kernels.indexer.append import index_append
 from kernels.mla.append import mla_append
 from kernels.mla.per_head_linear import MAX_ROWS
 from kernels.scaled import Matrix, as_tensor
-from kernels.scaled_keys import rounded, rounded_latents, scales_of
+from kernels.scaled_keys import quantize_fp8, quantize_latents, scales_of
 from tests.kernels.cases_dense import scaled
-from tests.kernels.suite import FEW_BITS, FLOATS, KERNEL, Call, Op, Way, copied, shapes_of
+from tests.kernels.suite import FEW_BITS, FLOATS, KERNEL, Call, Mode, Op, copied, shapes_of
 
 E4M3 = torch.float8_e4m3fn
 F32_F16 = torch.float32, torch.float16
@@ -32,17 +32,17 @@ PAGES = 5
 MANY = "kernels.attention.kv_append.MANY"
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotation of [N, heads, D] in float64."""
     x, cos, sin = x.double().cpu(), cos.double().cpu()[:, None], sin.double().cpu()[:, None]
     a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def normed(x: Tensor, gain: Tensor, eps: float, dims: tuple[int, ...] = (-1,)) -> Tensor:
+def normed(x: Tensor, norm_weight: Tensor, eps: float, dims: tuple[int, ...] = (-1,)) -> Tensor:
     """RMSNorm over `dims` in float64."""
     x = x.double().cpu()
-    return x * (x.square().mean(dims, keepdim=True) + eps).rsqrt() * gain.double().cpu()
+    return x * (x.square().mean(dims, keepdim=True) + eps).rsqrt() * norm_weight.double().cpu()
 
 
 def angles(N: int, half: int, dtype: torch.dtype, gen: torch.Generator, exact: bool) -> tuple[Tensor, Tensor]:
@@ -85,7 +85,7 @@ def append_heads(function: Any, k_scales: Any = None, v_scales: Any = None, norm
 def caches(kv_heads: int, dim: int, page_size: int, dtype: torch.dtype, kv: str, blocks: bool) -> dict[str, Tensor]:
     """Layers of one cache, whose pages are apart; or a block of bytes of each page and head."""
     names = {"keys": "k_cache", "values": "v_cache", "key_scales": "k_scales", "value_scales": "v_scales"}
-    block = BlockShape.of([keys_and_values(max(kv_heads, 1), dim, dtype_name(dtype), kv, None)], page_size)
+    block = BlockLayout.of([keys_and_values(max(kv_heads, 1), dim, dtype_name(dtype), kv, None)], page_size)
     if blocks:
         memory = torch.full((PAGES * kv_heads, block.words), -1, dtype=torch.int32)
         return {names[name]: x for name, x in block.pages(memory).items()}
@@ -108,7 +108,7 @@ def make_heads(
     another order: then each is a neighbouring number or power of two.
     """
     gen, exact = torch.Generator().manual_seed(dim + N), kv != "auto"
-    heads, kept = q_heads + 2 * kv_heads, caches(kv_heads, dim, page_size, dtype, kv, blocks)
+    heads, written = q_heads + 2 * kv_heads, caches(kv_heads, dim, page_size, dtype, kv, blocks)
     wide = torch.randn(N, heads + 1, dim, generator=gen)  # rows of a wider tensor
     if exact:
         wide *= 10 ** (torch.rand(N, heads + 1, 1, generator=gen) * 8 - 6)
@@ -117,7 +117,7 @@ def make_heads(
     cos, sin = angles(N, dim // 2, dtype, gen, exact)
     slots = slots_of(N, page_size, gen, elsewhere)
     q, k, v = qkv.split([q_heads, kv_heads, kv_heads], 1)
-    given: dict[str, Any] = dict(qkv=qkv, cos=cos, sin=sin, slots=slots, **kept)
+    given: dict[str, Any] = dict(qkv=qkv, cos=cos, sin=sin, slot_mapping=slots, **written)
     eps = 1e-2 if norms == "all" else 1e-5
     if norms:
         shapes = ((q_heads, dim), (kv_heads, dim)) if norms == "all" else ((dim,), (dim,))
@@ -128,25 +128,25 @@ def make_heads(
     if norms == "all":
         parts = qkv.split([q_heads, kv_heads, kv_heads], 1)[:2]
         given["means"] = torch.stack([part.float().square().mean((1, 2)) for part in parts], 1)
-    new_q, new_k = turned(q, cos, sin), turned(k, cos, sin)
+    new_q, new_k = rotated(q, cos, sin), rotated(k, cos, sin)
     # fp32: a few roundings of 2^-24 of values up to 30. fp16: three roundings of 2^-11 of values up to 16.
-    most = 3e-5 if dtype == torch.float32 else 3 * 16 * 2**-11
+    max_error = 3e-5 if dtype == torch.float32 else 3 * 16 * 2**-11
 
     def near(x: Tensor, step: float) -> Tensor | float:
         """The error of what is turned: none where bytes are exact, or one number, or power of two, behind norms."""
-        return most if not exact else step * x.abs() + 1e-2 if norms else 0.0
+        return max_error if not exact else step * x.abs() + 1e-2 if norms else 0.0
 
     wanted: dict[str, Any] = {"0": (new_q, near(new_q, 0.14))}
-    for name, scales, new, turns in (("k_cache", "k_scales", new_k, True), ("v_cache", "v_scales", v, False)):
-        if scales in kept:
-            few, factors = rounded(new.to(dtype))
-            whole = stored(kept[scales].transpose(1, 2), slots, factors).transpose(1, 2)
-            numbers = stored(kept[name].float(), slots, few.float())
-            wanted[scales] = whole, near(whole, 2) if turns else 0.0
-            wanted[name] = numbers, near(numbers, 0.14) if turns else 0.0
+    for name, scales, new, rotate in (("k_cache", "k_scales", new_k, True), ("v_cache", "v_scales", v, False)):
+        if scales in written:
+            few, factors = quantize_fp8(new.to(dtype))
+            whole = stored(written[scales].transpose(1, 2), slots, factors).transpose(1, 2)
+            numbers = stored(written[name].float(), slots, few.float())
+            wanted[scales] = whole, near(whole, 2) if rotate else 0.0
+            wanted[name] = numbers, near(numbers, 0.14) if rotate else 0.0
         else:
-            numbers = stored(kept[name], slots, new)
-            wanted[name] = numbers, near(numbers, 0.14) if turns else 0.0
+            numbers = stored(written[name], slots, new)
+            wanted[name] = numbers, near(numbers, 0.14) if rotate else 0.0
     return Call(moved(given, device), wanted, dtype, append_heads)
 
 
@@ -156,7 +156,7 @@ HEADS = shapes_of(
 WITH_KEYS = {name: shape for name, shape in HEADS.items() if shape["kv_heads"]}
 FEW = {"few": dict(q_heads=3, kv_heads=2, dim=80, page_size=7)}
 # One token a program, or several.
-TOKENS = {"": Way(), "several": Way(settings={MANY: 0})}
+TOKENS = {"": Mode(), "several": Mode(settings={MANY: 0})}
 
 
 def interleaved(case: Call, name: str) -> None:
@@ -195,7 +195,7 @@ def make_projected(
         weight.scales.clamp_(max=1e-2 / K**0.5)  # of numbers of about 100
     bias = torch.randn(heads * D, generator=gen).to(dtype) if biased else None
     cos, sin = angles(N, D // 2, dtype, gen, False)
-    kept = caches(kv_heads, D, 16, dtype, "auto", False)
+    written = caches(kv_heads, D, 16, dtype, "auto", False)
     slots = torch.randperm(PAGES * 16, generator=gen)[:N]
     if N > 2:
         slots[1] = -1
@@ -203,17 +203,17 @@ def make_projected(
     # Rounded as a projection's output, so that what is left are sums of another order and the rotation's rounding.
     y = (y if bias is None else y + bias.double()).to(dtype).view(N, heads, D)
     q, k, v = y.split([q_heads, kv_heads, kv_heads], 1)
-    given: dict[str, Any] = dict(x=x, bias=bias, cos=cos, sin=sin, slots=slots, **kept)
+    given: dict[str, Any] = dict(x=x, bias=bias, cos=cos, sin=sin, slot_mapping=slots, **written)
     # A unit in the last place of each of two values of up to 8 that are turned (1.4 of it), and of the result. fp32:
     # sums of up to 1,100 terms of size 1 / sqrt(K) in another order.
-    most = 8 * 2.4 * (2**-21 if dtype == torch.float32 else torch.finfo(dtype).eps)
+    max_error = 8 * 2.4 * (2**-21 if dtype == torch.float32 else torch.finfo(dtype).eps)
     if norms:
         given |= dict(norms=1e-6, q_gain=torch.full((D,), 2.0, dtype=dtype), k_gain=torch.full((D,), 3.0, dtype=dtype))
-        q, k, most = normed(q, given["q_gain"], 1e-6), normed(k, given["k_gain"], 1e-6), 1e-4
+        q, k, max_error = normed(q, given["q_gain"], 1e-6), normed(k, given["k_gain"], 1e-6), 1e-4
     wanted = {
-        "0": (turned(q, cos, sin), most),
-        "k_cache": (stored(kept["k_cache"], slots, turned(k, cos, sin)), most),
-        "v_cache": (stored(kept["v_cache"], slots, v), most),
+        "0": (rotated(q, cos, sin), max_error),
+        "k_cache": (stored(written["k_cache"], slots, rotated(k, cos, sin)), max_error),
+        "v_cache": (stored(written["v_cache"], slots, v), max_error),
     }
     return Call(moved(given, device) | {"weight": weight}, wanted, dtype, append_heads)
 
@@ -234,11 +234,11 @@ PROJECTED_FEW = shapes_of(
 QKV_APPEND = Op("qkv_append", make_projected, qkv_append)
 
 
-def of_programs(
+def split_over_programs(
     x: Tensor, weight: Matrix, bias: Tensor | None, k_cache: Tensor, split: int, norms: None, scales: Any, **given: Any
 ) -> Tensor:
     """`qkv_append` by programs that share the columns, with so little shared memory that slots are filled again."""
-    to = HeadSlots.of(x, len(weight) // k_cache.shape[3], k_cache=k_cache, **given)
+    to = QKVTarget.create(x, len(weight) // k_cache.shape[3], k_cache=k_cache, **given)
     kernel = linear_sm90 if isinstance(weight, Tensor) else linear_fp8_sm90
     kernel.launch(x, weight, bias, to, False, split, 60)
     return to.q
@@ -248,12 +248,12 @@ def fits_hopper(case: Call) -> bool:
     return on_hopper(case.given["x"], case.given["weight"], case.given["k_cache"].shape[3])
 
 
-def splits(few: bool, N: int, K: int, **sizes: int) -> dict[str, Way]:
+def splits(few: bool, N: int, K: int, **sizes: int) -> dict[str, Mode]:
     steps = -(-K // (256 if few and N <= 16 else 128))
-    return {f"split-{n}": Way({"split": n}) for n in (1, 2, 3, 4, 8) if n <= steps and (few or N <= 32)}
+    return {f"split-{n}": Mode({"split": n}) for n in (1, 2, 3, 4, 8) if n <= steps and (few or N <= 32)}
 
 
-QKV_ON_HOPPER = Op("qkv_append-on-hopper", make_projected, of_programs, needs_hopper=True)
+QKV_ON_HOPPER = Op("qkv_append-on-hopper", make_projected, split_over_programs, needs_hopper=True)
 
 # ---- latents
 
@@ -272,32 +272,34 @@ def make_latents(
     # Last parts of wider heads, and columns of a wider projection: strided. W_UK: a part of kv_b_proj.
     q = torch.randn(N, heads, 3 + nope + rope, generator=gen).to(dtype)[..., 3:]
     wide = torch.randn(N, 5 + latent + rope, generator=gen)
-    gain = torch.randn(latent, generator=gen)
+    norm_weight = torch.randn(latent, generator=gen)
     if few:  # of one size: the mean square is 1 in any order of summation, and the norm changes nothing
         wide = wide.sign()
         wide[1, 5 : 5 + latent] = 0
-        gain = gain * 10.0 ** (torch.arange(latent) // 128 * 2 - 4)
-    kv_part, gain = wide.to(dtype)[:, 5:], gain.to(dtype)
+        norm_weight = norm_weight * 10.0 ** (torch.arange(latent) // 128 * 2 - 4)
+    kv_part, norm_weight = wide.to(dtype)[:, 5:], norm_weight.to(dtype)
     w_uk = torch.randn(heads, nope + 2, latent, generator=gen).to(dtype)[:, :nope]
     cos, sin = angles(N, rope // 2, dtype, gen, few)
     slots = slots_of(N, page_size, gen, elsewhere)
     # Layers of one cache: pages are apart from each other.
     width = latent if few else latent + rope
     cache = torch.full((PAGES, 2, page_size, width), torch.nan).to(E4M3 if few else dtype)[:, 1]
-    given: dict[str, Any] = dict(q=q, kv=kv_part, cos=cos, sin=sin, gain=gain, w_uk=w_uk, cache=cache, slots=slots)
+    given: dict[str, Any] = dict(
+        q=q, kv=kv_part, cos=cos, sin=sin, norm_weight=norm_weight, w_uk=w_uk, cache=cache, slot_mapping=slots
+    )
     absorbed = torch.einsum("nha,har->nhr", q[..., :nope].double(), w_uk.double())
-    new_q = torch.cat((absorbed, turned(q[..., nope:], cos, sin)), -1)
+    new_q = torch.cat((absorbed, rotated(q[..., nope:], cos, sin)), -1)
     # fp32: as many roundings as products, of sums up to 64. Below: one, of the sum.
     half = torch.finfo(dtype).eps / 2
-    of_sums = nope * 64 * 2**-24 if dtype == torch.float32 else 64 * half
+    sum_error = nope * 64 * 2**-24 if dtype == torch.float32 else 64 * half
     # fp32: a few roundings of 2^-24 of values up to 30. Below: three roundings of values up to 16.
-    most = 3e-5 if dtype == torch.float32 else 3 * 16 * half
-    near = torch.tensor([of_sums, most], dtype=torch.float64).repeat_interleave(torch.tensor([latent, rope]))
+    max_error = 3e-5 if dtype == torch.float32 else 3 * 16 * half
+    near = torch.tensor([sum_error, max_error], dtype=torch.float64).repeat_interleave(torch.tensor([latent, rope]))
     wanted: dict[str, Any] = {"0": (new_q, near.expand_as(new_q))}
-    new_latent = normed(kv_part[:, :latent], gain, 1e-5)
-    key = turned(kv_part[:, None, latent:], cos, sin)[:, 0]
+    new_latent = normed(kv_part[:, :latent], norm_weight, 1e-5)
+    key = rotated(kv_part[:, None, latent:], cos, sin)[:, 0]
     if few:
-        numbers, factors = rounded_latents((kv_part[:, :latent].double() * gain.double()).to(dtype))
+        numbers, factors = quantize_latents((kv_part[:, :latent].double() * norm_weight.double()).to(dtype))
         given["scales"] = torch.full((PAGES, -(-latent // 128), page_size), torch.nan)
         given["ropes"] = torch.full((PAGES, 2, page_size, rope), torch.nan, dtype=dtype)[:, 1]
         whole = stored(given["scales"].mT, slots, factors).mT
@@ -309,17 +311,17 @@ def make_latents(
         wanted["scales"] = whole, 0.0 if exact else whole.abs() + 1e-6
         wanted["ropes"] = stored(given["ropes"], slots, key), 0.0
     else:
-        wanted["cache"] = stored(cache, slots, torch.cat((new_latent, key), -1)), most
+        wanted["cache"] = stored(cache, slots, torch.cat((new_latent, key), -1)), max_error
     return Call(moved(given, device), wanted, dtype, append_latents)
 
 
-OF_LATENTS = "heads nope latent rope page_size"
+LATENT_ARGS = "heads nope latent rope page_size"
 LATENTS = shapes_of(
     (4, 16, 32, 8, 16), (1, 24, 40, 24, 1), (20, 5, 136, 64, 64), (9, 128, 8, 8, 7), (0, 16, 32, 8, 16),
-    names=OF_LATENTS,
+    names=LATENT_ARGS,
 )  # fmt: skip
 FEW_LATENTS = shapes_of(
-    (3, 16, 32, 8, 7), (3, 16, 40, 24, 7), (3, 16, 136, 64, 7), (3, 16, 512, 64, 7), names=OF_LATENTS
+    (3, 16, 32, 8, 7), (3, 16, 40, 24, 7), (3, 16, 136, 64, 7), (3, 16, 512, 64, 7), names=LATENT_ARGS
 )
 FIRST_LATENTS = LATENTS["4-16-32-8-16"]
 MLA_APPEND = Op(
@@ -340,25 +342,33 @@ def make_index(
     q = torch.randn(N, 3 + heads * width, generator=gen).to(dtype)[:, 3:].unflatten(1, (heads, width))
     k = torch.randn(N, width + 5, generator=gen)[:, :width] * 3 + 1
     cos, sin = angles(N, rope // 2, dtype, gen, False)
-    gain, bias = (torch.randn(width, generator=gen) for _ in range(2))
+    norm_weight, bias = (torch.randn(width, generator=gen) for _ in range(2))
     if few:
-        gain *= 100
-        gain[: width // 2] *= 1e-3
-    gain, bias = gain.to(dtype), bias.to(dtype)
+        norm_weight *= 100
+        norm_weight[: width // 2] *= 1e-3
+    norm_weight, bias = norm_weight.to(dtype), bias.to(dtype)
     cache = torch.full((PAGES, 2, page_size, width), torch.nan).to(E4M3 if few else dtype)[:, 1]
     slots, eps = slots_of(N, page_size, gen), 1e-6
     wide = k.double()
     wide = (wide - wide.mean(-1, keepdim=True)) * (wide.var(-1, unbiased=False, keepdim=True) + eps).rsqrt()
-    wide = wide * gain.double() + bias.double()
-    new = torch.cat((turned(wide[:, None, :rope], cos, sin)[:, 0], wide[:, rope:]), -1)
-    new_q = torch.cat((turned(q[..., :rope], cos, sin), q[..., rope:].double()), -1)
+    wide = wide * norm_weight.double() + bias.double()
+    new = torch.cat((rotated(wide[:, None, :rope], cos, sin)[:, 0], wide[:, rope:]), -1)
+    new_q = torch.cat((rotated(q[..., :rope], cos, sin), q[..., rope:].double()), -1)
     numbers = torch.full((3, N, 256), 7, dtype=torch.int32)
     given: dict[str, Any] = dict(
-        q=q, k=k, cos=cos, sin=sin, gain=gain, bias=bias, cache=cache, slots=slots, numbers=numbers
+        q=q,
+        k=k,
+        cos=cos,
+        sin=sin,
+        norm_weight=norm_weight,
+        bias=bias,
+        cache=cache,
+        slot_mapping=slots,
+        digit_counts=numbers,
     )
     # fp32: a few roundings of 2^-24 of values up to 30. fp16: one of 2^-11 of values up to 30, and of queries up to 8.
-    most = 3e-5 if dtype == torch.float32 else 30 * 2**-11
-    wanted: dict[str, Any] = {"q": (new_q, most), "numbers": (torch.zeros_like(numbers), 0.0)}
+    max_error = 3e-5 if dtype == torch.float32 else 30 * 2**-11
+    wanted: dict[str, Any] = {"q": (new_q, max_error), "digit_counts": (torch.zeros_like(numbers), 0.0)}
     if few:
         given["scales"] = torch.full((PAGES, page_size), torch.nan)
         factors = scales_of(new.float())
@@ -368,7 +378,7 @@ def make_index(
         wanted["cache"] = keys, (keys.abs() * 2**-4).clamp(min=2**-10) * (1 + 2**-6)
         wanted["scales"] = scales, 0.0
     else:
-        wanted["cache"] = stored(cache, slots, new), most
+        wanted["cache"] = stored(cache, slots, new), max_error
     return Call(moved(given, device) | {"eps": eps}, wanted)
 
 
@@ -410,12 +420,12 @@ HEAD_SQUARES = Op("head_squares", make_squares, head_squares)
 
 OPS = [KV_APPEND, QKV_APPEND, MLA_APPEND, INDEX_APPEND, HEAD_SQUARES]
 ROWS = [
-    *KV_APPEND.rows(HEADS, ways=TOKENS, pairs=True, N=(6, 19), norms=("", "heads"), dtype=F32_F16),
-    *KV_APPEND.rows(WITH_KEYS, ways=TOKENS, pairs=True, N=(6, 19), norms=("all",)),
+    *KV_APPEND.rows(HEADS, modes=TOKENS, pairs=True, N=(6, 19), norms=("", "heads"), dtype=F32_F16),
+    *KV_APPEND.rows(WITH_KEYS, modes=TOKENS, pairs=True, N=(6, 19), norms=("all",)),
     *KV_APPEND.rows(WITH_KEYS, pairs=True, N=(6,), blocks=(True,), dtype=F32_F16),
     *KV_APPEND.rows({"of-other-ranks": FIRST}, elsewhere=(True,)),
     *KV_APPEND.rows(
-        FEW, ways=TOKENS, pairs=True, N=(6, 19), kv=("fp8", "k16v8"), norms=("", "heads"), dtype=FLOATS,
+        FEW, modes=TOKENS, pairs=True, N=(6, 19), kv=("fp8", "k16v8"), norms=("", "heads"), dtype=FLOATS,
         blocks=(False, True),
     ),
     *QKV_APPEND.rows(PROJECTED, which=KERNEL, pairs=True, biased=(False, True), dtype=FLOATS),
@@ -430,9 +440,9 @@ ROWS = [
         row
         for few in (False, True)
         for name, shape in PROJECTED_ON_HOPPER.items()
-        if (ways := splits(few, **shape))
+        if (modes := splits(few, **shape))
         for row in QKV_ON_HOPPER.rows(
-            {name: shape}, which=KERNEL, gpu=True, hopper=fits_hopper, ways=ways, few=(few,), biased=(False, True),
+            {name: shape}, which=KERNEL, gpu=True, hopper=fits_hopper, modes=modes, few=(few,), biased=(False, True),
             dtype=FEW_BITS,
         )
     ),

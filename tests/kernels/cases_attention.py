@@ -14,9 +14,9 @@ from torch import Tensor
 from kernels.attention import flash_decode_fp8_sm90, flash_decode_many_rows_sm90, flash_prefill_sm90
 from kernels.attention.flash_decode import flash_decode
 from kernels.attention.flash_prefill import flash_prefill
-from kernels.attention.lse_combine import lse_combine
+from kernels.attention.merge_states import merge_states
 from tests.kernels.oracle import Case, few_bits, make_case
-from tests.kernels.suite import FEW_BITS, FLOATS, KERNEL, PLAIN, Call, Op, Way, shapes_of, sms
+from tests.kernels.suite import FEW_BITS, FLOATS, KERNEL, PLAIN, Call, Mode, Op, shapes_of, sms
 
 Shapes = dict[str, dict[str, Any]]
 
@@ -72,8 +72,8 @@ def other_bounds(case: Case, lengths: list[list[int]]) -> Iterator[None]:
     """Bounds of sequences whose last query reads so many keys, and each before it one less."""
     counts = torch.tensor(case.counts)
     before = counts.repeat_interleave(counts) - 1 - torch.cat([torch.arange(n) for n in case.counts])
-    for of_sequences in lengths:
-        last = torch.tensor(of_sequences).repeat_interleave(counts)
+    for sequences in lengths:
+        last = torch.tensor(sequences).repeat_interleave(counts)
         case.hi.copy_((last - before).clamp(min=0))
         case.__dict__.pop("wanted", None)
         yield
@@ -137,7 +137,7 @@ MANY_ROWS: Shapes = {
     "72-dim-256": dict(counts=[9], lengths=[150], heads=(8, 1), dim=256, page_size=64),
 }
 # Pages whose scales end between multiples of 16 bytes, tokens of one page in several tiles, and the usual page.
-OF_BLOCKS: Shapes = {
+BLOCK_SHAPES: Shapes = {
     "odd": dict(counts=[2, 2], lengths=[90, 33], heads=(6, 2), dim=48, page_size=7),
     "small": dict(counts=[1, 1], lengths=[50, 21], heads=(4, 4), dim=64, page_size=16),
     "usual": dict(counts=[3, 3], lengths=[300, 129], heads=(7, 1), dim=128, page_size=128),
@@ -220,23 +220,23 @@ DECODE_ROWS = [
     *DECODE.rows(SHAPES),
     *DECODE.rows(
         some(SHAPES, "plain", "group-16-verify-3", "window-verify", "empty-shards", "sinks"),
-        which=KERNEL, ways=sms(1, 2, 7, 50), pairs=True,
+        which=KERNEL, modes=sms(1, 2, 7, 50), pairs=True,
     ),
-    *(row for n, shape in IN_PARTS.items() for row in DECODE.rows({"in-parts": shape}, which=KERNEL, ways=sms(n))),
-    *DECODE.rows(MANY_ROWS, which=KERNEL, ways=sms(2), dtype=FEW_BITS),
+    *(row for n, shape in IN_PARTS.items() for row in DECODE.rows({"in-parts": shape}, which=KERNEL, modes=sms(n))),
+    *DECODE.rows(MANY_ROWS, which=KERNEL, modes=sms(2), dtype=FEW_BITS),
     *DECODE.rows(
         {"low-precision": dict(counts=[2, 2], lengths=[75, 9], heads=(8, 2), dim=128)},
         dtype=FEW_BITS, sinks=(False, True),
     ),
     *DECODE.rows(
         {"into-a-slice": dict(counts=[1, 1], lengths=[40, 0])},
-        which=KERNEL, ways={"": Way({"room": (4, 0), "sms": 3})},
+        which=KERNEL, modes={"": Mode({"room": (4, 0), "sms": 3})},
     ),
     *DECODE.rows(SHAPES, pairs=True, kv=("fp8", "k16v8"), dtype=FLOATS),
-    *DECODE.rows(OF_BLOCKS, pairs=True, kv=("auto", "k16v8", "fp8"), layout=("blocks", "places"), dtype=FLOATS),
+    *DECODE.rows(BLOCK_SHAPES, pairs=True, kv=("auto", "k16v8", "fp8"), layout=("blocks", "places"), dtype=FLOATS),
     *DECODE.rows(
         {"heads": dict(counts=[1, 1, 1], lengths=[331, 0, 47], layout="heads")},
-        ways=sms(3), pairs=True, heads=((4, 2), (7, 1), (6, 6)), page_size=(16, 48, 128, 1),
+        modes=sms(3), pairs=True, heads=((4, 2), (7, 1), (6, 6)), page_size=(16, 48, 128, 1),
     ),
     *DECODE.rows(
         {"tokens": dict(counts=[1, 1], lengths=[50, 21], layout="tokens", kv="fp8")},
@@ -252,11 +252,11 @@ DECODE_ROWS = [
         LONG, which=KERNEL, gpu=True, page_size=(64,), dtype=(torch.bfloat16, torch.float32), sinks=(False, True)
     ),
     *DECODE.rows(
-        FEW_BITS_ON_HOPPER, which=KERNEL, gpu=True, hopper=few_bits_on_hopper, ways=PLAIN | sms(1, 3),
+        FEW_BITS_ON_HOPPER, which=KERNEL, gpu=True, hopper=few_bits_on_hopper, modes=PLAIN | sms(1, 3),
         kv=("fp8", "k16v8"), dtype=FEW_BITS,
     ),
     *DECODE.rows(
-        ROWS_ON_HOPPER, which=KERNEL, gpu=True, hopper=many_rows_on_hopper, ways=PLAIN | sms(1, 3),
+        ROWS_ON_HOPPER, which=KERNEL, gpu=True, hopper=many_rows_on_hopper, modes=PLAIN | sms(1, 3),
         dim=(128,), dtype=FEW_BITS,
     ),
     *DECODE.rows(
@@ -274,12 +274,16 @@ DECODE_ROWS = [
 def hopper_settings(splits: int = 1, rows: int = 1) -> dict[str, Any]:
     """Rows from so few on that the kernel for Hopper takes them all, and splits of the keys."""
     module = "kernels.attention.flash_prefill_sm90."
-    return {module + "MIN_ROWS": rows, module + "OF_KEYS": 0, SPLIT_COUNT: lambda items, tiles, slots: splits}
+    return {
+        module + "MIN_ROWS": rows,
+        module + "MIN_KEYS_MANY_ROWS": 0,
+        SPLIT_COUNT: lambda items, tiles, slots: splits,
+    }
 
 
 SPLIT_COUNT = "kernels.attention.split_prefill.split_count"
 # Keys shared by programs, more of them than tiles of keys at times: a sink counts once, no key twice.
-SPLIT = {"split": Way(settings={SPLIT_COUNT: lambda items, tiles, slots: 3})}
+SPLIT = {"split": Mode(settings={SPLIT_COUNT: lambda items, tiles, slots: 3})}
 
 
 def poisoned(x: Tensor, *size: Any, **more: Any) -> Tensor:
@@ -289,8 +293,8 @@ def poisoned(x: Tensor, *size: Any, **more: Any) -> Tensor:
 
 # Unpacked so many pages of each segment at once: one, and some; what was in their memory is NaN.
 PIECES = {
-    f"pieces-of-{size}-bytes": Way(
-        settings={"kernels.attention.unpacked_prefill.PIECE_BYTES": size, "torch.Tensor.new_empty": poisoned}
+    f"pieces-of-{size}-bytes": Mode(
+        settings={"kernels.attention.dequantized_prefill.PIECE_BYTES": size, "torch.Tensor.new_empty": poisoned}
     )
     for size in (1, 100_000)
 }
@@ -350,19 +354,19 @@ FUTURE = {"a-future-key": (dict(counts=[20], lengths=[20]), a_future_key)}
 PREFILL = Op("flash_prefill", partial(make_case, prefill=True), flash_prefill, mistakes=FUTURE)
 PREFILL_ROWS = [
     *PREFILL.rows(PROMPTS),
-    *PREFILL.rows(some(PROMPTS, *SHARED_KEYS, "sinks", "sinks-window"), which=KERNEL, ways=SPLIT),
+    *PREFILL.rows(some(PROMPTS, *SHARED_KEYS, "sinks", "sinks-window"), which=KERNEL, modes=SPLIT),
     *PREFILL.rows(some(PROMPTS, "late-chunks", "sinks-window", "dim-8"), which=KERNEL, layout=("blocks",)),
     *PREFILL.rows(
         {"low-precision": dict(counts=[40, 9], lengths=[75, 9], heads=(8, 2), dim=128)}, dtype=FEW_BITS
     ),
     *PREFILL.rows({"round-robin-bounds": ROUND_ROBIN}, which=KERNEL),
     *PREFILL.rows(
-        {"into-a-slice": dict(counts=[7, 4], lengths=[20, 0])}, which=KERNEL, ways={"": Way({"room": (2, 0)})}
+        {"into-a-slice": dict(counts=[7, 4], lengths=[20, 0])}, which=KERNEL, modes={"": Mode({"room": (2, 0)})}
     ),
     *PREFILL.rows(PROMPTS, pairs=True, kv=("fp8", "k16v8"), dtype=FLOATS),
-    *PREFILL.rows(OF_BLOCKS, pairs=True, kv=("auto", "k16v8", "fp8"), layout=("blocks",), dtype=FLOATS),
+    *PREFILL.rows(BLOCK_SHAPES, pairs=True, kv=("auto", "k16v8", "fp8"), layout=("blocks",), dtype=FLOATS),
     *PREFILL.rows(
-        some(PROMPTS, *IN_PIECES, "sinks-window"), which=KERNEL, ways=PIECES, pairs=True, kv=("fp8", "k16v8"),
+        some(PROMPTS, *IN_PIECES, "sinks-window"), which=KERNEL, modes=PIECES, pairs=True, kv=("fp8", "k16v8"),
     ),
     *PREFILL.rows(
         {
@@ -373,16 +377,16 @@ PREFILL_ROWS = [
     ),
     *PREFILL.rows(
         PROMPTS_ON_HOPPER, which=KERNEL, gpu=True, hopper=prompts_on_hopper, repeats=5, dim=(128, 256),
-        ways={f"splits-{n}": Way({"room": (0, 0)}, hopper_settings(n)) for n in (1, 3)},
+        modes={f"splits-{n}": Mode({"room": (0, 0)}, hopper_settings(n)) for n in (1, 3)},
     ),
     *PREFILL.rows(
         PROMPTS_ON_HOPPER, which=KERNEL, gpu=True, hopper=prompts_on_hopper, repeats=5, dim=(128, 256),
-        layout=("blocks",), ways={"": Way({"room": (0, 0)}, hopper_settings())},
+        layout=("blocks",), modes={"": Mode({"room": (0, 0)}, hopper_settings())},
     ),
     *PREFILL.rows(
         {"": dict(counts=[100], lengths=[1200], heads=(1, 1), dim=128, page_size=64, dtype=torch.bfloat16)},
         which=KERNEL, gpu=True, gb=20, far=(True,),
-        ways={name: Way(settings=hopper_settings(rows=rows)) for name, rows in (("triton", 1 << 30), ("hopper", 1))},
+        modes={name: Mode(settings=hopper_settings(rows=rows)) for name, rows in (("triton", 1 << 30), ("hopper", 1))},
     ),
 ]  # fmt: skip
 
@@ -415,8 +419,8 @@ def make_parts(
     weights = (logs - total.masked_fill(total == -torch.inf, 0)).exp()
     merged = (weights[..., None] * parts.masked_fill((logs == -torch.inf)[..., None], 0)).sum(0)
     given: dict[str, Any] = dict(partials=partials, lse=lse)
-    most = {torch.float32: 1e-5, torch.bfloat16: 4 * 2**-8 + 1e-5, torch.float16: 4 * 2**-12 + 1e-5}[dtype]
-    wanted = {"0": (merged, most), "1": (total, 1e-5 + 1e-6 * total.abs())}
+    max_error = {torch.float32: 1e-5, torch.bfloat16: 4 * 2**-8 + 1e-5, torch.float16: 4 * 2**-12 + 1e-5}[dtype]
+    wanted = {"0": (merged, max_error), "1": (total, 1e-5 + 1e-6 * total.abs())}
     if to == "source":
         given |= dict(out=partials[0], out_lse=lse[0])
     elif to == "slice":
@@ -437,11 +441,11 @@ def lse_shifted(case: Call) -> None:
     case.given["lse"][1] += 0.01
 
 
-MERGE = Op("lse_combine", make_parts, lse_combine, mistakes={"lse": (dict(W=3, N=2, H=2, D=16), lse_shifted)})
+MERGE = Op("merge_states", make_parts, merge_states, mistakes={"lse": (dict(W=3, N=2, H=2, D=16), lse_shifted)})
 PARTS = shapes_of((1, 3, 2, 64), (2, 1, 1, 8), (3, 5, 3, 80), (8, 2, 4, 128), (39, 2, 1, 256), names="W N H D")
-SEVERAL_A_PROGRAM = {"": Way(), "several": Way(settings={"kernels.attention.lse_combine.MANY": 0})}
+SEVERAL_A_PROGRAM = {"": Mode(), "several": Mode(settings={"kernels.attention.merge_states.MANY": 0})}
 MERGE_ROWS = [
-    *MERGE.rows(PARTS, ways=SEVERAL_A_PROGRAM, empty=(0.0, 0.6)),
+    *MERGE.rows(PARTS, modes=SEVERAL_A_PROGRAM, empty=(0.0, 0.6)),
     *MERGE.rows({"low-precision": dict(W=4, N=3, H=2, D=128, empty=0.3)}, dtype=FEW_BITS),
     *MERGE.rows({"nothing": dict(W=3, N=2, H=2, D=16, empty=1.1)}),
     *MERGE.rows({"nan": dict(W=3, N=2, H=2, D=16, nan=True)}),

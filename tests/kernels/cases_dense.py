@@ -18,7 +18,7 @@ from kernels.dense.sigmoid_mul import sigmoid_mul
 from kernels.dense.silu_mul import silu_mul
 from kernels.mla.per_head_linear import MAX_ROWS, per_head_linear
 from kernels.scaled import ScaledMatrix, groups
-from tests.kernels.suite import FEW_BITS, FLOATS, KERNEL, Call, Op, Way, shapes_of
+from tests.kernels.suite import FEW_BITS, FLOATS, KERNEL, Call, Mode, Op, shapes_of
 
 F32_F16 = torch.float32, torch.float16
 F32_BF16 = torch.float32, torch.bfloat16
@@ -77,7 +77,7 @@ def make_scaled(
     if dtype is torch.float16:
         weight.scales.clamp_(max=1e-3)  # results are below 65,504
     bias = torch.randn(len(weight), generator=gen).to(device, dtype) if biased else None
-    whole = weight.unpacked(torch.float64)
+    whole = weight.dequantize(torch.float64)
     y, size = x.double() @ whole.T, x.double().abs() @ whole.T.abs()
     if bias is not None:
         y, size = y + bias.double(), size + bias.double().abs()
@@ -86,9 +86,9 @@ def make_scaled(
         size = a * b + a + b
     # Sums in fp32 are off by a few of its units of their terms' sizes; results are rounded.
     eps = 0.0 if exact or dtype is torch.float32 else torch.finfo(dtype).eps
-    most = size * 2e-6 + ((12 if unpacked else 3) * size + y.abs()) * eps
+    max_error = size * 2e-6 + ((12 if unpacked else 3) * size + y.abs()) * eps
     given = dict(x=x, weight=weight, bias=bias, gated=gated, exact=exact)
-    return Call(given, {"0": (y, most)}, torch.float32 if exact else dtype)
+    return Call(given, {"0": (y, max_error)}, torch.float32 if exact else dtype)
 
 
 def on_hopper(x: Tensor, weight: Any, bias: Tensor | None, gated: bool, exact: bool, split: int) -> Tensor:
@@ -128,13 +128,13 @@ SCALED_ON_HOPPER = shapes_of(
     names="N R K begin",
 )  # fmt: skip
 # One matrix follows another in the memory that they are unpacked to.
-UNPACKED = {"": Way(settings={"kernels.dense.linear_scaled.MANY": 5})}
+UNPACKED = {"": Mode(settings={"kernels.dense.linear_scaled.MANY": 5})}
 
 
-def splits_of(shapes: dict[str, dict[str, Any]], splits: Any) -> Iterator[tuple[dict[str, Any], dict[str, Way]]]:
+def splits_of(shapes: dict[str, dict[str, Any]], splits: Any) -> Iterator[tuple[dict[str, Any], dict[str, Mode]]]:
     """A shape, and ways in which so many programs share its K."""
     for name, shape in shapes.items():
-        yield {name: shape}, {f"split-{n}": Way({"split": n}) for n in splits(**shape)}
+        yield {name: shape}, {f"split-{n}": Mode({"split": n}) for n in splits(**shape)}
 
 
 def slices(N: int, R: int, K: int) -> list[int]:
@@ -183,15 +183,15 @@ LINEAR_ROWS = [
     ),
     *(
         row
-        for shape, ways in splits_of(ON_HOPPER, slices)
+        for shape, modes in splits_of(ON_HOPPER, slices)
         for row in LINEAR_ON_HOPPER.rows(
-            shape, which=KERNEL, gpu=True, ways=ways, biased=(False, True), gated=(False, True), dtype=FEW_BITS
+            shape, which=KERNEL, gpu=True, modes=modes, biased=(False, True), gated=(False, True), dtype=FEW_BITS
         )
     ),
     # In slices of its own or, where they would not begin at 16 bytes, in runs of steps; and leaves no sums behind.
     *LINEAR_ON_HOPPER.rows(
         shapes_of((16, 70, 1680), (18, 257, 2368), (5, 40, 1040), names="N R K"), which=KERNEL, gpu=True, repeats=2,
-        ways={f"split-{n}": Way({"split": n}) for n in (2, 3, 5, 6, 7)}, biased=(True,), gated=(False, True),
+        modes={f"split-{n}": Mode({"split": n}) for n in (2, 3, 5, 6, 7)}, biased=(True,), gated=(False, True),
         dtype=(torch.bfloat16,),
     ),
     *(
@@ -206,7 +206,7 @@ LINEAR_ROWS = [
     ),
     *LINEAR_SCALED.rows(SCALED, which=KERNEL, exact=(True,), dtype=F32_BF16),
     *LINEAR_SCALED.rows(
-        shapes_of((7, 40, 300, 64), (7, 33, 130, None), names="N R K begin"), which=KERNEL, ways=UNPACKED,
+        shapes_of((7, 40, 300, 64), (7, 33, 130, None), names="N R K begin"), which=KERNEL, modes=UNPACKED,
         gated=(False, True), dtype=F32_BF16, unpacked=(True,), seed=(0, 1),
     ),
     *LINEAR_SCALED.rows(
@@ -215,9 +215,9 @@ LINEAR_ROWS = [
     ),
     *(
         row
-        for shape, ways in splits_of(SCALED_ON_HOPPER, runs)
+        for shape, modes in splits_of(SCALED_ON_HOPPER, runs)
         for row in LINEAR_SCALED_ON_HOPPER.rows(
-            shape, which=KERNEL, gpu=True, ways=ways, biased=(True,), gated=(False, True), dtype=FEW_BITS
+            shape, which=KERNEL, gpu=True, modes=modes, biased=(True,), gated=(False, True), dtype=FEW_BITS
         )
     ),
 ]  # fmt: skip
@@ -236,17 +236,17 @@ def make_per_head(
     y = torch.einsum("nha,hab->nhb", x.double(), weight.double())
     # fp32: sums of at most 100 products of values up to 4, each rounded by 2^-24. bf16: one rounding of the result,
     # 2^-9 of values up to 6 sqrt(512).
-    most = 100 * 16 * 2**-24 if dtype == torch.float32 else 6 * 512**0.5 * 2**-9
-    return Call(dict(x=x, weight=weight, out=out), {"out": (y, most), "0": (y, most)}, dtype)
+    max_error = 100 * 16 * 2**-24 if dtype == torch.float32 else 6 * 512**0.5 * 2**-9
+    return Call(dict(x=x, weight=weight, out=out), {"out": (y, max_error), "0": (y, max_error)}, dtype)
 
 
-def of_another_head(case: Call) -> None:
+def use_another_head(case: Call) -> None:
     case.given["weight"] = case.given["weight"].roll(1, 0)
 
 
 PER_HEAD = Op(
     "per_head_linear", make_per_head, per_head_linear,
-    mistakes={"of-another-head": (dict(N=2, heads=3, wide=16, narrow=16), of_another_head)},
+    mistakes={"of-another-head": (dict(N=2, heads=3, wide=16, narrow=16), use_another_head)},
 )  # fmt: skip
 
 # ---- number by number

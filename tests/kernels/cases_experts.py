@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.moe.experts import RoutedExperts
 from kernels.scaled import ScaledMatrix, groups
-from tests.kernels.suite import FEW_BITS, KERNEL, Op, Way, shapes_of
+from tests.kernels.suite import FEW_BITS, KERNEL, Mode, Op, shapes_of
 
 F32_BF16 = torch.float32, torch.bfloat16
 
@@ -47,7 +47,7 @@ class Case:
             if not pairs:
                 continue
             both = self.gate_up[e], self.down[e]
-            gate_up, down = ((w.unpacked() if isinstance(w, ScaledMatrix) else w).double() for w in both)
+            gate_up, down = ((w.dequantize() if isinstance(w, ScaledMatrix) else w).double() for w in both)
             for n, slot in pairs:
                 gate, up = (gate_up @ x[n] + (0 if self.gate_up_bias is None else self.gate_up_bias[e])).chunk(2)
                 if self.clamp_at is None:
@@ -127,7 +127,7 @@ def make_experts(
         normal(N, H) if addend else None, shared if hint is None else hint,
     )  # fmt: skip
     if form is not None:
-        case = of_few_bits(case, form)
+        case = make_quantized(case, form)
     if poison and hint is None:
         unused = ~torch.isin(torch.arange(first, first + E, device=device), ids)
         for w in (case.gate_up, case.down, case.gate_up_bias, case.down_bias):
@@ -139,7 +139,7 @@ def make_experts(
     return case
 
 
-def of_few_bits(case: Case, form: tuple[bool, int, tuple[int, int]]) -> Case:
+def make_quantized(case: Case, form: tuple[bool, int, tuple[int, int]]) -> Case:
     packed, group, (gate_begin, down_begin) = form
     gate_up = scaled(case.gate_up, packed, group, gate_begin)
     return replace(case, gate_up=gate_up, down=scaled(case.down, packed, group, down_begin, seed=1))
@@ -181,11 +181,13 @@ def never(*tensors: Any) -> bool:
     return False
 
 
-def way(name: str) -> Way:
+def way(name: str) -> Mode:
     """One algorithm for all sizes, over memory that begins as NaN."""
     module = "kernels.moe."
     fits = {f"{module}{hopper}.fits": never for hopper in ("experts_sm90", "experts_scaled_sm90")}
-    return Way(settings={f"{module}experts.way_of": lambda N, top_k, E: name, "torch.empty": poisoned, **fits})
+    return Mode(
+        settings={f"{module}experts.choose_strategy": lambda N, top_k, E: name, "torch.empty": poisoned, **fits}
+    )
 
 
 FEW = {"few": way("few")}  # a program a pair and tile takes the interpreter long: of few tokens
@@ -287,18 +289,18 @@ def half_here(shapes: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 OPS = [EXPERTS]
 ROWS = [
-    *EXPERTS.rows(FEW_TOKENS, ways=FEW, clamped=(False, True), addend=(True,)),
-    *EXPERTS.rows(SHAPES, which=KERNEL, ways=OTHERS, clamped=(False, True), addend=(True,), pairs=True),
-    *EXPERTS.rows({name: SHARED[name] for name in [*SHARED][:1]}, which=KERNEL, ways=FEW),
-    *EXPERTS.rows(SHARED, ways=OTHERS, pairs=True),
-    *EXPERTS.rows(ANY, ways=OTHERS, pairs=True, choices=("any", "crowded"), hint=(0, 1), clamped=(False, True)),
+    *EXPERTS.rows(FEW_TOKENS, modes=FEW, clamped=(False, True), addend=(True,)),
+    *EXPERTS.rows(SHAPES, which=KERNEL, modes=OTHERS, clamped=(False, True), addend=(True,), pairs=True),
+    *EXPERTS.rows({name: SHARED[name] for name in [*SHARED][:1]}, which=KERNEL, modes=FEW),
+    *EXPERTS.rows(SHARED, modes=OTHERS, pairs=True),
+    *EXPERTS.rows(ANY, modes=OTHERS, pairs=True, choices=("any", "crowded"), hint=(0, 1), clamped=(False, True)),
     *EXPERTS.rows(
-        {name: shape | dict(N=3) for name, shape in ANY.items()}, which=KERNEL, ways=FEW, pairs=True,
+        {name: shape | dict(N=3) for name, shape in ANY.items()}, which=KERNEL, modes=FEW, pairs=True,
         choices=("any", "crowded"), hint=(0, 1), clamped=(False, True),
     ),
-    *EXPERTS.rows(NOTHING, ways=WAYS, pairs=True, addend=(False, True)),
-    *EXPERTS.rows(SCALED, ways=OTHERS, pairs=True, form=FORMATS),
-    *EXPERTS.rows(SCALED_FEW, which=KERNEL, ways=FEW, pairs=True, form=FORMATS),
+    *EXPERTS.rows(NOTHING, modes=WAYS, pairs=True, addend=(False, True)),
+    *EXPERTS.rows(SCALED, modes=OTHERS, pairs=True, form=FORMATS),
+    *EXPERTS.rows(SCALED_FEW, which=KERNEL, modes=FEW, pairs=True, form=FORMATS),
     *EXPERTS.rows(
         half_here(LONG), which=KERNEL, gpu=True, clamped=(False, True), dtype=(*FEW_BITS, torch.float32)
     ),

@@ -20,7 +20,7 @@ from tests.kernels.cases_experts import (
     slot_left_out,
     summand_left_out,
 )  # fmt: skip
-from tests.kernels.suite import KERNEL, Op, Way, shapes_of
+from tests.kernels.suite import KERNEL, Mode, Op, shapes_of
 
 
 def make_wide(*, N: int, **shape: Any) -> Case:
@@ -83,9 +83,9 @@ MANY_PAIRS = shapes_of(
     (401, 3, 7, 5, 576, 400, (False, 256, (64, 208))), (333, 2, 4, 4, 1088, 144, (False, 2048, (0, 640))),
     names="N k experts E H F form",
 )  # fmt: skip
-POISONED = {"": Way(settings={"torch.empty": poisoned})}
+POISONED = {"": Mode(settings={"torch.empty": poisoned})}
 COLUMNS = {
-    f"{columns}-columns": Way(
+    f"{columns}-columns": Mode(
         settings={
             "torch.empty": poisoned,
             "kernels.moe.experts_scaled_sm90.columns_of": lambda pairs, experts, columns=columns: columns,
@@ -120,23 +120,24 @@ WIDE_EXPERTS = Op(
 OPS = [WIDE_EXPERTS]
 ROWS = [
     *WIDE_EXPERTS.rows(
-        RANKS, which=KERNEL, gpu=True, gb=gigabytes, hopper=fits_few, repeats=5, ways=POISONED, N=(8, 3, 2, 1)
+        RANKS, which=KERNEL, gpu=True, gb=gigabytes, hopper=fits_few, repeats=5, modes=POISONED, N=(8, 3, 2, 1)
     ),
     *WIDE_EXPERTS.rows(
-        E4M3_RANKS, which=KERNEL, gpu=True, gb=gigabytes, hopper=fits_either, repeats=5, ways=POISONED, N=(8, 3, 1)
+        E4M3_RANKS, which=KERNEL, gpu=True, gb=gigabytes, hopper=fits_either, repeats=5, modes=POISONED, N=(8, 3, 1)
     ),
     *WIDE_EXPERTS.rows(
-        FEW_BITS_RANKS, which=KERNEL, gpu=True, gb=gigabytes, hopper=fits_scaled, repeats=5, ways=POISONED | COLUMNS
+        FEW_BITS_RANKS, which=KERNEL, gpu=True, gb=gigabytes, hopper=fits_scaled, repeats=5, modes=POISONED | COLUMNS
     ),
     *WIDE_EXPERTS.rows(
-        FEW_BITS_RANKS, which=KERNEL, gpu=True, gb=gigabytes, repeats=5, ways=POISONED, choices=("nobody", "one")
+        FEW_BITS_RANKS, which=KERNEL, gpu=True, gb=gigabytes, repeats=5, modes=POISONED, choices=("nobody", "one")
     ),
     *WIDE_EXPERTS.rows(
-        MANY_PAIRS, which=KERNEL, gpu=True, hopper=fits_many, repeats=5, ways=POISONED, choices=("any", "one", "nobody")
+        MANY_PAIRS, which=KERNEL, gpu=True, hopper=fits_many, repeats=5, modes=POISONED,
+        choices=("any", "one", "nobody")
     ),
     *WIDE_EXPERTS.rows(
         {"crowded": dict(k=4, experts=32, E=4, H=2880, F=360)}, which=KERNEL, gpu=True, hopper=fits_few, repeats=5,
-        ways=POISONED, N=(1, 2, 3, 8), clamped=(False, True), choices=("nobody", "lone", "third", "four", "crowded"),
+        modes=POISONED, N=(1, 2, 3, 8), clamped=(False, True), choices=("nobody", "lone", "third", "four", "crowded"),
     ),
     *WIDE_EXPERTS.rows(
         {"nan-of-a-token": NARROW | dict(nan_token=3)}, which=KERNEL, gpu=True, hopper=fits_few, clamped=(False, True)

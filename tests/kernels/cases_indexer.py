@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kernels.indexer.scores import index_scores
-from kernels.scaled_keys import rounded
+from kernels.scaled_keys import quantize_fp8
 from tests.kernels.suite import KERNEL, Call, Op
 
 F32_F16 = torch.float32, torch.float16
@@ -40,7 +40,7 @@ def make_scores(
     weights = torch.randn(N, heads + 3, generator=gen)[:, 3:]
     scales = None
     if few:
-        numbers, scales = rounded(cache)
+        numbers, scales = quantize_fp8(cache)
         scales *= 2.0 ** (torch.arange(page_size) % 3)  # of its own for each slot
         cache = torch.full((pages, 2, page_size, width), torch.nan).to(torch.float8_e4m3fn)[:, 1]
         cache.copy_(numbers)
@@ -48,14 +48,14 @@ def make_scores(
         cache = cache.to(dtype)
     keys = cache.double() * (1 if scales is None else scales.double()[..., None])
     scores = torch.full((N, max(lengths) + 40), 7.0, dtype=torch.float64)
-    of_query = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
-    for n, i in enumerate(of_query.tolist()):
+    query_ids = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    for n, i in enumerate(query_ids.tolist()):
         at = torch.arange(int(hi[n]))
         products = (keys[tables[i, at // page_size].long(), at % page_size] @ q[n].double().T).relu()
         scores[n, : len(at)] = products @ weights[n].double()
     # Products of up to 128 terms of size 1, of 64 heads, in fp32: sqrt(128 * 64) roundings of 2^-24 of partial sums up
     # to 60, at most; four times as large with scales.
-    most = 3e-4 * (4 if few else 1)
+    max_error = 3e-4 * (4 if few else 1)
     if far:  # in a cache of 2^32 numbers
         begin = (1 << 32) // cache[0].numel() + 1
         whole = torch.empty(begin + pages, page_size, width, dtype=dtype, device=device)
@@ -67,7 +67,7 @@ def make_scores(
         hi=hi.to(device), cu_q=cu_q, max_q=max(counts), scores=torch.full_like(scores, 7.0).float().to(device),
         scales=None if scales is None else scales.to(device),
     )  # fmt: skip
-    return Call(given, {"scores": (scores, most)})
+    return Call(given, {"scores": (scores, max_error)})
 
 
 def rectified_sum(case: Call) -> None:

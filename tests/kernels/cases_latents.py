@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kernels.mla import decode_common_sm90, prefill_chosen_sm90
+from kernels.mla import decode_common_sm90, prefill_selected_sm90
 from kernels.mla.decode import mla_decode
 from kernels.mla.expanded_prefill import expanded_prefill
 from kernels.mla.prefill import mla_prefill
@@ -35,7 +35,7 @@ from tests.kernels.cases_attention import (
     without_last_key,
 )  # fmt: skip
 from tests.kernels.oracle import Case, make_latents
-from tests.kernels.suite import FEW_BITS, FLOATS, KERNEL, PLAIN, Call, Op, Way, sms
+from tests.kernels.suite import FEW_BITS, FLOATS, KERNEL, PLAIN, Call, Mode, Op, sms
 
 
 def without_rotated_part(case: Case) -> None:
@@ -141,20 +141,20 @@ DECODE_ROWS = [
     *DECODE.rows(LATENTS),
     *DECODE.rows(
         some(LATENTS, "plain", "twenty-heads-verify-4", "window-verify", "empty-shards"),
-        which=KERNEL, ways=sms(1, 2, 7, 50), pairs=True,
+        which=KERNEL, modes=sms(1, 2, 7, 50), pairs=True,
     ),
     *DECODE.rows(
-        {"in-parts": dict(counts=[2, 2], lengths=[1100, 100], heads=9, latent=16)}, which=KERNEL, ways=sms(37)
+        {"in-parts": dict(counts=[2, 2], lengths=[1100, 100], heads=9, latent=16)}, which=KERNEL, modes=sms(37)
     ),
     *DECODE.rows(
         {"low-precision": dict(counts=[2, 2], lengths=[75, 9], heads=20, latent=64, rope=16)}, dtype=FEW_BITS
     ),
     *DECODE.rows(
         {"into-a-slice": dict(counts=[1, 1], lengths=[40, 0])},
-        which=KERNEL, ways={"": Way({"room": (4, 8), "sms": 3})},
+        which=KERNEL, modes={"": Mode({"room": (4, 8), "sms": 3})},
     ),
     *DECODE.rows(LATENTS | WIDE, pairs=True, kv=("fp8",), dtype=FLOATS),
-    *DECODE.rows({"a-ragged-group": WIDE["a-ragged-group"] | dict(kv="fp8")}, which=KERNEL, ways=sms(1, 7, 50)),
+    *DECODE.rows({"a-ragged-group": WIDE["a-ragged-group"] | dict(kv="fp8")}, which=KERNEL, modes=sms(1, 7, 50)),
     *DECODE.rows({"scales-over-decades": DECADES | dict(latent=300, page_size=48)}),
     *DECODE.rows(
         REAL_LATENTS, which=KERNEL, gpu=True, kv=("auto", "fp8"), dtype=(torch.bfloat16, torch.float32),
@@ -162,14 +162,14 @@ DECODE_ROWS = [
     ),
     *DECODE.rows(
         LATENTS_ON_HOPPER, which=KERNEL, gpu=True, hopper=latents_on_hopper, repeats=5, kv=("auto", "fp8"),
-        ways={"": Way({"room": (0, 8)}), "sms=7": Way({"room": (0, 8), "sms": 7})},
+        modes={"": Mode({"room": (0, 8)}), "sms=7": Mode({"room": (0, 8), "sms": 7})},
     ),
     *DECODE.rows(
         {
             f"{heads}-heads": dict(counts=[2, 2], lengths=[700, 250], heads=heads, page_size=64, dtype=torch.bfloat16)
             for heads in (12, 64)
         },
-        which=KERNEL, gpu=True, ways={"early": Way({"early": True})}, latent=(512,), rope=(64,),
+        which=KERNEL, gpu=True, modes={"early": Mode({"early": True})}, latent=(512,), rope=(64,),
     ),
     *DECODE.rows(FAR, which=KERNEL, gpu=True, gb=12, kv=("auto", "fp8"), far=(True,)),
 ]  # fmt: skip
@@ -202,25 +202,25 @@ CHOSEN_ON_HOPPER = dict(
 
 
 def chosen_on_hopper(case: Case) -> bool:
-    return prefill_chosen_sm90.fits(case.q, case.paged(), len(case.counts))
+    return prefill_selected_sm90.fits(case.q, case.paged(), len(case.counts))
 
 
 PREFILL_ROWS = [
     *PREFILL.rows(LATENT_PROMPTS),
-    *PREFILL.rows(some(LATENT_PROMPTS, *SHARED_KEYS), which=KERNEL, ways=SPLIT),
+    *PREFILL.rows(some(LATENT_PROMPTS, *SHARED_KEYS), which=KERNEL, modes=SPLIT),
     *PREFILL.rows(
         {"low-precision": dict(counts=[40, 9], lengths=[75, 9], latent=128, rope=32)}, dtype=FEW_BITS
     ),
     *PREFILL.rows({"round-robin-bounds": ROUND_ROBIN}, which=KERNEL),
     *PREFILL.rows(
-        {"into-a-slice": dict(counts=[7, 4], lengths=[20, 0])}, which=KERNEL, ways={"": Way({"room": (2, 8)})}
+        {"into-a-slice": dict(counts=[7, 4], lengths=[20, 0])}, which=KERNEL, modes={"": Mode({"room": (2, 8)})}
     ),
     *PREFILL.rows(LATENT_PROMPTS | WIDE, pairs=True, kv=("fp8",), dtype=FLOATS),
     *PREFILL.rows(
         some(LATENT_PROMPTS, *IN_PIECES),
-        which=KERNEL, ways=PIECES, pairs=True, kv=("fp8",),
+        which=KERNEL, modes=PIECES, pairs=True, kv=("fp8",),
     ),
-    *PREFILL.rows({"late-chunks": LATENT_PROMPTS["late-chunks"]}, which=KERNEL, ways=SPLIT, kv=("fp8",)),
+    *PREFILL.rows({"late-chunks": LATENT_PROMPTS["late-chunks"]}, which=KERNEL, modes=SPLIT, kv=("fp8",)),
     *(
         row
         for op in (DECODE, PREFILL)
@@ -269,10 +269,10 @@ def make_expanded(
                 out[n], lse[n] = torch.einsum("ht,thd->hd", scores.softmax(-1), v[:length]), scores.logsumexp(-1)
     # Outputs are means of values of size 1, in fp32 of sums of up to 192 products. In 16 bits, weights and the output
     # are rounded, each by half a unit of 2^-8 (bf16): errors of some hundred weights add up like a random walk.
-    most = {torch.float32: 2e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]
+    max_error = {torch.float32: 2e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]
     given = [x.to(device) for x in (q, keys, ropes, cu_q)]
     arguments = dict(enumerate([*given, max(counts), torch.cat(reads).int().to(device), 0.1]))
-    wanted = {"0": (out, most), "1": (lse, 1e-5 + 1e-6 * lse.nan_to_num(neginf=0).abs())}
+    wanted = {"0": (out, max_error), "1": (lse, 1e-5 + 1e-6 * lse.nan_to_num(neginf=0).abs())}
     return Call({f"_{i}": x for i, x in arguments.items()}, wanted, call=lambda op, **given: op(*given.values()))
 
 
@@ -312,5 +312,5 @@ GRAPHS = DECODE.rows(
         | dict(counts=[1, 1, 1], lengths=[700, 3, 250], heads=heads, page_size=64, dtype=torch.bfloat16)
         for heads in (16, 32, 128)
     },
-    which=KERNEL, ways=PLAIN | {"early": Way({"early": True})}, kv=("auto", "fp8"),
+    which=KERNEL, modes=PLAIN | {"early": Mode({"early": True})}, kv=("auto", "fp8"),
 )  # fmt: skip

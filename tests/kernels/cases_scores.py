@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from helix.layout import HelixLayout
-from helix.worker.keeps import dtype_name, score_planes
+from helix.worker.kv_cache_spec import dtype_name, score_planes
 from kernels.attention.flash_decode import decode_tile, flash_decode
 from kernels.paged_keys import KeyScores
 from tests.kernels.cases_attention import GROUPS_ON_HOPPER, Shapes, many_rows_on_hopper, other_bounds, some
 from tests.kernels.oracle import Case, make_case
-from tests.kernels.suite import FEW_BITS, KERNEL, Op, Way, sms
+from tests.kernels.suite import FEW_BITS, KERNEL, Mode, Op, sms
 
 
 @dataclass
@@ -134,10 +134,10 @@ LONG: Shapes = {
 }
 
 
-def of_other_queries(case: Scored, taken: slice, by: slice) -> None:
+def swap_queries(case: Scored, dest: slice, source: slice) -> None:
     """Attention of these is right, their scores are not those of all."""
     case.q = case.q.clone()
-    case.q[taken] = case.q[by]
+    case.q[dest] = case.q[source]
     case.__dict__.pop("wanted")
 
 
@@ -151,8 +151,8 @@ HALVES = dict(counts=[12], lengths=[80], heads=(7, 1), page_size=64, dim=128, dt
 SCORES = Op(
     "key_scores", make_scored, flash_decode,
     mistakes={
-        f"{half}-of-the-rows-alone-{rows}": (HALVES | dict(rows=rows), partial(of_other_queries, taken=taken, by=by))
-        for half, taken, by in (  # 64 rows, and what is left of the tenth query
+        f"{half}-of-the-rows-alone-{rows}": (HALVES | dict(rows=rows), partial(swap_queries, dest=dest, source=source))
+        for half, dest, source in (  # 64 rows, and what is left of the tenth query
             ("first-half", slice(9, 12), slice(0, 1)),
             ("second-half", slice(0, 10), slice(11, 12)),
         )
@@ -163,23 +163,23 @@ SCORES = Op(
 ENDS_AND_ANY = ("ends", "any")
 OPS = [SCORES]
 ROWS = [
-    *SCORES.rows(SHAPES, ways=sms(3), rows=ENDS_AND_ANY, pairs=True),
+    *SCORES.rows(SHAPES, modes=sms(3), rows=ENDS_AND_ANY, pairs=True),
     *SCORES.rows(
         {"split": dict(counts=[3, 3], lengths=[290, 70], heads=(6, 2), dim=128, rows="ends")},
-        which=KERNEL, ways=sms(1, 7),
+        which=KERNEL, modes=sms(1, 7),
     ),
     *SCORES.rows(
-        some(SHAPES, "64-rows", "84-rows", "sinks"), which=KERNEL, ways=sms(2), rows=ENDS_AND_ANY, dtype=FEW_BITS
+        some(SHAPES, "64-rows", "84-rows", "sinks"), which=KERNEL, modes=sms(2), rows=ENDS_AND_ANY, dtype=FEW_BITS
     ),
     *SCORES.rows(LONG, which=KERNEL, gpu=True, rows=ENDS_AND_ANY),
     *SCORES.rows(
         {name: shape for name, shape in GROUPS_ON_HOPPER.items() if "first" not in name},
-        which=KERNEL, gpu=True, hopper=many_rows_on_hopper, ways=sms(3), dim=(128,), dropped=(0, 5),
+        which=KERNEL, gpu=True, hopper=many_rows_on_hopper, modes=sms(3), dim=(128,), dropped=(0, 5),
         rows=ENDS_AND_ANY, dtype=FEW_BITS,
     ),
     *SCORES.rows(
         some(GROUPS_ON_HOPPER, "hopper-first-queries-without-keys"), which=KERNEL, gpu=True, hopper=many_rows_on_hopper,
-        ways=sms(3), dim=(128,), rows=ENDS_AND_ANY, dtype=FEW_BITS,
+        modes=sms(3), dim=(128,), rows=ENDS_AND_ANY, dtype=FEW_BITS,
     ),
 ]  # fmt: skip
 # Runs begin and end within items, on all SMs; early, as in a step.
@@ -189,7 +189,7 @@ GRAPHS = SCORES.rows(
             counts=[12] * 3, lengths=[9000, 12, 1333], heads=(14, 2), dim=128, page_size=64, dtype=torch.bfloat16
         )
     },
-    which=KERNEL, ways={"": Way({"early": True})}, rows=ENDS_AND_ANY,
+    which=KERNEL, modes={"": Mode({"early": True})}, rows=ENDS_AND_ANY,
 )  # fmt: skip
 
 HEAD_DIMS = (8, 16, 64, 80, 96, 128, 256)
@@ -197,10 +197,10 @@ HEAD_DIMS = (8, 16, 64, 80, 96, 128, 256)
 
 def straddling(seed: int, n: int, rows: str, device: torch.device) -> Scored:
     """Groups of drafts of three sequences on one rank of a layout: shape by `seed`, lengths and bounds by `n` too."""
-    most, most_rows = (40, 40) if device.type == "cpu" else (3000, 130)  # tokens before a group, rows of a KV head
+    max_tokens, max_rows = (40, 40) if device.type == "cpu" else (3000, 130)  # tokens before a group, rows of a KV head
     rng = random.Random(seed)
     kv_heads, group = rng.choice((1, 1, 2)), rng.choice((1, 2, 3, 5, 7, 8, 16))
-    T = rng.randint(1, min(32, most_rows // group))
+    T = rng.randint(1, min(32, max_rows // group))
     dim, page_size = rng.choice(HEAD_DIMS), rng.choice((16, 32, 48, 64, 100, 128))
     dtype = torch.float32 if device.type == "cpu" else rng.choice((torch.float32, torch.bfloat16, torch.float16))
     rng = random.Random(f"{seed} {n}")
@@ -211,7 +211,7 @@ def straddling(seed: int, n: int, rows: str, device: torch.device) -> Scored:
         start = rng.randrange(layout.kvp)
         # Mostly such that the rank's first keys are the group's own.
         first = (rank - start) % layout.kvp * append_block
-        before = max(0, first - rng.randint(0, T)) if rng.random() < 0.6 else rng.randint(0, most)
+        before = max(0, first - rng.randint(0, T)) if rng.random() < 0.6 else rng.randint(0, max_tokens)
         tokens = rng.randint(1, T)  # of the group, the rest are no drafts
         hi = [layout.local_length(before + t + 1, rank, append_block, start) for t in range(tokens)]
         reads.append(hi + [0] * (T - tokens))

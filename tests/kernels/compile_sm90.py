@@ -25,10 +25,10 @@ from triton.runtime._async_compile import FutureKernel
 from triton.runtime.jit import JITFunction
 
 from kernels import dispatch
-from kernels.ahead import compiled_ahead
+from kernels.precompile import precompile
 from tests.kernels import launches_attention, launches_dense, launches_tokens
-from tests.kernels.compile_ahead import NoGPU
 from tests.kernels.launches import Launch
+from tests.kernels.precompile import NoGPU
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 SMS = 132  # of an H100
@@ -56,7 +56,7 @@ def run(some: list[Launch], tell: Callable[[Launch, JITFunction, Any], None], co
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", launched)
         as_on_an_h100(patch)
-        with compiled_ahead():
+        with precompile():
             for now in some:
                 patch.setattr(torch.cuda, "get_device_capability", lambda *device, found=now.capability: found)
                 now.run()

@@ -61,8 +61,8 @@ def flags(*shape: int) -> Tensor:
 def scaled(*shape: int, group: int = 128, begin: int = 0) -> ScaledMatrix:
     """Matrices in e4m3, or by groups of 32 in e2m1, two of them a byte."""
     *experts, rows, columns = shape
-    of_scales = *experts, groups(begin, columns, group), rows
+    scale_args = *experts, groups(begin, columns, group), rows
     if group == 32:
         data = numbers(*experts, rows, columns // 2, dtype=torch.uint8)
-        return ScaledMatrix(data, numbers(*of_scales, dtype=torch.uint8), group, begin)
-    return ScaledMatrix(numbers(*shape, dtype=E4M3), fp32(*of_scales), group, begin)
+        return ScaledMatrix(data, numbers(*scale_args, dtype=torch.uint8), group, begin)
+    return ScaledMatrix(numbers(*shape, dtype=E4M3), fp32(*scale_args), group, begin)

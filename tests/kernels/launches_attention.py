@@ -7,37 +7,37 @@ from typing import Any
 
 import torch
 
-from benchmarks.ranks.kept_kernels import repeat_blocks
+from benchmarks.ranks.synthetic_kernels import repeat_blocks
 from kernels.attention.flash_decode import decode_parts
 from kernels.attention.flash_prefill import flash_prefill
 from kernels.attention.head_squares import head_squares
 from kernels.attention.kv_append import kv_append
-from kernels.attention.lse_combine import lse_combine
-from kernels.attention.merge_messages import merge_messages
-from kernels.attention.placement import cache_slots, local_bounds
-from kernels.attention.split_kv import UnmergedAttention
-from kernels.hot_blocks import BlockList, FetchList, HotBlocks, Readers
+from kernels.attention.merge_states import merge_states
+from kernels.attention.merge_states_pack import merge_states_pack
+from kernels.attention.placement import compute_slot_mapping, local_bounds
+from kernels.attention.split_kv import PartialAttention, UnmergedAttention
 from kernels.indexer.append import index_append
-from kernels.indexer.choose import FEW_ROWS, PLANES, choose_tokens
 from kernels.indexer.reference import Shard
 from kernels.indexer.scores import index_scores
+from kernels.indexer.select_topk import FEW_ROWS, PLANES, index_topk
 from kernels.mla.append import mla_append
 from kernels.mla.decode import decode_parts as latent_parts
 from kernels.mla.expanded_prefill import expanded_prefill
 from kernels.mla.per_head_linear import per_head_linear
 from kernels.mla.prefill import mla_prefill
+from kernels.offload.copy_blocks import copy_blocks
+from kernels.offload.resolve import resolve
+from kernels.offload.write_back import write_back
 from kernels.paged_keys import KeyScores, PagedKeys
-from kernels.peers.merge_exchange import merge_exchange
+from kernels.peers.merge_states_exchange import merge_states_exchange
+from kernels.resident_blocks import BlockList, FetchList, QueryRanges, ResidentBlocks
 from kernels.sparse.block_bounds import fold_blocks
 from kernels.sparse.block_ranges import block_ranges
 from kernels.sparse.draft_ranges import draft_ranges
 from kernels.sparse.keep_best import keep_best
-from kernels.sparse.reference import Together
+from kernels.sparse.reference import SelectionGroup
 from kernels.sparse.select_blocks import select_blocks
 from kernels.sparse.select_tokens import select_tokens
-from kernels.tier.copy_blocks import copy_blocks
-from kernels.tier.resolve import resolve
-from kernels.tier.write_back import write_back
 from tests.kernels.launches import BF16, E4M3, FP32, Launch, flags, fp32, general, i32, i64, launch, numbers
 
 PAGES = 64
@@ -110,14 +110,16 @@ def merges() -> Iterator[Launch]:
         out, part = numbers(4, 1, 64, dim), numbers(264, 2, 64, dim, dtype=BF16 if dim == 256 else FP32)
         bounds = i32(4, 1), i32(4, 1), None
         parts = UnmergedAttention(out, fp32(4, 1, 64), *bounds, part, fp32(264, 2, 64), 132, 8, 64, 64)
-        yield launch(f"merge-{dim}", parts.merge)
+        yield launch(f"merge-{dim}", parts.merge_states)
         messages = numbers(8, 4, 8, dim), fp32(8, 4, 8), [8] * 8, i32(9)
-        yield launch(f"merge-messages-{dim}", merge_messages, parts, *messages)
+        yield launch(f"merge-messages-{dim}", merge_states_pack, parts, *messages)
+        merged = PartialAttention(out, fp32(4, 1, 64))
+        yield launch(f"pack-{dim}", merge_states_pack, merged, *messages)
         boxes = i64(8), (i64(1), i64(1)), i32(1)
         sizes = dict(rank=3, lanes=8, pieces=1024, spins=1000)
-        yield launch(f"merge-exchange-{dim}", merge_exchange, parts, numbers(4, 8, dim), i32(9), *boxes, **sizes)
+        yield launch(f"merge-exchange-{dim}", merge_states_exchange, parts, numbers(4, 8, dim), i32(9), *boxes, **sizes)
     for sources, rows in ((2, 4), (8, 4096)):
-        yield launch(f"combine-{sources}", lse_combine, numbers(sources, rows, 8, 128), fp32(sources, rows, 8))
+        yield launch(f"combine-{sources}", merge_states, numbers(sources, rows, 8, 128), fp32(sources, rows, 8))
 
 
 def prefills() -> Iterator[Launch]:
@@ -136,8 +138,8 @@ def paged_latents(bounds: tuple[int, ...], few: bool = False, page: int = 64) ->
     table, bound = i32(bounds[0], 40), i32(*bounds)
     if few:
         latent, rope = numbers(PAGES, page, 512, dtype=E4M3), numbers(PAGES, page, 64)
-        of_scales = fp32(PAGES, 4, max(page, 64))
-        return PagedKeys(latent, latent, table, bound, bound, 0.1, k_scale=of_scales, rope=rope)
+        scale_args = fp32(PAGES, 4, max(page, 64))
+        return PagedKeys(latent, latent, table, bound, bound, 0.1, k_scale=scale_args, rope=rope)
     entries = numbers(PAGES, page, 576)
     return PagedKeys(entries, entries[..., :512], table, bound, bound, 0.1)
 
@@ -151,21 +153,21 @@ def latents() -> Iterator[Launch]:
         for heads in (16, 128):
             q, keys = numbers(512, heads, 576), paged_latents((512,), few)
             yield general(f"mla-prefill-{heads}{kv}", mla_prefill, q, keys, i32(3), 256, 1024)
-        q, chosen = numbers(512, 64, 576), paged_latents((512,), few, page=1)
-        yield general(f"mla-prefill-chosen{kv}", mla_prefill, q, chosen, i32(513), 1, 2048)
+        q, selected = numbers(512, 64, 576), paged_latents((512,), few, page=1)
+        yield general(f"mla-prefill-chosen{kv}", mla_prefill, q, selected, i32(513), 1, 2048)
     for heads in (64, 128):
-        q, chosen = numbers(512, heads, 576), paged_latents((512,), page=1)
-        yield launch(f"mla-prefill-chosen-{heads}-sm90", mla_prefill, q, chosen, i32(513), 1, 2048)
+        q, selected = numbers(512, heads, 576), paged_latents((512,), page=1)
+        yield launch(f"mla-prefill-chosen-{heads}-sm90", mla_prefill, q, selected, i32(513), 1, 2048)
     given = numbers(1024, 16, 192), numbers(2, 1024, 16, 256), numbers(2, 1024, 64), i32(3), 512, i32(1024), 0.1
     yield general("mla-prefill-expanded", expanded_prefill, *given)
     yield launch("mla-prefill-expanded-sm90", expanded_prefill, *given)
     yield launch("each-head", per_head_linear, numbers(4, 32, 512), numbers(32, 512, 128))
     for tokens in (1, 64):
         given = numbers(tokens, 32, 192), numbers(tokens, 576), numbers(tokens, 32), numbers(tokens, 32)
-        of_model = numbers(512), 1e-6, numbers(32, 128, 512)
+        model_args = numbers(512), 1e-6, numbers(32, 128, 512)
         few = numbers(PAGES, 64, 512, dtype=E4M3), i64(tokens), fp32(PAGES, 4, 64), numbers(PAGES, 64, 64)
         for kv, cache in (("", (numbers(PAGES, 64, 576), i64(tokens))), ("-fp8", few)):
-            yield launch(f"mla-append-{tokens}{kv}", mla_append, *given, *of_model, *cache)
+            yield launch(f"mla-append-{tokens}{kv}", mla_append, *given, *model_args, *cache)
 
 
 def appends() -> Iterator[Launch]:
@@ -201,7 +203,7 @@ def indexers() -> Iterator[Launch]:
             shard = Shard(kvp, kvp - 1, 16, 64, None if kvp == 1 else lambda x: numbers(8, *x.shape, dtype=x.dtype))
             given = fp32(N, 70_000), i64(N), i64(N), i32(N), i32(N, 2000), i64(N), 2048, 1 << 20, shard
             counts = i32(PLANES, N, 256) if N <= FEW_ROWS else None
-            yield launch(f"choose-tokens-{N}-{kvp}", choose_tokens, *given, counts)
+            yield launch(f"choose-tokens-{N}-{kvp}", index_topk, *given, counts)
 
 
 def blocks() -> Iterator[Launch]:
@@ -220,22 +222,24 @@ def blocks() -> Iterator[Launch]:
         scales = fp32(2, PAGES, 4, 128) if few else None
         given = keys, scales, numbers(2, PAGES, 4, 2, 128), i32(4, 40), i64(4), i64(4), i64(4), 2
         yield launch(f"fold-{few}", fold_blocks, *given, **grid)
-        of_parts = numbers(2, PAGES, 4, 8, 2, 128)
-        yield launch(f"fold-parts-{few}", fold_blocks, *given, **grid, part_bounds=of_parts)
+        part_bounds = numbers(2, PAGES, 4, 8, 2, 128)
+        yield launch(f"fold-parts-{few}", fold_blocks, *given, **grid, part_bounds=part_bounds)
     sizes = dict(page_size=128, sink_blocks=1, local_blocks=2, topk=32, from_tokens=4096)
-    of_tokens = i64(4), i64(4), flags(4)
-    yield launch("local-bounds", local_bounds, *of_tokens, **grid, window=1000)
-    yield launch("cache-slots", cache_slots, *of_tokens, i32(4, 40), None, **grid, page_size=128)
+    token_args = i64(4), i64(4), flags(4)
+    yield launch("local-bounds", local_bounds, *token_args, **grid, window=1000)
+    yield launch("cache-slots", compute_slot_mapping, *token_args, i32(4, 40), None, **grid, page_size=128)
     yield launch("block-ranges", block_ranges, i64(4), i64(4), flags(4), 1, **grid, **sizes)
-    drafted = dict(sink_tokens=4, least=64, share=9, latest=8)
-    yield launch("draft-ranges", draft_ranges, *of_tokens, **grid, **drafted)
+    drafted = dict(sink_tokens=4, min_keys=64, share=9, latest=8)
+    yield launch("draft-ranges", draft_ranges, *token_args, **grid, **drafted)
     yield launch("keep-best", keep_best, i32(8, 4, 4, 32, 2), i32(4), i64(4), i32(4, 4, 40), 3, i64(2))
     yield launch("repeat", repeat_blocks, i32(4, 4, 40), i32(4, 400), i32(4), i32(4), i64(4), 32, 0.5)
     for planes, reach, ranks in ((1, 0, 0), (2, 0, 0), (1, 8, 0), (1, 16, 0), (2, 0, 3)):
-        together = Together(lambda x: numbers(3, *x.shape, dtype=x.dtype), 1, i32(4), i64(1)) if ranks else None
+        selection_group = (
+            SelectionGroup(lambda x: numbers(3, *x.shape, dtype=x.dtype), 1, i32(4), i64(1)) if ranks else None
+        )
         scores = numbers(2, planes, PAGES, 1, 128, dtype=torch.float16)
         given = scores, i32(4, 40), i32(4, 40), i32(4), i32(4), i32(4), i32(4), flags(4), i32(2, 4, 1, 300)
-        how = dict(reach=reach, together=together)
+        how = dict(reach=reach, selection_group=selection_group)
         yield launch(f"select-tokens-{planes}-{reach}-{ranks}", select_tokens, *given, 8, **how)
 
 
@@ -243,11 +247,11 @@ def tiers() -> Iterator[Launch]:
     grid = {"kvp": 2, "kvp_rank": 1, "append_block": 128, "page_size": 128}
     cpu = torch.device("cpu")
     for places, guess, parts in ((600, False, 1), (600, True, 1), (4000, False, 8)):
-        hot = HotBlocks.create(1, 4, PAGES, places, 24, 2, cpu).layer(0)
+        hot = ResidentBlocks.create(1, 4, PAGES, places, 24, 2, cpu).layer(0)
         misses = FetchList(i32(4, places), i32(4, places), i32(4), i64(2), guess)
-        readers = Readers(i32(4), i32(4), i64(4), i64(4), 1)
+        readers = QueryRanges(i32(4), i32(4), i64(4), i64(4), 1)
         given = i32(4, 4, 64), readers, hot, misses
-        yield launch(f"resolve-{places}-{guess}", resolve, *given, **grid, parts=parts, apart=2 * parts)
+        yield launch(f"resolve-{places}-{guess}", resolve, *given, **grid, parts=parts, part_stride=2 * parts)
     for words in (16384, 8448, 12416):  # of a page of 128 tokens of a head of 128: bf16, e4m3, and values alone in it
         listed = BlockList(i32(4, 64), i32(4, 64), i32(4))
         yield launch(f"copy-blocks-{words}", copy_blocks, i32(2, PAGES, words), i32(2, PAGES, words), listed)

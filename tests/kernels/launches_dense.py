@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from kernels.attention.kv_append import HeadSlots
+from kernels.attention.kv_append import QKVTarget
 from kernels.dense.embedding import embedding
 from kernels.dense.linear import launch_sm90, linear, linear_send
 from kernels.dense.qkv_append import qkv_append
@@ -22,7 +22,7 @@ from kernels.peers.all_reduce_norm import all_reduce_norm
 from kernels.peers.all_reduce_norm_long import all_reduce_norm_long
 from kernels.peers.all_reduce_norm_rows import all_reduce_norm_rows
 from kernels.peers.exchange import exchange
-from kernels.peers.mailbox import SumTarget
+from kernels.peers.ll_protocol import SumTarget
 from kernels.peers.reduce_scatter import reduce_scatter
 from kernels.recurrent.gated_delta_prefill import gated_delta_prefill
 from kernels.recurrent.gated_delta_step import gated_delta_step
@@ -68,7 +68,7 @@ def projections() -> Iterator[Launch]:
         out = numbers(N, R // 2 if gated else R)
         yield launch(f"linear-fp8-{N}-sm90", launch_sm90, x, weight, bias, out, gated)
         yield launch(f"linear-fp8-{N}-sm90-send", launch_sm90, x, weight, bias, target(N > 8), False)
-    to_heads = HeadSlots(numbers(4, 64), numbers(4, 64), i64(4), cache, cache, numbers(4, 8, 128))
+    to_heads = QKVTarget(numbers(4, 64), numbers(4, 64), i64(4), cache, cache, numbers(4, 8, 128))
     for kv, weight in (("", numbers(1536, 4096)), ("-fp8", scaled_heads)):
         yield launch(f"qkv-append{kv}-sm90", launch_sm90, numbers(4, 4096), weight, numbers(1536), to_heads, False)
     for N in (8, 256, 2048):
@@ -112,7 +112,7 @@ def states() -> Iterator[Launch]:
     """Six value heads of Qwen3.5-27B over eight ranks, and all of them; one row and several, prompts."""
     for keys, values, most in ((2, 6, 1), (2, 6, 5), (16, 48, 5), (2, 6, 32)):
         C = 2 * keys * 128 + values * 128
-        of_heads = GatedDelta(numbers(4, C), fp32(values), fp32(values), numbers(128), 1e-6, keys, 3, 0)
+        gated_delta = GatedDelta(numbers(4, C), fp32(values), fp32(values), numbers(128), 1e-6, keys, 3, 0)
         kept = DeltaState(
             fp32(8, values, 128, 128), numbers(8, most + 3, C), fp32(8, most, values, 256), fp32(8, most, values),
             i64(8),
@@ -121,26 +121,26 @@ def states() -> Iterator[Launch]:
             DeltaInput(*(numbers(N, columns) for columns in (C, 2 * values, 128 * values))) for N in (512, 4 * most)
         )
         rows = i64(4), i64(4 * most), numbers(4 * most, dtype=torch.bool)
-        yield launch(f"delta-step-{values}-{most}", gated_delta_step, step, of_heads, kept, *rows)
+        yield launch(f"delta-step-{values}-{most}", gated_delta_step, step, gated_delta, kept, *rows)
         if most == 5:
             prompts = i64(2), i64(512), i32(3)
-            yield launch(f"delta-prefill-{values}", gated_delta_prefill, chunk, of_heads, kept, *prompts)
+            yield launch(f"delta-prefill-{values}", gated_delta_prefill, chunk, gated_delta, kept, *prompts)
 
 
 def collectives() -> Iterator[Launch]:
-    turn, sizes = (i64(1), i32(1)), dict(rank=1, pieces=1024, spins=1000)
+    epoch, sizes = (i64(1), i32(1)), dict(rank=1, pieces=1024, spins=1000)
     x, weight, peers = numbers(4, 3584), numbers(3584), i64(2, 8)
     out = numbers(4, 8, 128), fp32(4, 8), numbers(4, 1, 128), i32(9)
     yield launch("exchange", exchange, *out, i64(8), (i64(1), i64(1)), i32(1), lanes=8, **sizes)
     for two_shot, phases in ((False, 7), (False, 6), (True, 7), (True, 6)):
-        given = x, x, weight, 1e-6, peers, i64(1024), *turn
+        given = x, x, weight, 1e-6, peers, i64(1024), *epoch
         how = dict(two_shot=two_shot, phases=phases)
         yield launch(f"reduce-{two_shot}-{phases}", all_reduce_norm, *given, **how, **sizes)
     for width in (3584, 8192):
-        row, gain = numbers(4, width), numbers(width)
-        given = row, row, gain, 1e-6, peers, *turn
+        row, norm_weight = numbers(4, width), numbers(width)
+        given = row, row, norm_weight, 1e-6, peers, *epoch
         yield launch(f"reduce-rows-{width}", all_reduce_norm_rows, *given, rank=1, rows=256, spins=1000)
-    given = x, x, weight, 1e-6, i64(4, 8), i32(1024), *turn
-    yield launch("reduce-long", all_reduce_norm_long, *given, rank=1, room=1024, spins=1000)
-    yield launch("gather", all_gather, x, i64(8), *turn, **sizes)
-    yield launch("scatter", reduce_scatter, numbers(8, 4, 64), i64(8), *turn, **sizes)
+    given = x, x, weight, 1e-6, i64(4, 8), i32(1024), *epoch
+    yield launch("reduce-long", all_reduce_norm_long, *given, rank=1, num_buffers=1024, spins=1000)
+    yield launch("gather", all_gather, x, i64(8), *epoch, **sizes)
+    yield launch("scatter", reduce_scatter, numbers(8, 4, 64), i64(8), *epoch, **sizes)

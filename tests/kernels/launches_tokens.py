@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 from benchmarks.papers import verification_kernels as papers
 from benchmarks.papers.verify_and_pack import Packed, Verified, verify_and_pack
-from benchmarks.ranks.kept_kernels import synthetic_drafts
+from benchmarks.ranks.synthetic_kernels import synthetic_drafts
 from kernels.tokens.accept import Distribution, accept, kept_mass
 from kernels.tokens.best_token import best_of_rank, best_of_ranks
 from kernels.tokens.commit import Candidates, commit
-from kernels.tokens.draw import MANY, draw
-from kernels.tokens.reference import TARGET, WIDTH, Shaping
-from kernels.tokens.shape_logits import shape_logits
-from kernels.tokens.suffix import OtherTexts, suffix
+from kernels.tokens.gumbel_sample import MANY, gumbel_sample
+from kernels.tokens.process_logits import process_logits
+from kernels.tokens.reference import TARGET, WIDTH, LogitsState
+from kernels.tokens.suffix import SuffixPool, suffix
 from kernels.tokens.top_tokens import top_of_rank, top_of_ranks
 from tests.kernels.launches import FP64, Launch, flags, fp32, i32, i64, launch, numbers
 
@@ -33,7 +33,7 @@ def distribution(T: int, V: int) -> Distribution:
 
 def draws() -> Iterator[Launch]:
     """A vocabulary of which a rank has much; and a rank's only column, if kernels are compiled for such numbers."""
-    slots = Shaping(flags(B), fp32(B), fp32(B), fp32(B), i64(B), fp32(B, 20_000), i32(B, 20_000), i32(B, 5_000))
+    slots = LogitsState(flags(B), fp32(B), fp32(B), fp32(B), i64(B), fp32(B, 20_000), i32(B, 20_000), i32(B, 5_000))
     for V, first in ((20_000, 40_000), (1, 1)):
         column = "-column" * (V == 1)
         p, q, greedy, rows = distribution(G + 1, V), distribution(G, V), i64(B, G + 1), B * (G + 1)
@@ -42,13 +42,13 @@ def draws() -> Iterator[Launch]:
         given = i64(B, G), greedy, i64(B), i64(B), first
         yield launch("accept" + column, accept, p, q, *masses, *given)
         yield launch("accept-exact" + column, accept, p, None, masses[0], None, *given)
-        yield launch("draw" + column, draw, p, greedy, i64(B), i64(B, G + 1), TARGET, first)
-        of_columns = Shaping(**vars(slots) | {"bias": fp32(B, V), "seen": i32(B, V)})
-        yield launch("shape" + column, shape_logits, fp32(rows, V), of_columns, i64(B), i64(B), i64(rows), first)
+        yield launch("draw" + column, gumbel_sample, p, greedy, i64(B), i64(B, G + 1), TARGET, first)
+        column_state = LogitsState(**vars(slots) | {"bias": fp32(B, V), "seen": i32(B, V)})
+        yield launch("shape" + column, process_logits, fp32(rows, V), column_state, i64(B), i64(B), i64(rows), first)
         yield launch("top" + column, top_of_rank, fp32(B, V), i64(B), first)
         yield launch("best" + column, best_of_rank, fp32(B, V), first)
     many = distribution(1, MANY * 600 * 600)
-    yield launch("draw-ruled-out", draw, many, i64(B, 1), i64(B), i64(B, 1), TARGET, 0)
+    yield launch("draw-ruled-out", gumbel_sample, many, i64(B, 1), i64(B), i64(B, 1), TARGET, 0)
     yield launch("merge-tops", top_of_ranks, i64(100, B, WIDTH))
     yield launch("best-of-ranks", best_of_ranks, numbers(8, B, 2, dtype=FP64))
 
@@ -59,9 +59,9 @@ def commits() -> Iterator[Launch]:
     for slices in (8, 64):
         plain = Candidates(numbers(slices, B, 2, dtype=FP64))
         yield launch(f"commit-{slices}", commit, plain, None, None, *state, i32(B, 0))
-        drawn = Candidates(numbers(slices, B * (G + 1), 2, dtype=FP64))
+        candidates = Candidates(numbers(slices, B * (G + 1), 2, dtype=FP64))
         for name, outcome in (("drafts", None), ("replaced", i64(B, G))):
-            yield launch(f"commit-{name}-{slices}", commit, drawn, i64(B, G), outcome, *state, i32(B, 64))
+            yield launch(f"commit-{name}-{slices}", commit, candidates, i64(B, G), outcome, *state, i32(B, 64))
         accepted = Candidates(plain.pairs, i64(B))
         yield launch(f"commit-accepted-{slices}", commit, accepted, i64(B, G), None, *state, i32(B, 64))
     yield launch("synthetic", synthetic_drafts, i64(B), G, 0.8, 7, 1000)
@@ -69,7 +69,7 @@ def commits() -> Iterator[Launch]:
 
 def lookups() -> Iterator[Launch]:
     """In a sequence of a million tokens, and in 2^18 of others."""
-    others = OtherTexts(i64(1 << 18), i64(1), i64(B))
+    others = SuffixPool(i64(1 << 18), i64(1), i64(B))
     for texts, longest in ((None, 3), (others, 8)):
         yield launch(f"suffix-{longest}", suffix, i32(B, 1 << 20), i64(B), texts, 4, longest)
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from helix.worker.blocks import BlockShape
-from helix.worker.keeps import dtype_name, keys_and_values
+from helix.worker.blocks import BlockLayout
+from helix.worker.kv_cache_spec import dtype_name, keys_and_values
 from kernels.paged_keys import PagedKeys
-from kernels.scaled_keys import rounded_latents, scales_of
+from kernels.scaled_keys import quantize_latents, scales_of
 
 E4M3 = torch.float8_e4m3fn
 ELSEWHERE = 2**30  # pages that are none: following such an entry would fault
@@ -239,7 +239,7 @@ def _few_bits_of_latents(case: Case, decades: bool) -> Case:
         gen = torch.Generator().manual_seed(1)
         factor = 10 ** -(torch.rand(*cache.shape[:2], -(-latent // 128), generator=gen) * 3).to(cache)
         cache[..., :latent] *= factor.repeat_interleave(128, -1)[..., :latent]
-    latents, scales = rounded_latents(cache[..., :latent].nan_to_num())
+    latents, scales = quantize_latents(cache[..., :latent].nan_to_num())
     stood = latents.float() * scales.repeat_interleave(128, -1)[..., :latent]
     absent = cache[..., :1].isnan()
     latents = latents.float().masked_fill(absent, torch.nan).to(E4M3)
@@ -251,13 +251,13 @@ def _few_bits_of_latents(case: Case, decades: bool) -> Case:
     return replace(case, store=store, keys=keys, values=[k[..., :latent] for k in keys])
 
 
-def block_shape(store: PagedKeys, dtype: torch.dtype) -> BlockShape:
+def block_shape(store: PagedKeys, dtype: torch.dtype) -> BlockLayout:
     _, page_size, heads, dim = store.k.shape
     kv = "fp8" if store.k_scale is not None else "auto" if store.v_scale is None else "k16v8"
-    return BlockShape.of([keys_and_values(heads, dim, dtype_name(dtype), kv, None)], page_size)
+    return BlockLayout.of([keys_and_values(heads, dim, dtype_name(dtype), kv, None)], page_size)
 
 
-def _in_blocks(case: Case) -> tuple[BlockShape, Tensor, PagedKeys]:
+def _in_blocks(case: Case) -> tuple[BlockLayout, Tensor, PagedKeys]:
     """Blocks of bytes with the same numbers, NaN in between, and views of them."""
     store, block = case.store, block_shape(case.store, case.q.dtype)
     memory = torch.full((len(store.k) * block.heads, block.words), -1, dtype=torch.int32, device=store.k.device)
@@ -277,7 +277,7 @@ def _places(case: Case, gen: torch.Generator) -> Case:
     """Such blocks under every head; tables say which is a head's, and name no page behind the last key."""
     block, memory, store = _in_blocks(case)
     lanes = torch.arange(block.heads, device=memory.device)
-    found: dict[str, Any] = {PART[name]: x for name, x in block.under_every_head(memory).items()}
+    found: dict[str, Any] = {PART[name]: x for name, x in block.shared_by_heads(memory).items()}
     table = store.table[:, None] * block.heads + lanes[None, :, None]
     table = torch.where(store.table[:, None] < ELSEWHERE, table, -1).int().contiguous()
     return replace(case, store=replace(store, **found, table=table))
@@ -318,11 +318,11 @@ def _heads(case: Case, gen: torch.Generator) -> Case:
         columns = int(read.sum(1).max()) if pages else 0
         hi[b] = max(0, columns * page_size - (-len(keys) % page_size))
         for h in range(kv_heads):
-            chosen = read[h].nonzero()[:, 0]
+            selected = read[h].nonzero()[:, 0]
             # Pages that are none stand anywhere before the last one.
-            places = torch.randperm(max(columns - 1, 0), generator=gen)[: max(len(chosen) - 1, 0)].sort().values
-            places = torch.cat([places, torch.tensor([columns - 1])])[: len(chosen)]
-            table[b, h, places] = store.table[b, chosen].cpu()
+            places = torch.randperm(max(columns - 1, 0), generator=gen)[: max(len(selected) - 1, 0)].sort().values
+            places = torch.cat([places, torch.tensor([columns - 1])])[: len(selected)]
+            table[b, h, places] = store.table[b, selected].cpu()
         for cache in (store.k, store.v):
             cache[store.table[b, (~read.any(0)).nonzero()[:, 0]].long()] = torch.nan
     return replace(case, store=replace(store, table=table.to(hi.device)), hi=hi, present=present)

@@ -19,7 +19,7 @@ PIECES = 64
 Sum = tuple[Tensor, Tensor]  # normalised, and before that
 
 
-class Ranks:
+class SimulatedRanks:
     """The boxes of one collective.
 
     Args:
@@ -29,12 +29,12 @@ class Ranks:
 
     def __init__(self, count: int, words: int, device: torch.device, spins: int = 3) -> None:
         self.count, self.spins = count, spins
-        self.boxes = [torch.zeros(words, dtype=torch.int64, device=device) for _ in range(count)]
-        self.peers = torch.tensor([b.data_ptr() for b in self.boxes], device=device)
+        self.ll_buffers = [torch.zeros(words, dtype=torch.int64, device=device) for _ in range(count)]
+        self.peers = torch.tensor([b.data_ptr() for b in self.ll_buffers], device=device)
         self.counts = [torch.zeros(2, 1, dtype=torch.int64, device=device) for _ in range(count)]
         self.status = [torch.zeros(1, dtype=torch.int32, device=device) for _ in range(count)]
 
-    def gave_up(self) -> list[int]:
+    def timeouts(self) -> list[int]:
         return [int(s) for s in self.status]
 
     def given(self, rank: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -42,7 +42,7 @@ class Ranks:
         return self.peers, self.counts[rank][0], self.status[rank]
 
 
-class Exchange(Ranks):
+class Exchange(SimulatedRanks):
     """An exchange of heads by `shares`."""
 
     def __init__(self, shares: list[int], device: torch.device, spins: int = 3) -> None:
@@ -59,30 +59,30 @@ class Exchange(Ranks):
         return found
 
 
-class Sums(Ranks):
+class Sums(SimulatedRanks):
     """Sums of rows, in one of the ways of `summed`."""
 
     def __init__(
-        self, way: str, count: int, device: torch.device, spins: int = 3, pieces: int = PIECES, size: int = 64
+        self, algorithm: str, count: int, device: torch.device, spins: int = 3, pieces: int = PIECES, size: int = 64
     ) -> None:
         words = {"rows": 4 * pieces * size, "long": pieces * (size + 4) // 4}
-        super().__init__(count, words.get(way, (2 * count + 2) * pieces * size), device, spins)
-        self.way, self.pieces, self.size = way, pieces, size
+        super().__init__(count, words.get(algorithm, (2 * count + 2) * pieces * size), device, spins)
+        self.algorithm, self.pieces, self.size = algorithm, pieces, size
         # Where the boxes of sums begin, behind those of parts; of long chunks flags of both come behind them.
         begins = {
             "rows": (0, 16 * pieces * size),
             "long": (0, pieces * size, 2 * pieces * size, 2 * pieces * size + 4 * pieces),
         }
-        self.tables = torch.stack([self.peers + b for b in begins.get(way, (0, 16 * count * pieces * size))])
-        kind = torch.int32 if way == "long" else torch.int64
+        self.tables = torch.stack([self.peers + b for b in begins.get(algorithm, (0, 16 * count * pieces * size))])
+        kind = torch.int32 if algorithm == "long" else torch.int64
         self.own = [torch.zeros(pieces, dtype=kind, device=device) for _ in range(count)]
 
     def run(self, rank: int, x: Tensor, residual: Tensor | None, weight: Tensor, phases: int = 7) -> Sum:
         rest = self.own[rank], self.counts[rank][0], self.status[rank]
         sizes = dict(rank=rank, pieces=self.pieces, size=self.size, spins=self.spins, phases=phases)
-        return summed(self.way, x, residual, weight, self.tables, *rest, **sizes)
+        return summed(self.algorithm, x, residual, weight, self.tables, *rest, **sizes)
 
-    def in_turn(self, parts: list[Tensor], residual: Tensor | None, weight: Tensor) -> list[Sum]:
+    def run_phases(self, parts: list[Tensor], residual: Tensor | None, weight: Tensor) -> list[Sum]:
         """Each phase runs for all ranks, before the next one does."""
         for phase in (1, 2, 4):
             got = [self.run(r, part, residual, weight, phase) for r, part in enumerate(parts)]
@@ -90,17 +90,19 @@ class Sums(Ranks):
 
 
 def summed(
-    way: str, x: Tensor, residual: Tensor | None, weight: Tensor, tables: Tensor, own: Tensor, count: Tensor,
+    algorithm: str, x: Tensor, residual: Tensor | None, weight: Tensor, tables: Tensor, own: Tensor, count: Tensor,
     status: Tensor, *, rank: int, pieces: int, size: int, spins: int, phases: int = 7,
 ) -> Sum:  # fmt: skip
     """The sum over ranks in one shot, in two shots, by rows (`pieces` of `size` words), or of long chunks (bytes)."""
     given = x, residual, weight, 1e-5, tables
-    if way == "long":
-        return all_reduce_norm_long(*given, own, count, status, rank=rank, room=pieces, spins=spins, box=size)
+    if algorithm == "long":
+        return all_reduce_norm_long(
+            *given, own, count, status, rank=rank, num_buffers=pieces, spins=spins, buffer_bytes=size
+        )
     common = dict(rank=rank, spins=spins, phases=phases)
-    if way == "rows":
+    if algorithm == "rows":
         return all_reduce_norm_rows(*given, count, status, rows=pieces, row_words=size, **common)
-    shots = dict(pieces=pieces, slice_words=size, two_shot=way == "two shots")
+    shots = dict(pieces=pieces, slice_words=size, two_shot=algorithm == "two shots")
     return all_reduce_norm(*given, own, count, status, **shots, **common)
 
 
@@ -132,7 +134,7 @@ def emulated_sums(x: list[Tensor], ranks: tuple[int, int], world: int) -> list[T
     return found
 
 
-class Meeting:
+class ThreadRendezvous:
     """Gathers of ranks that are threads, of which one runs at a time: the interpreter is one for all of them.
 
     Attributes:
@@ -140,7 +142,7 @@ class Meeting:
     """
 
     def __init__(self, ranks: int) -> None:
-        self.turn = threading.Lock()
+        self.lock = threading.Lock()
         self.parts: list[Tensor | None] = [None] * ranks
         self.barrier = threading.Barrier(ranks, timeout=60)
 
@@ -149,11 +151,11 @@ class Meeting:
             if x.is_cuda:
                 torch.cuda.synchronize()
             self.parts[rank] = x.clone()
-            self.turn.release()
+            self.lock.release()
             self.barrier.wait()
             found = torch.stack([part for part in self.parts if part is not None])
             self.barrier.wait()
-            self.turn.acquire()
+            self.lock.acquire()
             return found
 
         return gather

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.pairs import covering
+from tests.pairwise import covering
 
 FLOATS = torch.float32, torch.float16, torch.bfloat16
 FEW_BITS = torch.float16, torch.bfloat16
@@ -65,13 +65,13 @@ class Call:
         return written
 
     def check(self, *found: Tensor) -> None:
-        for (name, (wanted, most)), x in zip(self.wanted.items(), found, strict=True):
+        for (name, (wanted, max_error)), x in zip(self.wanted.items(), found, strict=True):
             assert x.shape == wanted.shape and (self.dtype in (None, x.dtype) or name in self.given)
             x, wanted = x.double(), wanted.to(x.device, torch.float64)
-            if isinstance(most, Tensor):
-                most = most.to(x.device)
+            if isinstance(max_error, Tensor):
+                max_error = max_error.to(x.device)
             off = (x - wanted).abs()
-            wrong = ~((x == wanted) | (x.isnan() & wanted.isnan()) | (off <= most))
+            wrong = ~((x == wanted) | (x.isnan() & wanted.isnan()) | (off <= max_error))
             assert not wrong.any(), f"{name}: {int(wrong.sum())} of {x.numel()} wrong, up to {off[wrong].max()}"
 
 
@@ -86,8 +86,8 @@ def copied(given: dict[str, Any], device: torch.device | None = None) -> tuple[d
     def copy(x: Tensor) -> Tensor:
         if (key := x.untyped_storage().data_ptr()) not in memory:
             memory[key] = bytes_of(x), bytes_of(x).to(device or x.device, copy=True)
-        storage, place = memory[key][1].untyped_storage(), (x.storage_offset(), x.shape, x.stride())
-        view: Tensor = torch.empty(0, dtype=x.dtype, device=device or x.device).set_(storage, *place)  # type: ignore
+        storage, layout = memory[key][1].untyped_storage(), (x.storage_offset(), x.shape, x.stride())
+        view: Tensor = torch.empty(0, dtype=x.dtype, device=device or x.device).set_(storage, *layout)  # type: ignore
         return view
 
     copies = {name: copy(x) if isinstance(x, Tensor) else x for name, x in given.items()}
@@ -113,7 +113,7 @@ def check_in_a_graph(layers: Callable[[Callable[[], None]], None], ys: Tensor) -
 
 
 @dataclass(frozen=True)
-class Way:
+class Mode:
     """How a kernel is run.
 
     Attributes:
@@ -125,7 +125,7 @@ class Way:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-PLAIN = {"": Way()}
+PLAIN = {"": Mode()}
 
 
 def shapes_of(*shapes: tuple[Any, ...], names: str) -> dict[str, dict[str, Any]]:
@@ -136,9 +136,9 @@ def shapes_of(*shapes: tuple[Any, ...], names: str) -> dict[str, dict[str, Any]]
     }
 
 
-def sms(*counts: int) -> dict[str, Way]:
+def sms(*counts: int) -> dict[str, Mode]:
     """A way for each number of multiprocessors that take part."""
-    return {f"sms={count}": Way({"sms": count}) for count in counts}
+    return {f"sms={count}": Mode({"sms": count}) for count in counts}
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class Row:
     name: str
     shape: Mapping[str, Any]
     which: str
-    way: Way
+    mode: Mode
     hopper: Callable[[Any], bool] | None
     repeats: int
 
@@ -157,7 +157,7 @@ class Row:
         return self.op.make(**self.shape, device=device)
 
     def run(self, case: Case) -> Sequence[Tensor]:
-        return case.run(self.op.function, **(self.way.options if self.which == "kernel" else {}))
+        return case.run(self.op.function, **(self.mode.options if self.which == "kernel" else {}))
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class Op:
         shapes: Mapping[str, Mapping[str, Any]],
         *,
         which: Sequence[str] = BOTH,
-        ways: Mapping[str, Way] = PLAIN,
+        modes: Mapping[str, Mode] = PLAIN,
         pairs: bool = False,
         gpu: bool = False,
         gb: float | Callable[[Mapping[str, Any]], float] = 2.0,
@@ -208,33 +208,33 @@ class Op:
             repeats: runs more on a GPU, which have to leave the same bits.
             axes: further arguments of `make`.
         """
-        way_of_references = next(iter(ways))
+        reference_mode = next(iter(modes))
         cases = [
             case
-            for case in product(shapes, which, ways, *axes.values())
-            if case[1] == "kernel" or case[2] == way_of_references
+            for case in product(shapes, which, modes, *axes.values())
+            if case[1] == "kernel" or case[2] == reference_mode
         ]
         made: list[Any] = []
         if pairs:
             groups: dict[Any, list[Any]] = {}
             for case in cases:
                 groups.setdefault((case[1], torch.bfloat16 in case), []).append(case)
-            kept = {case for group in groups.values() for case in covering(group)}
+            selected = {case for group in groups.values() for case in covering(group)}
         else:
-            kept = set(cases)
+            selected = set(cases)
         for case in cases:
-            shape, op, way, *values = case
+            shape, op, mode, *values = case
             given = {**shapes[shape], **dict(zip(axes, values, strict=True))}
             only_gpu = gpu or (op == "kernel" and given.get("dtype") == torch.bfloat16)
             held = gb(given) if callable(gb) else gb
-            marks = [pytest.mark.gpu(gb=held)] * only_gpu + [pytest.mark.slow] * (case not in kept)
-            name = "-".join(filter(None, (self.name, shape, way, *map(_said, axes, values), op)))
-            row = Row(self, name, given, op, ways[way], hopper, repeats)
+            marks = [pytest.mark.gpu(gb=held)] * only_gpu + [pytest.mark.slow] * (case not in selected)
+            name = "-".join(filter(None, (self.name, shape, mode, *map(_label, axes, values), op)))
+            row = Row(self, name, given, op, modes[mode], hopper, repeats)
             made.append(pytest.param(row, id=name, marks=marks))
         return made
 
 
-def _said(axis: str, value: Any) -> str:
+def _label(axis: str, value: Any) -> str:
     if isinstance(value, bool) or value == "":
         return axis if value else ""
     return f"{axis}={str(value).removeprefix('torch.').replace(' ', '')}"

@@ -73,18 +73,18 @@ def textbook(
         k = next((j for j, (d, t) in enumerate(zip(draft, best, strict=False)) if d != t), len(draft))
         return k, best[k]
 
-    def drawn(weights: Tensor, position: int, stream: int) -> int:
+    def sampled(weights: Tensor, position: int, stream: int) -> int:
         return int((weights.log() + gumbel(seed, torch.tensor(position), stream, torch.arange(V))).argmax())
 
     for j, token in enumerate(draft):
         p = probabilities(p_logits[j], params)
         if token < 0:
-            return j, drawn(p, at + j, TARGET)
+            return j, sampled(p, at + j, TARGET)
         q = torch.eye(V, dtype=torch.float64)[token] if q_logits is None else probabilities(q_logits[j], q_params)
         u = float(uniform(seed, torch.tensor(at + j), 2, 0))
         if not u < float(p[token] / q[token]):
-            return j, drawn((p - q).clamp(min=0), at + j, 3)
-    return len(draft), drawn(probabilities(p_logits[len(draft)], params), at + len(draft), TARGET)
+            return j, sampled((p - q).clamp(min=0), at + j, 3)
+    return len(draft), sampled(probabilities(p_logits[len(draft)], params), at + len(draft), TARGET)
 
 
 def drafts(q_logits: Tensor, params: tuple[SamplingParams, ...], position: Tensor) -> Tensor:
@@ -235,7 +235,7 @@ class TestDistribution:
             draft = (q.log() + gumbel(seed[:, None, None], at, DRAFT, torch.arange(self.V))).argmax(-1)
         else:
             draft = p_logits[: self.G].argmax(-1).expand(self.N, -1)
-        told = replace(self.Q_PARAMS, temperature=self.Q_PARAMS.temperature * q_temperature)
+        misreported = replace(self.Q_PARAMS, temperature=self.Q_PARAMS.temperature * q_temperature)
         alone = LoopbackWorld(1, device=HOME).communicator(0, [0])
 
         def expand(logits: Tensor, params: SamplingParams) -> tuple[kernels.Distribution, Tensor]:
@@ -250,7 +250,7 @@ class TestDistribution:
         tokens, counters = draft.contiguous().to(HOME), (seed.to(HOME), position.to(HOME))
         q_dist = q_mass = None
         if sampled:
-            q_dist = expand(q_logits, told)[0]
+            q_dist = expand(q_logits, misreported)[0]
             q_mass = kernels.kept_mass(q_dist, tokens, 0)
         p_mass = kernels.kept_mass(p, tokens, 0)
         accepted, candidates = kernels.accept(p, q_dist, p_mass, q_mass, tokens, greedy, *counters, 0)
@@ -311,8 +311,8 @@ class TestDistribution:
         draft, accepted, token = self.rounds(True, "position")
         p = torch.stack([probabilities(row, self.PARAMS) for row in p_logits])
         at = torch.arange(self.N) * (self.G + 1) + accepted
-        drawn = (p[accepted].log() + gumbel(torch.tensor(5), at[:, None], 7, torch.arange(self.V))).argmax(-1)
-        biased = torch.where(accepted < self.G, drawn, token)
+        sampled = (p[accepted].log() + gumbel(torch.tensor(5), at[:, None], 7, torch.arange(self.V))).argmax(-1)
+        biased = torch.where(accepted < self.G, sampled, token)
         other_q = self.rounds(True, "position", q_temperature=1.3)  # which the drafts were not drawn from
         for rounds in ((draft, accepted, biased), other_q):
             assert any(statistic > limit for statistic, limit in self.statistics(*rounds))

@@ -5,20 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from helix.worker.blocks import BlockShape
-from helix.worker.keeps import keys_and_values
+from helix.worker.blocks import BlockLayout
+from helix.worker.kv_cache_spec import keys_and_values
 from kernels.attention.kv_append import kv_append
 from kernels.attention.reference import kv_append as append_reference
-from kernels.dense.qkv_append import fuses, qkv_append
+from kernels.dense.qkv_append import can_fuse, qkv_append
 from kernels.mla.append import mla_append
-from kernels.scaled_keys import rounded, rounded_latents, unpacked_latents
+from kernels.scaled_keys import dequantize_latents, quantize_fp8, quantize_latents
 from tests.kernels.cases_append import E4M3
 
 
 def test_few_rows_take_one_launch(device: torch.device) -> None:
     x, weight = torch.ones(4, 32, device=device).half(), torch.ones(4 * 64, 32, device=device).half()
-    assert fuses(x, weight, 64)
-    assert not fuses(x, weight.T.contiguous().T, 64), "rows of a weight have to be contiguous"
+    assert can_fuse(x, weight, 64)
+    assert not can_fuse(x, weight.T.contiguous().T, 64), "rows of a weight have to be contiguous"
 
 
 def test_a_projection_appends_the_same_bytes(device: torch.device) -> None:
@@ -43,23 +43,27 @@ def test_numbers_of_e4m3_are_the_nearest() -> None:
     x = torch.randn(50, 300, generator=torch.Generator().manual_seed(0)) * 10.0 ** (torch.arange(50) - 25)[:, None] / 9
     x[:, ::3] *= 1e-4  # subnormal numbers beside large ones
     x[7] = 0
-    few, scales = rounded(x)
+    few, scales = quantize_fp8(x)
     most = x.abs().amax(-1)
     assert (scales.log2() == scales.log2().round()).all()
     assert (most <= 448 * scales).all() and ((most > 224 * scales) | (most == 0)).all() and scales[7] == 1
     # Three bits after the first: half a unit in the last place is 2^-4 of a number, or of the scale's 2^-9.
     off = (few.double() * scales.double()[:, None] - x).abs()
     assert (off <= torch.maximum(x.abs() * 2**-4, scales[:, None] * 2**-10)).all()
-    with_group, factors = rounded_latents(x[None])
-    assert torch.equal(with_group[0, :, :128].float(), rounded(x[:, :128])[0].float()) and factors.shape == (1, 50, 3)
-    whole = unpacked_latents(with_group, factors.mT)
+    with_group, factors = quantize_latents(x[None])
+    assert torch.equal(with_group[0, :, :128].float(), quantize_fp8(x[:, :128])[0].float()) and factors.shape == (
+        1,
+        50,
+        3,
+    )
+    whole = dequantize_latents(with_group, factors.mT)
     assert torch.equal(whole[0, :, 256:], with_group[0, :, 256:].float() * factors[0, :, 2:])
 
 
 @pytest.mark.parametrize("kv", ["auto", "k16v8", "fp8"])
 def test_parts_lie_in_order(kv: str) -> None:
     """Keys come first, then values, then scales, at multiples of 16 bytes; in bf16, as [2, page_size, D]."""
-    block = BlockShape.of([keys_and_values(3, 24, "bfloat16", kv, None)], 5)
+    block = BlockLayout.of([keys_and_values(3, 24, "bfloat16", kv, None)], 5)
     memory = torch.zeros(6, block.words, dtype=torch.int32)
     views = block.pages(memory)
     scales = {"auto": [], "k16v8": ["value_scales"], "fp8": ["key_scales", "value_scales"]}
@@ -67,14 +71,14 @@ def test_parts_lie_in_order(kv: str) -> None:
     begins = [x.data_ptr() - memory.data_ptr() for x in views.values()]
     assert begins == sorted(begins) and all(x % 16 == 0 for x in (*begins, block.bytes))
     for i, x in enumerate(views.values()):
-        for of_page in x.view(torch.uint8) if x.dtype != torch.float32 else x:
-            assert of_page.eq(0).all(), "nothing overlaps"
-            of_page.fill_(i + 1)
+        for page_rows in x.view(torch.uint8) if x.dtype != torch.float32 else x:
+            assert page_rows.eq(0).all(), "nothing overlaps"
+            page_rows.fill_(i + 1)
     memory.copy_(torch.arange(memory.numel()).view_as(memory))
-    for name, of_head in block.under_every_head(memory).items():  # block 3 i + h under every head is h of page i
-        wanted = views[name].transpose(1, 2) if of_head.dim() == 4 else views[name]
-        found = of_head[:, :, 0] if of_head.dim() == 4 else of_head[:, 0]
-        assert of_head.shape[1:] == views[name].shape[1:]
+    for name, head_rows in block.shared_by_heads(memory).items():  # block 3 i + h under every head is h of page i
+        wanted = views[name].transpose(1, 2) if head_rows.dim() == 4 else views[name]
+        found = head_rows[:, :, 0] if head_rows.dim() == 4 else head_rows[:, 0]
+        assert head_rows.shape[1:] == views[name].shape[1:]
         assert torch.equal(found.view(torch.uint8), wanted.flatten(0, 1).contiguous().view(torch.uint8)), name
     if kv == "auto":
         plain = memory.view(torch.bfloat16).view(2, 3, 2, 5, 24)

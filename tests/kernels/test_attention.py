@@ -13,17 +13,17 @@ import torch
 
 from kernels.attention import flash_decode as decode_module
 from kernels.attention import flash_decode_many_rows_sm90, flash_prefill_sm90, split_prefill
+from kernels.attention.dequantized_prefill import dequantize_latent_rows
 from kernels.attention.flash_decode import decode_parts, flash_decode
 from kernels.attention.flash_prefill import flash_prefill
 from kernels.attention.paged_tiles import tile_shape
 from kernels.attention.reference import flash_decode as reference
 from kernels.attention.split_kv import UnmergedAttention
 from kernels.attention.split_prefill import split_count
-from kernels.attention.unpacked_prefill import whole_latents
 from kernels.mla import decode_common_sm90
 from kernels.mla.decode import mla_decode
 from kernels.paged_keys import PagedKeys
-from kernels.scaled_keys import unpacked_latents
+from kernels.scaled_keys import dequantize_latents
 from tests.kernels.cases_attention import PROMPTS, SHAPES, rows_of
 from tests.kernels.cases_latents import DEEPSEEK, WIDE
 from tests.kernels.cases_scores import straddling
@@ -38,7 +38,7 @@ def test_two_programs_on_each_multiprocessor(device: torch.device, monkeypatch: 
     for sms in (None, count - 4):
         parts = decode_parts(*rows_of(case), sms=sms)
         assert isinstance(parts, UnmergedAttention) and parts.programs == 2 * (sms or count)
-        case.check(*parts.merge())
+        case.check(*parts.merge_states())
 
 
 @pytest.mark.parametrize("op", [flash_decode, reference], ids=["kernel", "reference"])
@@ -192,8 +192,8 @@ def test_whole_latents(shape: str, device: torch.device) -> None:
     """Numbers times powers of two: exact."""
     keys = make_latents(**WIDE[shape], kv="fp8", device=device).store
     assert keys.k_scale is not None and keys.rope is not None
-    wanted = torch.cat((unpacked_latents(keys.k, keys.k_scale), keys.rope), -1)
-    found = whole_latents(keys.k, keys.k_scale, keys.rope)
+    wanted = torch.cat((dequantize_latents(keys.k, keys.k_scale), keys.rope), -1)
+    found = dequantize_latent_rows(keys.k, keys.k_scale, keys.rope)
     torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)  # of what nobody wrote
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from helix.layout import HelixLayout
-from helix.worker.blocks import BlockShape
-from helix.worker.keeps import keys_and_values
+from helix.worker.blocks import BlockLayout
+from helix.worker.kv_cache_spec import keys_and_values
 from kernels.sparse.block_bounds import fold_blocks
 from kernels.sparse.reference import fold_blocks as reference
 
@@ -35,7 +35,7 @@ def test_pages_that_were_filled(name: str, part: int | None, op: object, device:
     for rank in range(c["kvp"]):
         keys = torch.full((layers, n * columns, page, c["heads"], c["dim"]), torch.nan)
         wanted = torch.full((layers, n * columns, c["heads"], 2, c["dim"]), torch.nan)
-        of_parts = torch.full((layers, n * columns, c["heads"], parts, 2, c["dim"]), torch.nan)
+        part_bounds = torch.full((layers, n * columns, c["heads"], parts, 2, c["dim"]), torch.nan)
         for i in range(n):
             held = int(layout.local_length(AFTER[i], rank, c["block"], int(starts[i])))
             old = int(layout.local_length(BEFORE[i], rank, c["block"], int(starts[i]))) // page
@@ -46,15 +46,15 @@ def test_pages_that_were_filled(name: str, part: int | None, op: object, device:
                 if j >= old and used == page:
                     wanted[:, tables[i, j]] = torch.stack((k.amax(1), k.amin(1)), 2)
                     for number, x in enumerate(k.split(page // parts, 1)):
-                        of_parts[:, tables[i, j], :, number] = torch.stack((x.amax(1), x.amin(1)), 2)
+                        part_bounds[:, tables[i, j], :, number] = torch.stack((x.amax(1), x.amin(1)), 2)
         bounds = torch.full_like(wanted, torch.nan).to(device)
         args = [x.to(device) for x in (tables, starts, torch.tensor(BEFORE), torch.tensor(AFTER))]
         most = [300 // page + 1] if op is fold_blocks else []
-        found = torch.full_like(of_parts, torch.nan).to(device) if parts > 1 else None
+        found = torch.full_like(part_bounds, torch.nan).to(device) if parts > 1 else None
         grid = dict(kvp=c["kvp"], kvp_rank=rank, append_block=c["block"])
         op(keys.to(device), None, bounds, *args, *most, **grid, part_bounds=found)  # type: ignore[operator]
         if found is not None:
-            torch.testing.assert_close(found.cpu(), of_parts, rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(found.cpu(), part_bounds, rtol=0, atol=0, equal_nan=True)
         torch.testing.assert_close(bounds.cpu(), wanted, rtol=0, atol=0, equal_nan=True)
 
 
@@ -74,7 +74,7 @@ def test_a_key_that_is_no_number_surfaces(device: torch.device) -> None:
 @pytest.mark.parametrize("kv", ["auto", "k16v8", "fp8"])
 def test_bounds_of_keys_in_blocks(kv: str, device: torch.device) -> None:
     """Those of the numbers that e4m3 stands for, with scales of its own for each token."""
-    block = BlockShape.of([keys_and_values(2, 40, "float32", kv, None)], 16)
+    block = BlockLayout.of([keys_and_values(2, 40, "float32", kv, None)], 16)
     kept = block.pages(torch.full((2, 3 * 2, block.words), -1, dtype=torch.int32, device=device))
     kept["keys"].copy_(torch.randn(2, 3, 16, 2, 40, generator=torch.Generator().manual_seed(0)).to(device))
     scales, plain = kept.get("key_scales"), kept["keys"].float()

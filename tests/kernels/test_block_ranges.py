@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from helix.kv_placement import BlockBudget, KVPlacement
 from helix.layout import HelixLayout
-from helix.placement import BlockBudget, Placement
 from kernels.sparse.block_ranges import block_ranges
 
 CASES = {
@@ -34,22 +34,22 @@ def test_ranges(name: str, parts: int, candidates: int, device: torch.device) ->
     live = torch.ones_like(positions, dtype=torch.bool)
     live[2 * T] = False
     for rank in range(c["kvp"]):
-        placement = Placement(layout, rank, c["block"], page)
+        placement = KVPlacement(layout, rank, c["block"], page)
         found = placement.block_ranges(positions, starts, live, T, budget)
         on_device = (x.to(device) for x in (positions, starts, live))
         sizes = dict(
             sink_blocks=c["sink"], local_blocks=c["local"], topk=5, from_tokens=40, parts=parts, candidates=candidates
         )
-        of_kernel = block_ranges(*on_device, T, page_size=page, **placement.grid, **sizes)
-        for mine, theirs in zip(of_kernel, found, strict=True):
+        kernel_ranges = block_ranges(*on_device, T, page_size=page, **placement.grid, **sizes)
+        for mine, theirs in zip(kernel_ranges, found, strict=True):
             assert torch.equal(mine.cpu(), theirs)
         for n, p in enumerate(positions.tolist()):
-            first, last, pages, hi, *of_parts = (int(x[n]) for x in found)
-            own = [t for t in range(p + 1) if layout.token_owner(t, c["block"], int(starts[n])) == rank]
-            own = own if live[n] else []
-            assert pages == -(-len(own) // page)
+            first, last, pages, hi, *part_ranges = (int(x[n]) for x in found)
+            local_tokens = [t for t in range(p + 1) if layout.token_owner(t, c["block"], int(starts[n])) == rank]
+            local_tokens = local_tokens if live[n] else []
+            assert pages == -(-len(local_tokens) // page)
             for j in range(pages):
-                tokens = own[j * page : (j + 1) * page]
+                tokens = local_tokens[j * page : (j + 1) * page]
                 sink = tokens[0] < c["sink"] * page
                 window = tokens[-1] >= (p // page - c["local"] + 1) * page
                 unfinished = len(tokens) < page or tokens[-1] >= int(committed[n])
@@ -57,13 +57,13 @@ def test_ranges(name: str, parts: int, candidates: int, device: torch.device) ->
                 assert (first <= j < last) == (not (sink or window or unfinished or everything)), (rank, p, j)
             looked_at = last - first if parts == 1 else min(candidates, last - first)
             left_out = (last - first) * parts - min(looked_at * parts, 5)
-            assert hi == len(own) - left_out * page // parts
+            assert hi == len(local_tokens) - left_out * page // parts
             if parts > 1:
                 columns = [*range(first), *["candidate"] * looked_at, *range(last, pages)]
                 here = [i for i, column in enumerate(columns) if column == "candidate"] or [first]
-                assert of_parts == [
+                assert part_ranges == [
                     here[0] * parts,
                     (here[0] + looked_at) * parts,
                     len(columns) * parts,
-                    -(-len(own) // (page // parts)),
+                    -(-len(local_tokens) // (page // parts)),
                 ]

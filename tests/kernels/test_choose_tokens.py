@@ -1,4 +1,4 @@
-"""choose_tokens: kernel and reference against one sorted list of all ranks' tokens; ties to the earlier token."""
+"""index_topk: kernel and reference against one sorted list of all ranks' tokens; ties to the earlier token."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from helix.layout import HelixLayout
-from kernels.indexer import choose, choose_many_rows
-from kernels.indexer.choose import PLANES, choose_tokens
+from kernels.indexer import select_topk, select_topk_many_rows
 from kernels.indexer.reference import Shard, ordered
-from kernels.indexer.reference import choose_tokens as reference
-from tests.kernels.peers import Meeting
-from tests.pairs import params
+from kernels.indexer.reference import index_topk as reference
+from kernels.indexer.select_topk import PLANES, index_topk
+from tests.kernels.peers import ThreadRendezvous
+from tests.pairwise import params
 
-OPS = pytest.mark.parametrize("op", [choose_tokens, reference], ids=["kernel", "reference"])
+OPS = pytest.mark.parametrize("op", [index_topk, reference], ids=["kernel", "reference"])
 
 
-def chosen(
+def selected(
     op: Any, scores: Tensor, lengths: list[int], starts: list[int], topk: int, layout: HelixLayout, block: int,
     page: int, device: torch.device, each: int = 1, counted: bool = False,
 ) -> list[list[int]]:  # fmt: skip
@@ -32,10 +32,10 @@ def chosen(
     columns = layout.local_length(S, 0, block) // page + 1
     gen = torch.Generator().manual_seed(S)
     tables = torch.randperm(sequences * columns, generator=gen).view(sequences, columns).int().to(device)
-    meeting, found = Meeting(kvp), [[] for _ in range(N)]
+    rendezvous, found = ThreadRendezvous(kvp), [[] for _ in range(N)]
     results: list[Any] = [None] * kvp
 
-    def of_rank(rank: int) -> None:
+    def run_rank(rank: int) -> None:
         local = torch.full((N, columns * page + 3 + kvp % 2), torch.nan)  # no tokens beyond a row's
         hi, mine = torch.zeros(N, dtype=torch.int32), []
         for n in range(N):
@@ -43,7 +43,7 @@ def chosen(
             owned = at[layout.token_owner(at, block, starts[n]) == rank]
             local[n, : len(owned)], hi[n] = scores[n, owned], len(owned)
             mine.append(owned)
-        shard = Shard(kvp, rank, block, page, None if kvp == 1 else meeting.gather(rank))
+        shard = Shard(kvp, rank, block, page, None if kvp == 1 else rendezvous.gather(rank))
         positions = torch.tensor(lengths) - 1
         tensors = (x.to(device) for x in (local, positions, torch.tensor(starts), hi))
         rows = None if each > 1 else torch.arange(N, device=device)
@@ -52,10 +52,10 @@ def chosen(
             numbers.append(torch.zeros(PLANES, N, 256, dtype=torch.int32, device=device))
             for n in range(N):
                 numbers[0][0, n] = (ordered(local[n, : hi[n]]) >> 24).bincount(minlength=256)
-        with meeting.turn:
+        with rendezvous.lock:
             results[rank] = mine, op(*tensors, tables, rows, topk, (columns * page + block) * kvp, shard, *numbers)
 
-    threads = [threading.Thread(target=of_rank, args=(rank,)) for rank in range(kvp)]
+    threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(kvp)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -81,26 +81,26 @@ def check(
     op: Any, scores: Tensor, lengths: list[int], starts: list[int], topk: int, kvp: int, block: int, page: int,
     device: torch.device, **how: Any,
 ) -> None:  # fmt: skip
-    found = chosen(op, scores, lengths, starts, topk, HelixLayout.create("helix", kvp), block, page, device, **how)
+    found = selected(op, scores, lengths, starts, topk, HelixLayout.create("helix", kvp), block, page, device, **how)
     assert found == [wanted(row, length, topk) for row, length in zip(scores, lengths, strict=True)]
 
 
 @pytest.fixture
 def short_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of some hundred tokens have many tiles, and groups of several scores."""
-    monkeypatch.setattr(choose, "LISTED", 32)
-    monkeypatch.setattr(choose, "TILE", 64)
-    monkeypatch.setattr(choose, "PROGRAMS", 9)
+    monkeypatch.setattr(select_topk, "LISTED", 32)
+    monkeypatch.setattr(select_topk, "TILE", 64)
+    monkeypatch.setattr(select_topk, "PROGRAMS", 9)
     for name, value in {"GROUPS": 64, "TILE": 32, "LISTED": 16}.items():
-        monkeypatch.setattr(choose_many_rows, name, value)
+        monkeypatch.setattr(select_topk_many_rows, name, value)
 
 
-WAYS = {(choose_tokens, 32): "few", (choose_tokens, 0): "many", (reference, 0): "reference"}  # rows
+WAYS = {(index_topk, 32): "few", (index_topk, 0): "many", (reference, 0): "reference"}  # rows
 
 
 @pytest.mark.usefixtures("short_tiles")
 @pytest.mark.parametrize(
-    "way, shape, kind",
+    "algorithm, shape, kind",
     params(
         [
             *product(
@@ -109,19 +109,19 @@ WAYS = {(choose_tokens, 32): "few", (choose_tokens, 0): "many", (reference, 0): 
                 ["apart", "near", "steps", "tied", "zeros"],
             )
         ],
-        lambda way, shape, kind: f"{'-'.join(map(str, (kind, *shape)))}-{WAYS[way]}",
+        lambda algorithm, shape, kind: f"{'-'.join(map(str, (kind, *shape)))}-{WAYS[algorithm]}",
     ),
 )
 def test_the_best_of_all_ranks(
-    monkeypatch: pytest.MonkeyPatch, way: tuple[Any, int], shape: tuple[int, ...], kind: str, device: torch.device
+    monkeypatch: pytest.MonkeyPatch, algorithm: tuple[Any, int], shape: tuple[int, ...], kind: str, device: torch.device
 ) -> None:
     """Rows shorter than topk, empty shards, negative scores, and ties over blocks and ranks; few rows and many.
 
     Near scores have the same first digits, so that lists of keys between are long; of tied ones, too long. Steps of the
     last bits are both. The first digit may have been counted.
     """
-    (op, few_rows), (kvp, block, page, topk) = way, shape
-    monkeypatch.setattr(choose, "FEW_ROWS", few_rows)
+    (op, few_rows), (kvp, block, page, topk) = algorithm, shape
+    monkeypatch.setattr(select_topk, "FEW_ROWS", few_rows)
     gen = torch.Generator().manual_seed(kvp)
     lengths, starts = [300, 1, topk, topk + 1, 150], [0, kvp - 1, 1 % kvp, 0, kvp // 2]
     scores = torch.randn(5, 300, generator=gen) * 10
@@ -133,7 +133,7 @@ def test_the_best_of_all_ranks(
         scores = scores.round() / 4
     elif kind == "zeros":
         scores = torch.where(scores > 14, scores, scores * 0)  # of either sign
-    for counted in (False, op is choose_tokens):
+    for counted in (False, op is index_topk):
         check(op, scores, lengths, starts, topk, kvp, block, page, device, counted=counted)
 
 
@@ -142,11 +142,11 @@ def test_the_best_of_all_ranks(
 @pytest.mark.parametrize("few_rows", [32, 0])
 def test_blocks_of_many_tokens(monkeypatch: pytest.MonkeyPatch, few_rows: int, kvp: int, device: torch.device) -> None:
     """A position may take 25 bits, and a key all 64."""
-    monkeypatch.setattr(choose, "FEW_ROWS", few_rows)
+    monkeypatch.setattr(select_topk, "FEW_ROWS", few_rows)
     gen = torch.Generator().manual_seed(0)
     scores, lengths = torch.randn(3, 300, generator=gen).round(decimals=1), [300, 7, 150]
     for counted in (False, True):
-        check(choose_tokens, scores, lengths, [0, kvp - 1, 0], 33, kvp, 1 << 24, 16, device, counted=counted)
+        check(index_topk, scores, lengths, [0, kvp - 1, 0], 33, kvp, 1 << 24, 16, device, counted=counted)
 
 
 @pytest.mark.parametrize("few_rows", [32, 0])
@@ -154,11 +154,11 @@ def test_a_full_list_lacks_keys_of_the_same_digits(
     monkeypatch: pytest.MonkeyPatch, few_rows: int, device: torch.device
 ) -> None:
     """One rank has all tokens, more than its list takes with the same first digits."""
-    monkeypatch.setattr(choose, "FEW_ROWS", few_rows)
+    monkeypatch.setattr(select_topk, "FEW_ROWS", few_rows)
     gen = torch.Generator().manual_seed(0)
     steps = (torch.randn(4, 40, generator=gen) * 10).round() * torch.tensor([[1.0], [2.0], [16.0], [300.0]])
     scores = 1 + steps * 2**-23
-    check(choose_tokens, scores, [40] * 4, [0, 3, 1, 2], 2, 4, 64, 16, device)
+    check(index_topk, scores, [40] * 4, [0, 3, 1, 2], 2, 4, 64, 16, device)
 
 
 @OPS
@@ -216,19 +216,19 @@ def test_many_rows(monkeypatch: pytest.MonkeyPatch, kind: str, shape: tuple[int,
     A list takes half as many again as are chosen; of 70, more than there are groups.
     """
     kvp, block, page, topk = shape
-    monkeypatch.setattr(choose, "FEW_ROWS", 0)
+    monkeypatch.setattr(select_topk, "FEW_ROWS", 0)
     lengths = [0, 1, topk, topk + 1, topk + topk // 2, topk + topk // 2 + 1, 63, 64, 65, 95, 96, 97, 128, 129, 400, 401]
     starts = [n % kvp for n in range(16)]
-    check(choose_tokens, rows_of_a_kind(kind, 16, 401), lengths, starts, topk, kvp, block, page, device)
+    check(index_topk, rows_of_a_kind(kind, 16, 401), lengths, starts, topk, kvp, block, page, device)
 
 
 @pytest.mark.parametrize("kind", ["apart", "equal"])
 def test_many_rows_of_many_tokens(monkeypatch: pytest.MonkeyPatch, kind: str, device: torch.device) -> None:
     """A model's tiles and its 2,048 tokens."""
-    monkeypatch.setattr(choose, "FEW_ROWS", 0)
+    monkeypatch.setattr(select_topk, "FEW_ROWS", 0)
     lengths, starts = [40001, 2500, 3073, 20000], [0, 1, 1, 0]
     scores = rows_of_a_kind(kind, 4, 40001)
-    check(choose_tokens, scores, lengths, starts, 2048, 2, 16, 64, device)
+    check(index_topk, scores, lengths, starts, 2048, 2, 16, 64, device)
 
 
 @pytest.mark.parametrize("length", [3072, 3073, 8192, 8193, 16000, 40003])
@@ -236,7 +236,9 @@ def test_a_list_is_short_and_has_the_best(length: int, device: torch.device) -> 
     """A row is read twice, not more; groups have one of the best each, mostly."""
     scores = rows_of_a_kind("apart", 1, length)
     scores = torch.cat([scores, torch.full((1, 4 - length % 4), torch.nan)], 1).to(device)
-    lists = choose_many_rows.list_own_best(scores, torch.tensor([length], dtype=torch.int32, device=device), 2048)
+    lists = select_topk_many_rows.list_local_topk(
+        scores, torch.tensor([length], dtype=torch.int32, device=device), 2048
+    )
     number, entries = int(lists[0, 0]), lists[0, 1:]
     tokens = (entries[:number] & 0xFFFFFFFF).cpu()
     assert number == 3072 if length == 3072 else 2048 <= number < 2600

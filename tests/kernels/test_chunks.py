@@ -13,7 +13,7 @@ import kernels.attention.flash_decode as kernel
 from comm.hopb import RESERVED_SMS, Pipeline
 from helix.layout import share
 from kernels.attention.flash_decode import decode_parts, flash_decode
-from kernels.attention.merge_messages import merge_messages
+from kernels.attention.merge_states_pack import merge_states_pack
 from kernels.attention.split_kv import PartialAttention
 from kernels.dense.rms_norm import rms_norm
 from tests.kernels.oracle import make_case
@@ -26,17 +26,17 @@ REPLAYS = 40
 def steps(device: torch.device, dtype: torch.dtype, chunks: int) -> tuple[Tensor, Callable[[], Tensor], Tensor]:
     """The source of queries, a step from it (a norm, attention in chunks, messages), and what it gives as a whole."""
     on_gpu = device.type == "cuda"
-    B, most, heads, dim = LARGE if on_gpu else SMALL
-    lengths = [most * (7 * i % 11) // 11 for i in range(B)]
+    B, max_context, heads, dim = LARGE if on_gpu else SMALL
+    lengths = [max_context * (7 * i % 11) // 11 for i in range(B)]
     case = make_case([1] * B, lengths, heads=heads, dim=dim, page_size=64, dtype=dtype, device=device)
     keys, pipeline = case.paged(B), Pipeline(device if on_gpu else None)
     x = torch.randn(B, heads[0] * dim, device=device).to(dtype)
-    gain = torch.ones(heads[0] * dim, dtype=dtype, device=device)
+    norm_weight = torch.ones(heads[0] * dim, dtype=dtype, device=device)
     starts = torch.tensor([0, heads[0]], dtype=torch.int32, device=device)
     sms = kernel.sm_count(device)
 
     def queries() -> Tensor:
-        return rms_norm(x, gain, 1e-6)[0].view(B, 1, heads[0], dim)
+        return rms_norm(x, norm_weight, 1e-6)[0].view(B, 1, heads[0], dim)
 
     def step() -> Tensor:
         q = queries()
@@ -53,7 +53,7 @@ def steps(device: torch.device, dtype: torch.dtype, chunks: int) -> tuple[Tensor
             return decode_parts(q[cut], some, sms=free, early=True, lane=chunk, ready=chunk > 0)
 
         def exchange(chunk: int, parts: PartialAttention) -> None:
-            merge_messages(parts, out[:, rows(chunk)], lse[:, rows(chunk)], [heads[0]], starts)
+            merge_states_pack(parts, out[:, rows(chunk)], lse[:, rows(chunk)], [heads[0]], starts)
 
         pipeline.run(chunks, attend, exchange)
         return out[0]
@@ -78,10 +78,10 @@ def test_chunks_are_the_whole(
     with torch.cuda.graph(graph):
         found = step()
     first = x.clone()
-    for turn in range(REPLAYS):  # a chunk that does not wait for what it reads reads the step's before
-        x.copy_(first if turn % 2 else -first)
+    for replay in range(REPLAYS):  # a chunk that does not wait for what it reads reads the step's before
+        x.copy_(first if replay % 2 else -first)
         graph.replay()
-        if turn % 2:
+        if replay % 2:
             torch.testing.assert_close(found, wanted, **close)
         else:
             assert not torch.allclose(found, wanted, **close)

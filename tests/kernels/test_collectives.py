@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 from triton.runtime.interpreter import interpreter_builder as BUILDER
 
-from comm.pending import PendingProjection, PendingSum
-from kernels.attention.reference import lse_combine
+from comm.partial import PartialProjection, PartialSum
+from kernels.attention.reference import merge_states
 from kernels.moe import experts_sm90
 from kernels.moe.experts import RoutedExperts
 from kernels.peers.all_gather import SLICE_WORDS, all_gather
-from kernels.peers.exchange import IN_GROUP
-from kernels.peers.mailbox import SumTarget
+from kernels.peers.exchange import GROUP_RANK_OFFSET
+from kernels.peers.ll_protocol import SumTarget
 from kernels.peers.reduce_scatter import reduce_scatter
-from kernels.scaled import Matrix, quantised
-from tests.kernels.peers import PIECES, Exchange, Ranks, Sums, check_sums
+from kernels.scaled import Matrix, quantize_fp8
+from tests.kernels.peers import PIECES, Exchange, SimulatedRanks, Sums, check_sums
 
 # Triton's interpreter cuts bf16 off where it should round: bf16 is for GPUs.
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
@@ -50,12 +50,12 @@ def test_exchange(shares: list[int], N: int, D: int, dtype: torch.dtype, device:
         if message == 2:
             for lse in lses:
                 lse[0] = -torch.inf
-        wanted, _ = lse_combine(torch.stack(outs), torch.stack(lses), out=None, out_lse=None)
+        wanted, _ = merge_states(torch.stack(outs), torch.stack(lses), out=None, out_lse=None)
         got = torch.cat(exchanged(ranks, outs, lses), 1)
         # Rounded once to the dtype from fp32 sums of W terms of size 1, in another order than the reference's.
         tolerance = {torch.float32: 2**-20, torch.float16: 2**-9, torch.bfloat16: 2**-6}[dtype]
         torch.testing.assert_close(got, wanted, atol=tolerance, rtol=0)
-    assert ranks.gave_up() == [0] * W
+    assert ranks.timeouts() == [0] * W
 
 
 def test_a_rank_that_does_not_come_is_named(device: torch.device) -> None:
@@ -64,30 +64,30 @@ def test_a_rank_that_does_not_come_is_named(device: torch.device) -> None:
     for r in (0, 1):  # rank 2 sends nothing
         ranks.run(r, parts, parts[0], push=True, wait=False)
     result = ranks.run(0, parts, parts[0], push=False, wait=True)
-    assert ranks.gave_up() == [IN_GROUP + 3, 0, 0]
+    assert ranks.timeouts() == [GROUP_RANK_OFFSET + 3, 0, 0]
     assert result.isnan().all(), "what came of two ranks of three looks like an answer"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("way", ["one shot", "two shots"])
-def test_a_sum_without_a_rank_is_none(way: str, dtype: torch.dtype, device: torch.device) -> None:
+@pytest.mark.parametrize("algorithm", ["one shot", "two shots"])
+def test_a_sum_without_a_rank_is_none(algorithm: str, dtype: torch.dtype, device: torch.device) -> None:
     """Neither on the rank that gave up nor, of sums that it owns, on the others."""
-    ranks = Sums(way, 2, device)
+    ranks = Sums(algorithm, 2, device)
     x, weight = torch.ones(2, 40, dtype=dtype, device=device), torch.ones(40, dtype=dtype, device=device)
     for _ in range(2):
-        assert all((total == 2).all() for _, total in ranks.in_turn([x, x], None, weight))
-    ((normed, total),) = ranks.in_turn([x], None, weight)
-    assert ranks.gave_up() == [2, 0] and normed.isnan().all() and total.isnan().all()
+        assert all((total == 2).all() for _, total in ranks.run_phases([x, x], None, weight))
+    ((normed, total),) = ranks.run_phases([x], None, weight)
+    assert ranks.timeouts() == [2, 0] and normed.isnan().all() and total.isnan().all()
 
 
 def run_alone(collective: str, spins: int, before: int, device: torch.device) -> tuple[Tensor, int]:
     """What rank 0 of two gets where the other does not come, and its status; `before`: its status until then."""
     x = torch.ones(2, 2, 4, device=device)
-    ranks: Ranks
+    ranks: SimulatedRanks
     if collective == "exchange":
         ranks = Exchange([1, 1], device, spins)
     elif collective in ("gather", "scatter"):
-        ranks = Ranks(2, 4 * PIECES * SLICE_WORDS, device, spins)
+        ranks = SimulatedRanks(2, 4 * PIECES * SLICE_WORDS, device, spins)
     else:
         size = 64 if collective == "long" else SLICE_WORDS
         ranks = Sums(collective, 2, device, spins, pieces=2 if collective == "long" else PIECES, size=size)
@@ -99,7 +99,7 @@ def run_alone(collective: str, spins: int, before: int, device: torch.device) ->
     else:
         op = all_gather if collective == "gather" else reduce_scatter
         got = op(x, *ranks.given(0), rank=0, pieces=PIECES, spins=spins)
-    return got, ranks.gave_up()[0]
+    return got, ranks.timeouts()[0]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="looks are counted by Triton's interpreter")
@@ -141,23 +141,23 @@ def random_tensors(dtype: torch.dtype, device: torch.device, power: float = 0.0)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "way, W, N, H",
+    "algorithm, W, N, H",
     [
         *product(["one shot", "two shots"], [2], [3], [40]), *product(["one shot", "two shots"], [4], [5], [64]),
         *product(["one shot", "two shots"], [3], [1], [6]),
         ("rows", 2, 3, 40), ("rows", 4, 8, 64), ("rows", 3, 1, 6), ("rows", 8, 23, 2050),
     ],
 )  # fmt: skip
-def test_sums(way: str, W: int, N: int, H: int, dtype: torch.dtype, device: torch.device) -> None:
+def test_sums(algorithm: str, W: int, N: int, H: int, dtype: torch.dtype, device: torch.device) -> None:
     """A row is one slice, so that no program of a rank waits for another; by rows, other widths from turn to turn."""
-    ranks = Sums(way, W, device, pieces=24, size=2050) if way == "rows" else Sums(way, W, device)
+    ranks = Sums(algorithm, W, device, pieces=24, size=2050) if algorithm == "rows" else Sums(algorithm, W, device)
     random = random_tensors(dtype, device)
     for message in range(4):
-        rows, width = (max(1, N // 2), max(2, H // 4 * 2)) if way == "rows" and message % 2 else (N, H)
+        rows, width = (max(1, N // 2), max(2, H // 4 * 2)) if algorithm == "rows" and message % 2 else (N, H)
         weight, parts = random(width), random(W, rows, width)
         residual = random(rows, width) if message else None
-        check_sums(ranks.in_turn([*parts], residual, weight), parts, residual, weight, terms=8 if W > 4 else 4)
-    assert ranks.gave_up() == [0] * W
+        check_sums(ranks.run_phases([*parts], residual, weight), parts, residual, weight, terms=8 if W > 4 else 4)
+    assert ranks.timeouts() == [0] * W
 
 
 @pytest.mark.gpu
@@ -180,45 +180,45 @@ def test_sums_of_long_chunks(W: int, N: int, H: int, dtype: torch.dtype, device:
                 got.append(ranks.run(r, own[r], residual, weight))
         torch.cuda.synchronize()
         check_sums(got, parts, residual, weight, terms=8)
-    assert ranks.gave_up() == [0] * W
+    assert ranks.timeouts() == [0] * W
 
 
-def check_what_is_sent(summands: list[PendingSum], two_shot: bool, device: torch.device) -> None:
+def check_what_is_sent(summands: list[PartialSum], two_shot: bool, device: torch.device) -> None:
     """Boxes after each rank's `send` hold what they hold after the first phase of a sum of what `make` gives."""
     W, size, pieces = len(summands), 128, 512
-    way = "two shots" if two_shot else "one shot"
-    two, one = (Sums(way, W, device, pieces=pieces, size=size) for _ in range(2))
+    algorithm = "two shots" if two_shot else "one shot"
+    two, one = (Sums(algorithm, W, device, pieces=pieces, size=size) for _ in range(2))
     rows = summands[0].compute()
     for r, summand in enumerate(summands):
         assert summand.can_push(two_shot)
         summand.push(SumTarget(one.peers, one.counts[r][0], r, pieces, size, two_shot))
         two.run(r, summand.compute(), None, torch.ones_like(rows[0]), phases=1)
     words = -(-rows.shape[1] * rows.itemsize // 4)
-    tags = sum(int((boxes >> 32).sum()) for boxes in two.boxes)
+    tags = sum(int((boxes >> 32).sum()) for boxes in two.ll_buffers)
     assert tags == W * len(rows) * words * (1 if two_shot else W)  # all of the first turn
-    for sent, wanted in zip(one.boxes, two.boxes, strict=True):
+    for sent, wanted in zip(one.ll_buffers, two.ll_buffers, strict=True):
         assert torch.equal(sent, wanted)
 
 
 def projections(
     W: int, N: int, H: int, K: int, biased: bool, dtype: torch.dtype, device: torch.device, few: bool = False
-) -> list[PendingSum]:
+) -> list[PartialSum]:
     """Creates projections of W ranks; `few`: of weights in e4m3."""
     random = random_tensors(dtype, device, 0.5)
 
     def weight() -> Matrix:
-        return quantised(random(H, K)) if few else random(H, K)
+        return quantize_fp8(random(H, K)) if few else random(H, K)
 
-    return [PendingProjection(random(N, K), weight(), random(H) if biased else None) for _ in range(W)]
+    return [PartialProjection(random(N, K), weight(), random(H) if biased else None) for _ in range(W)]
 
 
 def experts(
     W: int, N: int, k: int, E: int, H: int, F: int, addend: bool, dtype: torch.dtype, device: torch.device,
     on_hopper: bool = False,
-) -> list[PendingSum]:  # fmt: skip
+) -> list[PartialSum]:  # fmt: skip
     """E experts a rank, of which the last rank's get no token."""
     random = random_tensors(dtype, device, 0.5)
-    found: list[PendingSum] = []
+    found: list[PartialSum] = []
     for r in range(W):
         x, scores = random(N, H), random(N, k).float()
         ids = torch.rand(N, (W - 1) * E, device=device).argsort(1)[:, :k].int().contiguous()
@@ -258,7 +258,7 @@ SENT = [
 
 @pytest.mark.parametrize("make, sizes, two_shot, dtype", SENT)
 def test_what_is_sent(
-    make: Callable[..., list[PendingSum]], sizes: tuple[Any, ...], two_shot: bool, dtype: torch.dtype,
+    make: Callable[..., list[PartialSum]], sizes: tuple[Any, ...], two_shot: bool, dtype: torch.dtype,
     device: torch.device,
 ) -> None:  # fmt: skip
     check_what_is_sent(make(*sizes, dtype=dtype, device=device), two_shot, device)
@@ -270,20 +270,20 @@ def test_what_is_sent(
 )
 def test_all_gather(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     W, pieces = 3, 4
-    ranks = Ranks(W, 2 * W * pieces * SLICE_WORDS, device)
+    ranks = SimulatedRanks(W, 2 * W * pieces * SLICE_WORDS, device)
     xs = [torch.arange(r, r + torch.Size(shape).numel()).view(shape).to(device, dtype) for r in range(W)]
     for beside in (False, True) if xs[0][0].numel() * dtype.itemsize % 4 == 0 else (False,):
         for phases in (1, 4):
-            options = dict(pieces=pieces, spins=2, beside=beside, phases=phases)
+            options = dict(pieces=pieces, spins=2, interleave=beside, phases=phases)
             got = [all_gather(x, *ranks.given(r), rank=r, **options) for r, x in enumerate(xs)]
         assert all(torch.equal(g, torch.stack(xs, int(beside))) and g.is_contiguous() for g in got)
-    assert ranks.gave_up() == [0] * W
+    assert ranks.timeouts() == [0] * W
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("W, shape", [(2, (3, 50)), (3, (1, 600)), (5, (7, 100)), (8, (2,))])
 def test_reduce_scatter(W: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    ranks = Ranks(W, 2 * W * PIECES * SLICE_WORDS, device)
+    ranks = SimulatedRanks(W, 2 * W * PIECES * SLICE_WORDS, device)
     generator = torch.Generator().manual_seed(0)
     # fp32 sums of W terms of size 1 in another order, rounded once; sums are below 32.
     tolerance = {torch.float32: 2**-18, torch.float16: 2**-6, torch.bfloat16: 2**-3}[dtype]
@@ -296,4 +296,4 @@ def test_reduce_scatter(W: int, shape: tuple[int, ...], dtype: torch.dtype, devi
         torch.testing.assert_close(torch.stack(got), wanted, atol=tolerance, rtol=0)
         with pytest.raises(AssertionError):  # a planted error: another rank's rows
             torch.testing.assert_close(torch.stack(got), wanted.roll(1, 0), atol=tolerance, rtol=0)
-    assert ranks.gave_up() == [0] * W
+    assert ranks.timeouts() == [0] * W

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.tokens.commit import PAST, Candidates, commit
+from kernels.tokens.commit import PLACEHOLDER_TOKEN_ID, Candidates, commit
 from kernels.tokens.reference import commit as reference
 
 OPS = pytest.mark.parametrize("op", [commit, reference], ids=["kernel", "reference"])
@@ -97,7 +97,7 @@ def make(B: int, n: int | None, L: int, seed: int = 0, rejects: bool = False, re
 def walk(case: Case) -> tuple[list[list[int]], Case]:
     """What is taken, and what the state has become, row by row."""
     after = case.to(torch.device("cpu"))
-    taken = []
+    accepted = []
     for b, row in enumerate(case.drawn.tolist()):
         drafts = [] if case.drafts is None else case.drafts[b].tolist()
         if case.accepted is not None:
@@ -112,29 +112,29 @@ def walk(case: Case) -> tuple[list[list[int]], Case]:
             count += 1
         length = int(case.lengths[b])
         count = min(count, int(case.limits[b]) - length) if case.active[b] else 0
-        taken.append(row[:count] + [PAST] * (len(row) - count))
+        accepted.append(row[:count] + [PLACEHOLDER_TOKEN_ID] * (len(row) - count))
         if count:
             after.last[b] = row[count - 1]
         for i in range(count if case.history.shape[1] else 0):
             after.history[b, length + 1 + i] = row[i]
         after.lengths[b] += count
-    return taken, after
+    return accepted, after
 
 
 def state_of(case: Case, ranks: int, device: torch.device) -> dict[str, Any]:
     """Arguments of `commit`."""
-    of_commit = {name: x for name, x in vars(case).items() if name != "accepted"}
-    return of_commit | {"drawn": case.candidates(ranks, device)}
+    arguments = {name: x for name, x in vars(case).items() if name not in ("accepted", "drawn")}
+    return arguments | {"candidates": case.candidates(ranks, device)}
 
 
 def check(op: Any, case: Case, device: torch.device, ranks: int = 3) -> None:
     wanted, after = walk(case)
     mine = case.to(device)
-    taken, before = op(**state_of(mine, ranks, device))
-    assert taken.dtype == torch.int64 and taken.tolist() == wanted
+    accepted, before = op(**state_of(mine, ranks, device))
+    assert accepted.dtype == torch.int64 and accepted.tolist() == wanted
     assert before.tolist() == case.lengths.tolist() and before.dtype == torch.int64
     for name, x in vars(mine).items():
-        if x is not None and name != "drawn":
+        if x is not None and name != "candidates":
             assert x.tolist() == getattr(after, name).tolist(), name
     base = mine.history._base
     assert base is None or (base[:, mine.history.shape[1] :] == -9).all(), "history of a neighbour"
@@ -162,7 +162,11 @@ def test_missing_and_broken_tokens_are_not_accepted(device: torch.device) -> Non
         drawn=torch.tensor([[-1, 5, 6], [5, -1, 6], [5, 5, -1]]), active=torch.ones(3, dtype=torch.bool),
     )  # fmt: skip
     case.limits = case.lengths + 9
-    assert walk(case)[0] == [[-1, PAST, PAST], [5, -1, PAST], [5, 5, -1]]
+    assert walk(case)[0] == [
+        [-1, PLACEHOLDER_TOKEN_ID, PLACEHOLDER_TOKEN_ID],
+        [5, -1, PLACEHOLDER_TOKEN_ID],
+        [5, 5, -1],
+    ]
     check(commit, case, device)
     check(commit, replace(case, outcome=torch.full((3, 2), 5)), device)
 
@@ -174,11 +178,11 @@ def test_planted_errors_show(device: torch.device) -> None:
         {"active": ~case.active},
         {"lengths": (case.lengths - 1).clamp(min=0)},
         {"drafts": torch.full((9, 4), -1)},
-        {"drawn": case.candidates(3, device, seed=1)},
+        {"candidates": case.candidates(3, device, seed=1)},
     ):
         given = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in change.items()}
-        if "drawn" in change:
-            given["drawn"].pairs[:, 0, 1] += 1
+        if "candidates" in change:
+            given["candidates"].pairs[:, 0, 1] += 1
         with pytest.raises(AssertionError):
             check(lambda given=given, **state: commit(**state | given), case, device)
 

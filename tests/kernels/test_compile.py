@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import triton
 
-from kernels.attention.paged_tiles import ROOMY
+from kernels.attention.paged_tiles import SMALL_HEAD_DIM
 from tests.kernels.compile_sm90 import adds_a_constant_to_halves
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +30,7 @@ def output(program: str, *arguments: str, **more: str) -> str:
 
 @pytest.mark.timeout(HANG_S)
 def test_what_is_launched_ahead_is_compiled_at_the_end_and_writes_nothing(tmp_path: Path) -> None:
-    assert output("compile_ahead", TRITON_CACHE_DIR=str(tmp_path)).split() == ["0", "4", "0.0"]
+    assert output("precompile", TRITON_CACHE_DIR=str(tmp_path)).split() == ["0", "4", "0.0"]
     assert len(list(tmp_path.rglob("*.cubin"))) == 4, "the next process finds them"
 
 
@@ -47,7 +47,7 @@ def test_every_kernel_is_compiled() -> None:
 
 
 # Bytes of stack, where accumulators in registers leave no room for all that is kept beside them.
-MOST_STACK = {
+MAX_STACK = {
     # Accumulators of latents take half of all registers (512 bytes a thread); addresses beside them have to leave.
     "_mla_decode_kernel": 384,
     "_mla_prefill_kernel": 384,
@@ -71,7 +71,7 @@ def meant(name: str, warps: int) -> int | None:
     """Programs that are to fit an SM: attention starts while its predecessor's still take room (see `kv_append`)."""
     if name.startswith("mla-decode"):
         return 1
-    if name.startswith("decode") and int(name.split("-")[1]) > ROOMY.value:
+    if name.startswith("decode") and int(name.split("-")[1]) > SMALL_HEAD_DIM.value:
         return 8 // warps
     return None
 
@@ -85,7 +85,7 @@ def test_sm_90(part: int) -> None:
         what = f"{kernel} of {name}: {registers} registers, {stack} bytes of stack, {programs} programs fit an SM"
         # A spilled accumulator shows as a stack frame of more than a few registers.
         spilled = TRITON_3_6_STACK.get(name, 0) if triton.__version__.startswith("3.6") else 0
-        assert int(stack) <= max(spilled, MOST_STACK.get(kernel, 16)), what
+        assert int(stack) <= max(spilled, MAX_STACK.get(kernel, 16)), what
         if "_decode_" in kernel and (wanted := meant(name, int(warps))) is not None:
             assert int(programs) == wanted, f"{what}, {wanted} were meant to"
 

@@ -12,7 +12,7 @@ import torch
 from benchmarks.kernels.linear import MATRICES
 from kernels.dense import linear_fp8_sm90, linear_sm90
 from kernels.dense.linear import linear
-from kernels.scaled import quantised
+from kernels.scaled import quantize_fp8
 from tests.kernels.cases_dense import scaled
 from tests.kernels.suite import check_in_a_graph
 
@@ -26,7 +26,7 @@ def test_layers_in_a_graph(split: int, kernel: Any, device: torch.device) -> Non
         torch.randn(rows, K, generator=generator).div(K**0.5).to(device, torch.bfloat16) for rows in (2 * K, K)
     )
     if kernel is linear_fp8_sm90:
-        gate, down = quantised(gate), quantised(down)
+        gate, down = quantize_fp8(gate), quantize_fp8(down)
     x = torch.randn(8, K, generator=generator).to(device, torch.bfloat16)
     ys = x.new_empty(20, *x.shape)
 
@@ -78,7 +78,7 @@ def test_matrices_of_models(N: int, R: int, K: int, gated: bool, begin: int | No
     weight = scaled(2 * R if gated else R, K, begin, device)
     weight.scales.fill_(1e-4 / K**0.5)
     x = torch.randn(N, K, device=device, dtype=torch.bfloat16)
-    wanted = x.double() @ weight.unpacked(torch.float64).T
+    wanted = x.double() @ weight.dequantize(torch.float64).T
     if gated:
         gate, up = wanted.chunk(2, 1)
         wanted = gate * torch.sigmoid(gate) * up

@@ -1,4 +1,4 @@
-"""draw: kernel against the reference, over any split of the columns, and against broken and empty rows."""
+"""gumbel_sample: kernel against the reference, over any split of the columns, and against broken and empty rows."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.tokens import best_token
-from kernels.tokens import draw as kernels
+from kernels.tokens import gumbel_sample as kernels
 from kernels.tokens.reference import ALL_KEYS, DRAFT, TARGET, Distribution, best_of_ranks, descending_keys
-from kernels.tokens.reference import draw as reference
+from kernels.tokens.reference import gumbel_sample as reference
 from kernels.tokens.uniform import gumbel, gumbel_bound
 
 pytestmark = pytest.mark.usefixtures("few_programs")
@@ -59,26 +59,28 @@ def test_any_split_draws_the_references_tokens(B: int, T: int, V: int, stream: i
     p, greedy, seed, positions = case(B, T, V, device)
     rest = greedy, seed, positions, stream
     wanted = tokens(reference(p, *rest, FIRST))
-    assert tokens(kernels.draw(p, *rest, FIRST)) == wanted
+    assert tokens(kernels.gumbel_sample(p, *rest, FIRST)) == wanted
     assert [t for b, t in enumerate(wanted) if b // T % 3 == 0] == greedy[::3].flatten().tolist()
     for at in (1, V // 2, V - 1):
         a, b = split(p, at)
-        assert tokens(kernels.draw(a, *rest, FIRST), kernels.draw(b, *rest, FIRST + at)) == wanted
+        assert tokens(kernels.gumbel_sample(a, *rest, FIRST), kernels.gumbel_sample(b, *rest, FIRST + at)) == wanted
 
 
 def test_ranks_gather_equal_shapes(device: torch.device) -> None:
     p, greedy, seed, positions = case(4, 2, 300, device)
-    shapes = {kernels.draw(q, greedy, seed, positions, TARGET, FIRST).shape for at in (1, 150) for q in split(p, at)}
+    shapes = {
+        kernels.gumbel_sample(q, greedy, seed, positions, TARGET, FIRST).shape for at in (1, 150) for q in split(p, at)
+    }
     assert len(shapes) == 1 and shapes.pop()[1:] == (8, 2)
 
 
 def test_a_broken_row_has_no_token_and_is_alone(device: torch.device) -> None:
     p, greedy, seed, positions = case(6, 2, 90, device)
-    wanted = tokens(kernels.draw(p, greedy, seed, positions, TARGET, FIRST))
+    wanted = tokens(kernels.gumbel_sample(p, greedy, seed, positions, TARGET, FIRST))
     best, broken = p.best.clone(), greedy.clone()
     for row, value in ((0, torch.nan), (2, torch.inf), (4, torch.nan)):  # greedy and drawn
         best[row, 1], broken[row, 1] = value, -1
-    got = tokens(kernels.draw(replace(p, best=best), broken, seed, positions, TARGET, FIRST))
+    got = tokens(kernels.gumbel_sample(replace(p, best=best), broken, seed, positions, TARGET, FIRST))
     assert got == [-1 if i in (1, 5, 9) else t for i, t in enumerate(wanted)]
 
 
@@ -94,7 +96,7 @@ def test_planted_errors_show(device: torch.device) -> None:
         (replace(p, last_key=p.last_key // 2), greedy, seed, positions, TARGET, FIRST),
     ]
     for arguments in others:
-        assert tokens(kernels.draw(*arguments)) != wanted
+        assert tokens(kernels.gumbel_sample(*arguments)) != wanted
 
 
 @triton.jit
@@ -118,10 +120,10 @@ def test_a_bound_rules_out_no_noise(device: torch.device) -> None:
 @pytest.mark.gpu
 def test_a_captured_draw_serves_other_positions() -> None:
     p, greedy, seed, positions = case(8, 9, 5000, torch.device("cuda"))
-    kernels.draw(p, greedy, seed, positions, TARGET, FIRST)
+    kernels.gumbel_sample(p, greedy, seed, positions, TARGET, FIRST)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = kernels.draw(p, greedy, seed, positions, TARGET, FIRST)
+        captured = kernels.gumbel_sample(p, greedy, seed, positions, TARGET, FIRST)
     for shift in (0, 1, 2):
         positions += shift
         graph.replay()

@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from kernels.moe import expert_lookup_sm90, experts_scaled_sm90, experts_sm90
-from kernels.moe.expert_lookup_sm90 import nth_expert, pairs_with, slots, touched_experts
+from kernels.moe.expert_lookup_sm90 import active_experts, nth_expert, pairs_with, slots
 from kernels.moe.experts_scaled_sm90 import BLOCK_K, HALF, ROWS, are_few
 
 Ints = NDArray[np.int32]
@@ -55,11 +55,11 @@ def language(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(experts_scaled_sm90, name, constant.value)
 
 
-def choices(N: int, k: int, experts: int, crowded: bool) -> Ints:
-    """Different experts for each token; if crowded, the same for all."""
+def choices(N: int, k: int, experts: int, skewed: bool) -> Ints:
+    """Different experts for each token; if skewed, the same for all."""
     rng = np.random.default_rng(N * 100 + k)
     ids = np.stack([rng.permutation(experts)[:k] for _ in range(N)]).astype(np.int32)
-    return ids[np.zeros(N, int)] if crowded else ids
+    return ids[np.zeros(N, int)] if skewed else ids
 
 
 RANKS = [
@@ -69,17 +69,17 @@ RANKS = [
 
 
 @pytest.mark.parametrize(
-    "N, crowded, k, experts, first, E, H, F",
+    "N, skewed, k, experts, first, E, H, F",
     [
         *((N, (N == 3) ^ i % 2, *rank) for i, rank in enumerate(RANKS) for N in (3, 8)),
         *((N, False, *RANKS[-1]) for N in (1, 2)),
     ],
 )
 def test_programs_find_their_experts_and_pairs(
-    N: int, crowded: bool, k: int, experts: int, first: int, E: int, H: int, F: int
+    N: int, skewed: bool, k: int, experts: int, first: int, E: int, H: int, F: int
 ) -> None:
     """Runs of all programs, one behind the other, are the steps of all tiles, in order of experts, with all pairs."""
-    ids = choices(N, k, experts, crowded)
+    ids = choices(N, k, experts, skewed)
     if N == 3:
         ids[1] = -1  # a token that is nobody's
     P, columns, programs, parts = N * k, 8, 3 * 132, 2
@@ -87,7 +87,7 @@ def test_programs_find_their_experts_and_pairs(
     local = ids - first
     touched = np.unique(local[(local >= 0) & (local < E)])
     block_p = max(32, 1 << (P - 1).bit_length())
-    places, count = touched_experts.fn(Pointer(ids.ravel()), P, first, E, block_p)
+    places, count = active_experts.fn(Pointer(ids.ravel()), P, first, E, block_p)
     assert count == len(touched)
     assert [int(nth_expert.fn(places, j, E)) for j in range(count)] == touched.tolist()
     token = np.arange(columns, dtype=np.int32)
@@ -104,7 +104,7 @@ def test_programs_find_their_experts_and_pairs(
             for at in range(begin, end):
                 tile, block, column = experts_scaled_sm90.locate.fn(at, first_block, gate, H, F, 0, parts)
                 assert 0 <= block < 2
-                found.append((tile, int(experts_scaled_sm90.of_block.fn(block, two, True, columns)), column))
+                found.append((tile, int(experts_scaled_sm90.select_pair.fn(block, two, True, columns)), column))
         assert found == wanted
     for e in touched:
         pair = pairs_with.fn(of, token, e + first, k)
@@ -113,6 +113,6 @@ def test_programs_find_their_experts_and_pairs(
 
 def test_no_expert_here() -> None:
     ids = np.array([-1, 5, 99, 300], np.int32)
-    places, count = touched_experts.fn(Pointer(ids), 4, 6, 40, 32)
+    places, count = active_experts.fn(Pointer(ids), 4, 6, 40, 32)
     assert count == 0 and all((place == -1).all() for place in places)
     assert experts_sm90.share_of.fn(0, 24, 7, 396)[:2] == (0, 0)

@@ -109,11 +109,11 @@ def test_what_hopper_does_not_take() -> None:
     assert not experts_sm90.fits(x[:, 1:], gate_up, down)
     assert not experts_sm90.fits(x, gate_up, down[..., :312])  # a view, for its shape alone
     assert not experts_sm90.fits(x, gate_up.flatten()[1:], down)
-    of_few_bits = (336, False, 16), (336, False, 8), (328, False, 0), (336, False, 4), (336, True, 0)
-    for F, packed, begin in of_few_bits:  # copies begin at multiples of 16 bytes
+    quantized = (336, False, 16), (336, False, 8), (328, False, 0), (336, False, 4), (336, True, 0)
+    for F, packed, begin in quantized:  # copies begin at multiples of 16 bytes
         form = packed, 32 if packed else 128, (0, begin)
         case = make_wide(**NARROW | dict(F=F), form=form, device=CUDA)
-        assert fits_few(case) == ((F, packed, begin) == of_few_bits[0])
+        assert fits_few(case) == ((F, packed, begin) == quantized[0])
 
 
 def layers_in_a_graph(case: Case, experts: int, k: int) -> None:
@@ -137,8 +137,8 @@ def layers_in_a_graph(case: Case, experts: int, k: int) -> None:
 def test_layers_in_a_graph_that_start_early(N: int, way: str) -> None:
     E, k, H, F = 64, 8, 2048, 96
     few, _ = moe_module.few_tiles(N, F)
-    some, _ = moe_module.tiles_of("some", N * k, E, F, H, torch.bfloat16, touched=50 / 132)
-    assert moe_module.way_of(N, k, E) == way and (few if way == "few" else some)["EARLY"]
+    some, _ = moe_module.tiles_of("some", N * k, E, F, H, torch.bfloat16, num_active=50 / 132)
+    assert moe_module.choose_strategy(N, k, E) == way and (few if way == "few" else some)["EARLY"]
     layers_in_a_graph(make_experts(N=N, k=k, E=E, H=H, F=F, dtype=torch.bfloat16, poison=False, device=CUDA), E, k)
 
 

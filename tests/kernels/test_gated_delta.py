@@ -14,7 +14,7 @@ from kernels.gated_delta import DeltaInput, DeltaState, GatedDelta
 from kernels.recurrent import reference
 from kernels.recurrent.gated_delta_prefill import gated_delta_prefill
 from kernels.recurrent.gated_delta_step import gated_delta_step
-from tests.pairs import params
+from tests.pairwise import params
 
 
 class Heads(NamedTuple):
@@ -41,7 +41,7 @@ HEADS = [
 ]  # fmt: skip
 
 
-def of_pairs(shapes: list[Any]) -> list[Any]:
+def pair_shapes(shapes: list[Any]) -> list[Any]:
     """Shapes, heads and dtypes; bf16, which Triton's interpreter cuts off where it should round, is for GPUs."""
     return [
         *params([*product(shapes, HEADS, (torch.float32, torch.float16))]),
@@ -60,7 +60,7 @@ def parameters(h: Heads, conv: int, dtype: torch.dtype, device: torch.device) ->
     return GatedDelta(weights, *rates, random(h.value, dtype=dtype), 1e-6, h.keys, h.group, h.first)
 
 
-def kept_of(h: Heads, slots: int, most: int, conv: int, dtype: torch.dtype, device: torch.device) -> DeltaState:
+def make_state(h: Heads, slots: int, most: int, conv: int, dtype: torch.dtype, device: torch.device) -> DeltaState:
     """Memory that nobody wrote is NaN."""
     nan = torch.nan
     return DeltaState(
@@ -80,8 +80,8 @@ def inputs(h: Heads, N: int, dtype: torch.dtype, device: torch.device, seed: int
     return DeltaInput(qkv, gates, z)
 
 
-def copy_of(kept: DeltaState) -> DeltaState:
-    return DeltaState(*(t.clone() for t in vars(kept).values()))
+def copy_of(state_cache: DeltaState) -> DeltaState:
+    return DeltaState(*(t.clone() for t in vars(state_cache).values()))
 
 
 @dataclass
@@ -89,7 +89,7 @@ class Batch:
     """Rows that follow behind positions of sequences, and what was kept of these."""
 
     p: GatedDelta
-    kept: DeltaState
+    state_cache: DeltaState
     slots: Tensor
     x: DeltaInput
     at: Tensor
@@ -103,30 +103,35 @@ class Batch:
     ) -> Batch:  # fmt: skip
         """States and rings are in slots from 2 on; so many rows of the last step, at `most`, were accepted."""
         p, before, n = parameters(h, conv, dtype, device), conv - 1, len(positions)
-        kept, slots = kept_of(h, n + 3, most, conv, dtype, device), torch.arange(2, 2 + n, device=device)
-        kept.state[slots] = torch.randn(kept.state[slots].shape, generator=torch.Generator().manual_seed(3)).to(device)
+        state_cache, slots = make_state(h, n + 3, most, conv, dtype, device), torch.arange(2, 2 + n, device=device)
+        state_cache.state[slots] = torch.randn(
+            state_cache.state[slots].shape, generator=torch.Generator().manual_seed(3)
+        ).to(device)
         for slot, position, count in zip(slots.tolist(), positions, counts or [0] * n, strict=True):
             begin = max(0, position - count - before)
             rows = inputs(h, position - begin, dtype, device, slot)
-            reference.remember(kept, slot, begin, rows.qkv)
-            kept.accepted[slot] = count
+            reference.remember(state_cache, slot, begin, rows.qkv)
+            state_cache.accepted[slot] = count
             if count:
                 behind = torch.nn.functional.pad(rows.qkv, (0, 0, count + before - len(rows.qkv), 0))
                 q, k, v, g, beta = reference.heads(reference.convolve(behind, p), rows.gates[-count:], p)
-                deltas = reference.recurrent(kept.state[slot], q, k, v, g, beta)[1]
-                kept.rows[slot, :count], kept.decays[slot, :count] = torch.cat((k, deltas), -1), g.cumsum(0)
+                deltas = reference.recurrent(state_cache.state[slot], q, k, v, g, beta)[1]
+                state_cache.rows[slot, :count], state_cache.decays[slot, :count] = (
+                    torch.cat((k, deltas), -1),
+                    g.cumsum(0),
+                )
         x, live = inputs(h, sum(lengths), dtype, device, 9), torch.ones(sum(lengths), dtype=torch.bool, device=device)
         at = torch.cat([torch.arange(b, b + n) for b, n in zip(positions, lengths, strict=True)]).to(device)
-        return cls(p, kept, slots, x, at, torch.tensor([0, *lengths]).cumsum(0).int().to(device), live)
+        return cls(p, state_cache, slots, x, at, torch.tensor([0, *lengths]).cumsum(0).int().to(device), live)
 
-    def step(self, function: Any, kept: DeltaState, rows: slice = slice(None)) -> Tensor:
+    def step(self, function: Any, state_cache: DeltaState, rows: slice = slice(None)) -> Tensor:
         x = DeltaInput(self.x.qkv[rows], self.x.gates[rows], self.x.z[rows])
-        found: Tensor = function(x, self.p, kept, self.slots, self.at[rows], self.live[rows])
+        found: Tensor = function(x, self.p, state_cache, self.slots, self.at[rows], self.live[rows])
         assert found.dtype == self.x.z.dtype
         return found
 
-    def prefill(self, function: Any, kept: DeltaState) -> Tensor:
-        found: Tensor = function(self.x, self.p, kept, self.slots, self.at, self.cu_q)
+    def prefill(self, function: Any, state_cache: DeltaState) -> Tensor:
+        found: Tensor = function(self.x, self.p, state_cache, self.slots, self.at, self.cu_q)
         assert found.dtype == self.x.z.dtype
         return found
 
@@ -148,18 +153,18 @@ def off(got: Tensor, wanted: Tensor) -> float:
 
 def check_steps(batch: Batch, rows: int) -> None:
     """Two steps, the second from what the first has kept."""
-    kept, dtype = batch.kept, batch.x.z.dtype
+    state_cache, dtype = batch.state_cache, batch.x.z.dtype
     for _ in range(2):
-        wanted_kept = copy_of(kept)
-        wanted = batch.step(reference.gated_delta_step, wanted_kept)
-        close(batch.step(gated_delta_step, kept), wanted, dtype)
+        wanted_state = copy_of(state_cache)
+        wanted = batch.step(reference.gated_delta_step, wanted_state)
+        close(batch.step(gated_delta_step, state_cache), wanted, dtype)
         for name in ("state", "rows", "decays"):
-            close(getattr(kept, name), getattr(wanted_kept, name))
-        torch.testing.assert_close(kept.qkv, wanted_kept.qkv, atol=0, rtol=0, equal_nan=True)
-        batch.at, kept.accepted[batch.slots] = batch.at + rows, rows
+            close(getattr(state_cache, name), getattr(wanted_state, name))
+        torch.testing.assert_close(state_cache.qkv, wanted_state.qkv, atol=0, rtol=0, equal_nan=True)
+        batch.at, state_cache.accepted[batch.slots] = batch.at + rows, rows
 
 
-@pytest.mark.parametrize("shape, h, dtype", of_pairs([(1, 4), (3, 4), (2, 3)]))
+@pytest.mark.parametrize("shape, h, dtype", pair_shapes([(1, 4), (3, 4), (2, 3)]))
 def test_step(shape: tuple[int, int], h: Heads, dtype: torch.dtype, device: torch.device) -> None:
     """At the beginning of sequences and over the ring's end; sequences without accepted rows; one that pauses."""
     rows, conv = shape
@@ -188,8 +193,8 @@ def test_steps_of_many_rows(rows: int, most: int, h: Heads, device: torch.device
 def test_a_verified_row_is_that_of_a_plain_step(device: torch.device) -> None:
     """Three steps of one row, and one of three, but for rounding in fp32; behind one more it is another."""
     batch = Batch.of(HEADS[0], [9], [3], device, counts=[2], most=3)
-    alone = copy_of(batch.kept)
-    together = batch.step(gated_delta_step, batch.kept)
+    alone = copy_of(batch.state_cache)
+    together = batch.step(gated_delta_step, batch.state_cache)
     for i in range(3):
         row = slice(i, i + 1)
         close(batch.step(gated_delta_step, alone, row), together[row])
@@ -202,30 +207,33 @@ def test_a_verified_row_is_that_of_a_plain_step(device: torch.device) -> None:
 def test_mistakes_are_caught(mistake: str, device: torch.device) -> None:
     """An accepted row too few, a row of the convolution lost, value heads with another's key."""
     batch = Batch.of(HEADS[1], [11, 30], [1, 1], device, counts=[2, 1], most=3)
-    wanted = batch.step(reference.gated_delta_step, copy_of(batch.kept))
+    wanted = batch.step(reference.gated_delta_step, copy_of(batch.state_cache))
     if mistake == "count":
-        batch.kept.accepted[batch.slots] -= 1
+        batch.state_cache.accepted[batch.slots] -= 1
     elif mistake == "conv":
-        batch.kept.qkv[batch.slots[0], 8 % batch.kept.qkv.shape[1]] = 0
+        batch.state_cache.qkv[batch.slots[0], 8 % batch.state_cache.qkv.shape[1]] = 0
     else:
         batch.p = replace(batch.p, first=0)
     with pytest.raises(AssertionError):
-        close(batch.step(gated_delta_step, batch.kept), wanted)
+        close(batch.step(gated_delta_step, batch.state_cache), wanted)
 
 
-@pytest.mark.parametrize("conv, h, dtype", of_pairs([4, 3]))
+@pytest.mark.parametrize("conv, h, dtype", pair_shapes([4, 3]))
 def test_prefill(conv: int, h: Heads, dtype: torch.dtype, device: torch.device) -> None:
     """Chunks below and above 64 rows, of fewer rows than the convolution reads, at the beginning and behind others."""
     batch = Batch.of(h, [0, 1, 0, 70, 2], [1, 2, 64, 150, 65], device, conv=conv, dtype=dtype)
-    kept, wanted_kept = batch.kept, copy_of(batch.kept)
-    wanted, found = batch.prefill(reference.gated_delta_prefill, wanted_kept), batch.prefill(gated_delta_prefill, kept)
-    for ours, theirs in ((found, wanted), (kept.state[batch.slots], wanted_kept.state[batch.slots])):
+    state_cache, wanted_state = batch.state_cache, copy_of(batch.state_cache)
+    wanted, found = (
+        batch.prefill(reference.gated_delta_prefill, wanted_state),
+        batch.prefill(gated_delta_prefill, state_cache),
+    )
+    for ours, theirs in ((found, wanted), (state_cache.state[batch.slots], wanted_state.state[batch.slots])):
         assert off(ours, theirs) < {torch.float32: 2**-16, torch.float16: 2**-8, torch.bfloat16: 2**-5}[dtype]
-    assert kept.state.isnan().flatten(1).all(1).tolist() == [True, True, *[False] * 5, True]
-    torch.testing.assert_close(kept.qkv, wanted_kept.qkv, atol=0, rtol=0, equal_nan=True)
+    assert state_cache.state.isnan().flatten(1).all(1).tolist() == [True, True, *[False] * 5, True]
+    torch.testing.assert_close(state_cache.qkv, wanted_state.qkv, atol=0, rtol=0, equal_nan=True)
     if dtype == torch.float32:  # a planted error: no state is handed over
-        batch.kept.state.zero_()
-        assert off(batch.prefill(gated_delta_prefill, batch.kept), wanted) > 2**-5
+        batch.state_cache.state.zero_()
+        assert off(batch.prefill(gated_delta_prefill, batch.state_cache), wanted) > 2**-5
 
 
 def test_nothing_is_kept_of_padding(device: torch.device) -> None:
@@ -237,7 +245,7 @@ def test_nothing_is_kept_of_padding(device: torch.device) -> None:
     at = torch.cat((alone.at, torch.zeros(58, dtype=torch.int64, device=device)))
     padded = replace(alone, x=x, at=at, slots=slots, cu_q=cu_q)
     for function, bitwise in ((reference.gated_delta_prefill, False), (gated_delta_prefill, True)):
-        mine, theirs = copy_of(alone.kept), copy_of(alone.kept)
+        mine, theirs = copy_of(alone.state_cache), copy_of(alone.state_cache)
         found, wanted = padded.prefill(function, mine), alone.prefill(function, theirs)
         assert found.isfinite().all()
         for a, b in ((found[:70], wanted), (mine.state, theirs.state), (mine.qkv, theirs.qkv)):
@@ -252,8 +260,8 @@ def test_hard_systems(device: torch.device) -> None:
     batch.p.conv.copy_(torch.tensor([[0.0], [1.0]]))
     batch.x.qkv[:, 32:64] = 3 + 0.1 * batch.x.qkv[:, 32:64]
     batch.x.gates[:, 0] = 9
-    wanted = batch.prefill(reference.gated_delta_prefill, copy_of(batch.kept))
-    torch.testing.assert_close(batch.prefill(gated_delta_prefill, batch.kept), wanted, atol=1e-3, rtol=1e-3)
+    wanted = batch.prefill(reference.gated_delta_prefill, copy_of(batch.state_cache))
+    torch.testing.assert_close(batch.prefill(gated_delta_prefill, batch.state_cache), wanted, atol=1e-3, rtol=1e-3)
 
 
 def test_chunks_are_steps(device: torch.device) -> None:
@@ -270,5 +278,5 @@ def test_chunks_are_steps(device: torch.device) -> None:
     second = reference.chunked(first[1], *(t[70:] for t in rows))
     torch.testing.assert_close(torch.cat((first[0], second[0])), out, atol=1e-9, rtol=0)
     torch.testing.assert_close(second[1], after, atol=1e-9, rtol=0)
-    kept = torch.cat((k, deltas), -1)
-    torch.testing.assert_close(reference.with_rows(state, kept, g.cumsum(0)), after, atol=1e-9, rtol=0)
+    state_cache = torch.cat((k, deltas), -1)
+    torch.testing.assert_close(reference.with_rows(state, state_cache, g.cumsum(0)), after, atol=1e-9, rtol=0)

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.indexer.choose import PLANES
 from kernels.indexer.reference import index_scores as reference
 from kernels.indexer.reference import ordered
 from kernels.indexer.scores import index_scores
+from kernels.indexer.select_topk import PLANES
 from tests.kernels.cases_indexer import make_scores
 
 
@@ -30,7 +30,7 @@ def test_single_queries_count_first_digits(
     given["q"][2] = torch.nan
     for cu_q in (None, torch.arange(5, device=device).int()):
         numbers = torch.full((PLANES, 6, 256), 5, dtype=torch.int32, device=device)[:, 1:5]  # of some rows
-        op(**given | dict(cu_q=cu_q, numbers=numbers))
+        op(**given | dict(cu_q=cu_q, digit_counts=numbers))
         codes = [ordered(given["scores"][n, :length]) >> 24 for n, length in enumerate(lengths)]
         assert torch.equal(numbers[0] - 5, torch.stack([code.bincount(minlength=256).int() for code in codes]))
         assert numbers[0, 1].eq(5).all() and numbers[0, 2, 255] == 12 and (numbers[1:] == 5).all()

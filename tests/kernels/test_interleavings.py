@@ -14,20 +14,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from comm.emulated import addresses
+from comm.emulated import peer_addresses
 from kernels import dispatch
-from kernels.attention.reference import lse_combine
+from kernels.attention.reference import merge_states
 from kernels.peers import (
     all_gather,
     all_reduce_norm,
     all_reduce_norm_long,
     all_reduce_norm_rows,
     exchange,
-    merge_exchange,
+    merge_states_exchange,
     reduce_scatter,
 )
 from tests.kernels.interleaving import Streams
-from tests.kernels.peers import Exchange, Ranks, Sums, check_sums, emulated_sums, summed
+from tests.kernels.peers import Exchange, SimulatedRanks, Sums, check_sums, emulated_sums, summed
 from tests.kernels.test_merge_exchange import SHAPES, parts_of
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter runs on CPUs")
@@ -43,7 +43,7 @@ generators = st.integers(0, 2**32 - 1).map(random.Random)
 
 def interleaved(
     generator: random.Random,
-    ranks: Ranks,
+    ranks: SimulatedRanks,
     module: ModuleType,
     launch: Callable[[int, int], T],
     launches: int = LAUNCHES,
@@ -56,27 +56,27 @@ def interleaved(
             for number, results in enumerate(got):
                 results.append(launch(r, number))
     streams.run(generator)
-    assert ranks.gave_up() == [0] * ranks.count
+    assert ranks.timeouts() == [0] * ranks.count
     return got
 
 
 @few
 @given(generators, st.integers(2, 3))
 def test_all_gather(generator: random.Random, W: int) -> None:
-    ranks = Ranks(W, 4 * W * all_gather.SLICE_WORDS, CPU, SPINS)
+    ranks = SimulatedRanks(W, 4 * W * all_gather.SLICE_WORDS, CPU, SPINS)
     sent = [torch.randint(-99, 99, (W, generator.randint(1, 300)), dtype=torch.int32) for _ in range(LAUNCHES)]
 
     def launch(r: int, number: int) -> Tensor:
         return all_gather.all_gather(sent[number][r], *ranks.given(r), rank=r, pieces=2, spins=SPINS)
 
     for message, gathered in zip(sent, interleaved(generator, ranks, all_gather, launch), strict=True):
-        assert all(torch.equal(of_rank, message) for of_rank in gathered)
+        assert all(torch.equal(received, message) for received in gathered)
 
 
 @few
 @given(generators, st.integers(2, 3))
 def test_reduce_scatter(generator: random.Random, W: int) -> None:
-    ranks = Ranks(W, 4 * W * reduce_scatter.SLICE_WORDS, CPU, SPINS)
+    ranks = SimulatedRanks(W, 4 * W * reduce_scatter.SLICE_WORDS, CPU, SPINS)
     sent = [torch.randint(-99, 99, (W, W, generator.randint(1, 300))).float() for _ in range(LAUNCHES)]
 
     def launch(r: int, number: int) -> Tensor:
@@ -103,12 +103,12 @@ def check_interleaved(
 
 
 @pytest.mark.parametrize("phases", [(7,), (1, 6)], ids=["at-once", "sent-before"])
-@pytest.mark.parametrize("way", ["one shot", "two shots"], ids=["one-shot", "two-shots"])
+@pytest.mark.parametrize("algorithm", ["one shot", "two shots"], ids=["one-shot", "two-shots"])
 @few
 @given(generators, st.integers(2, 3))
-def test_all_reduce_norm(way: str, phases: tuple[int, ...], generator: random.Random, W: int) -> None:
+def test_all_reduce_norm(algorithm: str, phases: tuple[int, ...], generator: random.Random, W: int) -> None:
     """In one kernel, and where another one sends what this one adds up; three slices a row."""
-    ranks = Sums(way, W, CPU, SPINS, pieces=6, size=8)
+    ranks = Sums(algorithm, W, CPU, SPINS, pieces=6, size=8)
     check_interleaved(generator, ranks, all_reduce_norm, 20, most=2, phases=phases)
 
 
@@ -129,14 +129,14 @@ def test_all_reduce_norm_of_long_chunks(generator: random.Random, W: int, group:
 @few
 @given(generators, st.sampled_from([((0, 1), 2), ((0, 2), 4), ((0, 3), 6)]))
 def test_emulated_all_reduce_norm_of_long_chunks(generator: random.Random, case: tuple[tuple[int, int], int]) -> None:
-    """Two processes that emulate one rank each, of a world: sums are those of `tests.kernels.test_emulated_boxes`."""
+    """Two processes that emulate one rank each, of a world: sums are those of `tests.kernels.test_emulated_peers`."""
     mine, world = case
-    H, box = 6, 24
-    ranks = Sums("long", 2, CPU, SPINS, pieces=world, size=box)
-    shifts = (box, 0), (box, 0), (4, 0), (4, 0)  # a source has a box for each owner's turn, here one
+    H, row_words = 6, 24
+    ranks = Sums("long", 2, CPU, SPINS, pieces=world, size=row_words)
+    shifts = (row_words, 0), (row_words, 0), (4, 0), (4, 0)  # a source has a box for each owner's turn, here one
     peers = [
         torch.tensor([
-            addresses(world, mine[p], mine[1 - p], int(table[p]), int(table[1 - p]), *shift)
+            peer_addresses(world, mine[p], mine[1 - p], int(table[p]), int(table[1 - p]), *shift)
             for table, shift in zip(ranks.tables, shifts, strict=True)
         ])
         for p in range(2)
@@ -145,7 +145,7 @@ def test_emulated_all_reduce_norm_of_long_chunks(generator: random.Random, case:
 
     def launch(p: int, number: int) -> Tensor:
         rest = ranks.own[p], ranks.counts[p][0], ranks.status[p]
-        sizes = dict(rank=mine[p], pieces=world, size=box, spins=SPINS)
+        sizes = dict(rank=mine[p], pieces=world, size=row_words, spins=SPINS)
         return summed("long", sent[number][p], None, weight, peers[p], *rest, **sizes)[1]
 
     got = interleaved(generator, ranks, all_reduce_norm_long, launch, launches=len(sent))
@@ -167,7 +167,7 @@ def test_exchange(generator: random.Random, shares: list[int]) -> None:
         return ranks.run(r, (out, lse), out)
 
     for (out, lse), results in zip(sent, interleaved(generator, ranks, exchange, launch), strict=True):
-        wanted, _ = lse_combine(out, lse)
+        wanted, _ = merge_states(out, lse)
         torch.testing.assert_close(torch.cat(results, 1), wanted, atol=2**-20, rtol=0)
 
 
@@ -182,9 +182,9 @@ def test_merge_exchange(generator: random.Random) -> None:
 
     def launch(r: int, number: int) -> Tensor:
         parts = replace(each[r], out=2.0**number * each[r].out, part=2.0**number * each[r].part)
-        return ranks.run(r, (parts,), parts.out.flatten(0, 1), merge_exchange.merge_exchange)
+        return ranks.run(r, (parts,), parts.out.flatten(0, 1), merge_states_exchange.merge_states_exchange)
 
-    found = [torch.cat(results, 1) for results in interleaved(generator, ranks, merge_exchange, launch)]
+    found = [torch.cat(results, 1) for results in interleaved(generator, ranks, merge_states_exchange, launch)]
     assert not found[0].isnan().any()
     for number, result in enumerate(found):
         assert torch.equal(result, 2.0**number * found[0])

@@ -9,11 +9,11 @@ import torch
 
 from kernels.attention.flash_decode import decode_parts
 from kernels.attention.split_kv import LARGE, UnmergedAttention
-from kernels.peers.exchange import IN_GROUP, exchange
-from kernels.peers.merge_exchange import merge_exchange
+from kernels.peers.exchange import GROUP_RANK_OFFSET, exchange
+from kernels.peers.merge_states_exchange import merge_states_exchange
 from tests.kernels.oracle import make_case
 from tests.kernels.peers import Exchange
-from tests.pairs import params
+from tests.pairwise import params
 
 # Of each: queries, keys of the ranks' sequences, heads, head dim, shares of the heads.
 SHAPES = {
@@ -56,16 +56,16 @@ def test_as_one_after_the_other(shape: str, sms: int, dtype: torch.dtype, device
     each = [parts_of(shape, r, sms, dtype, device) for r in range(len(shares))]
     assert (each[0].part[0].numel() >= LARGE) == (shape == "large-parts")
     found = []
-    for op in (merge_exchange, exchange):  # first without the merge, which would complete `out`
+    for op in (merge_states_exchange, exchange):  # first without the merge, which would complete `out`
         ranks = Exchange(shares, device)
-        given = [(parts,) if op is merge_exchange else parts.merge() for parts in each]
+        given = [(parts,) if op is merge_states_exchange else parts.merge_states() for parts in each]
         for _ in range(3 if shape == "plain" else 1):  # two tags take turns
             for push in (True, False):
                 results = [
                     ranks.run(r, given[r], each[r].out.flatten(0, 1), op, push=push, wait=not push)
                     for r in range(ranks.count)
                 ]
-        assert ranks.gave_up() == [0] * ranks.count
+        assert ranks.timeouts() == [0] * ranks.count
         found.append(torch.cat(results, 1))
     # Sums of the same parts in another order, each side rounded once more before it is sent: units of values up to 4.
     tolerance = {torch.float32: 2**-20, torch.float16: 2**-8, torch.bfloat16: 2**-5}[dtype]
@@ -75,5 +75,5 @@ def test_as_one_after_the_other(shape: str, sms: int, dtype: torch.dtype, device
 
 def test_a_rank_that_does_not_come_is_named(device: torch.device) -> None:
     parts, ranks = parts_of("plain", 0, 2, torch.float32, device), Exchange([2, 2], device)
-    result = ranks.run(0, (parts,), parts.out.flatten(0, 1), merge_exchange)
-    assert ranks.gave_up() == [IN_GROUP + 2, 0] and result.isnan().all()
+    result = ranks.run(0, (parts,), parts.out.flatten(0, 1), merge_states_exchange)
+    assert ranks.timeouts() == [GROUP_RANK_OFFSET + 2, 0] and result.isnan().all()

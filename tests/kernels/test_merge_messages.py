@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.attention.merge_messages import merge_messages
-from kernels.attention.reference import merge_messages as reference
+from kernels.attention.merge_states_pack import merge_states_pack
+from kernels.attention.reference import merge_states_pack as reference
 from kernels.attention.split_kv import PartialAttention
 from tests.kernels.test_merge_exchange import PROGRAMS, SHAPES, parts_of
 
@@ -34,9 +34,9 @@ def error(shape: str, sms: int, dtype: torch.dtype, device: torch.device, before
         N, lanes = parts.lse.shape[:-1].numel(), max(shares)
         wide, wide_lse = messages(shares, N, dim, dtype, device)
         to_out, to_lse = wide[:, :N], wide_lse[:, :N, :lanes]
-        merge_messages(parts, to_out, to_lse, shares, starts - before * starts[1])
+        merge_states_pack(parts, to_out, to_lse, shares, starts - before * starts[1])
         assert wide[:, N:].isnan().all() and wide_lse[:, N:].isnan().all() and wide_lse[..., lanes:].isnan().all()
-        out, lse = parts.merge()
+        out, lse = parts.merge_states()
         wanted, wanted_lse = torch.empty_like(to_out), torch.empty_like(to_lse)
         reference(out, lse, wanted, wanted_lse, shares)
         assert not to_out.isnan().any() and torch.equal(to_lse == -torch.inf, wanted_lse == -torch.inf)
@@ -75,7 +75,7 @@ def test_partials_that_are_merged_are_copied(shares: list[int], apart: int, dim:
     lse = torch.randn(heads, N, device=device).T
     starts = torch.tensor([0, *shares]).cumsum(0).to(device, torch.int32)
     wide, wide_lse = messages(shares, N, dim, torch.float32, device)
-    merge_messages(PartialAttention(out, lse), wide[:, :N], wide_lse[:, :N, :lanes], shares, starts)
+    merge_states_pack(PartialAttention(out, lse), wide[:, :N], wide_lse[:, :N, :lanes], shares, starts)
     assert wide[:, N:].isnan().all() and wide_lse[:, N:].isnan().all() and wide_lse[..., lanes:].isnan().all()
     wanted, wanted_lse = (torch.full_like(x, torch.nan) for x in (wide, wide_lse))
     reference(out, lse, wanted[:, :N], wanted_lse[:, :N, :lanes], shares)

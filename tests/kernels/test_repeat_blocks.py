@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.ranks.kept_kernels import reference_blocks as reference
-from benchmarks.ranks.kept_kernels import repeat_blocks
+from benchmarks.ranks.synthetic_kernels import reference_blocks as reference
+from benchmarks.ranks.synthetic_kernels import repeat_blocks
 
 SINK, LOCAL, HEADS = 1, 3, 2
 
 
-def chosen(
+def selected(
     op: Any, positions: list[int], pages: int, topk: int, repeat: float, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tables [N, heads, width] of queries at `positions`, which other pages were in, and the sequences' own pages."""
@@ -34,13 +34,13 @@ def chosen(
 def test_the_share_is_kept(topk: int, repeat: float, pages: int) -> None:
     """On average over steps, as exactly as it is rounded; what is renewed was not in the last eight choices."""
     steps = 100
-    tables, _ = chosen(reference, [*range(1000, 1000 + steps)] * 2, pages, topk, repeat, torch.device("cpu"))
+    tables, _ = selected(reference, [*range(1000, 1000 + steps)] * 2, pages, topk, repeat, torch.device("cpu"))
     for sequence in (0, 1):
-        of_steps = tables[sequence * steps : (sequence + 1) * steps, 1, SINK : SINK + topk]
-        sets = [set(row.tolist()) for row in of_steps]
+        step_tables = tables[sequence * steps : (sequence + 1) * steps, 1, SINK : SINK + topk]
+        sets = [set(row.tolist()) for row in step_tables]
         assert all(len(one) == topk for one in sets)
-        kept = sum(len(a & b) for a, b in pairwise(sets)) / (steps - 1) / topk
-        assert kept == pytest.approx(repeat, abs=0.5 / 1024 + 1 / (steps - 1) / topk)
+        repeated = sum(len(a & b) for a, b in pairwise(sets)) / (steps - 1) / topk
+        assert repeated == pytest.approx(repeat, abs=0.5 / 1024 + 1 / (steps - 1) / topk)
         for i in range(8, steps):
             new = sets[i] - sets[i - 1]
             assert not new & set().union(*sets[i - min(8, pages // topk - 2) : i])
@@ -50,15 +50,15 @@ def test_the_share_is_kept(topk: int, repeat: float, pages: int) -> None:
 @pytest.mark.parametrize("pages", [12, 300])
 def test_pages_of_the_sequence_in_order_and_nothing_else(pages: int, op: Any, device: torch.device) -> None:
     """Twelve pages have no eight ranges among what is chosen from: the layer's own choice stays."""
-    tables, sequences = chosen(op, [1 << 20, (1 << 20) + 1, 77, 78], pages, 9, 0.8, device)
+    tables, sequences = selected(op, [1 << 20, (1 << 20) + 1, 77, 78], pages, 9, 0.8, device)
     for n, table in enumerate(tables):
-        own = {page: column for column, page in enumerate(sequences[n // 2].tolist())}
+        column_of = {page: column for column, page in enumerate(sequences[n // 2].tolist())}
         for head in table.tolist():
             assert {*head[:SINK], *head[-LOCAL:]} == {-7}
             if pages == 12:
                 assert {*head} == {-7}
                 continue
-            columns = [own[page] for page in head[SINK:-LOCAL]]
+            columns = [column_of[page] for page in head[SINK:-LOCAL]]
             assert columns == sorted(set(columns)) and columns[0] >= SINK and columns[-1] < pages - LOCAL
-    ours, theirs = (chosen(which, [5, 6, 7, 8], pages, 9, 0.8, device)[0] for which in (op, reference))
+    ours, theirs = (selected(which, [5, 6, 7, 8], pages, 9, 0.8, device)[0] for which in (op, reference))
     assert torch.equal(ours, theirs)

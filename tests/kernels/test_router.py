@@ -130,10 +130,10 @@ def test_experts_that_every_token_goes_to(shared_count: int, options: dict[str, 
     options = dict(options)
     if options.pop("biased", False):
         options["bias"] = torch.linspace(-1, 1, 24, device=device)
-    chosen, scores = route(logits, 5, **options)
+    selected, scores = route(logits, 5, **options)
     ids, weights = route(logits, 5, shared_count=shared_count, **options)
     shared = torch.arange(shared_count, device=device).expand(7, -1)
-    assert torch.equal(ids, torch.cat([chosen + shared_count, shared.int()], 1))
+    assert torch.equal(ids, torch.cat([selected + shared_count, shared.int()], 1))
     assert torch.equal(weights, torch.cat([scores, torch.ones_like(shared, dtype=torch.float32)], 1))
 
 

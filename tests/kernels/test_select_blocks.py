@@ -57,7 +57,7 @@ def case(shape: dict[str, Any], device: torch.device, dtype: torch.dtype = torch
     width = max(first + s["topk"] + held - last for first, last, held in s["ranges"]) + 1
     return dict(
         q=q.to(device), bounds=bounds.to(device), block_table=table.to(device), first=first, last=last, pages=pages,
-        topk=s["topk"], width=width, counted=torch.zeros(2, dtype=torch.int64, device=device),
+        topk=s["topk"], width=width, page_counts=torch.zeros(2, dtype=torch.int64, device=device),
     )  # fmt: skip
 
 
@@ -80,8 +80,8 @@ def check(found: torch.Tensor, c: dict[str, Any]) -> None:
         read = [*range(first), *(first + j for j in sorted(best)), *range(last, pages)]
         assert found[n, h, : len(read)].tolist() == [numbers[j] for j in read], (n, h)
     reads = c["pages"] - (c["last"] - c["first"] - c["topk"]).clamp(min=0)
-    assert c["counted"].tolist() == [heads * int(reads.sum()), heads * len(reads)]
-    c["counted"].zero_()
+    assert c["page_counts"].tolist() == [heads * int(reads.sum()), heads * len(reads)]
+    c["page_counts"].zero_()
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +115,7 @@ def parts_case(parts: int, queries: int, device: torch.device) -> dict[str, Any]
     q = torch.randn(N, 3 * heads, 2 * dim, generator=gen)[..., :dim]
     return dict(
         q=q.to(device), bounds=bounds.to(device), block_table=table.to(device), first=first, last=last, pages=pages,
-        topk=7, width=8 * parts + 8, counted=torch.zeros(2, dtype=torch.int64, device=device),
+        topk=7, width=8 * parts + 8, page_counts=torch.zeros(2, dtype=torch.int64, device=device),
     )  # fmt: skip
 
 
@@ -158,10 +158,10 @@ def test_stretches(shape: str, op: Any, device: torch.device) -> None:
             first, last, pages = (int(c[x][n]) for x in ("first", "last", "pages"))
             row = c["block_table"][n // (len(c["q"]) // len(c["block_table"]))].cpu()
             scores = block_scores(c["q"][n].double().cpu(), c["bounds"][row.long().to(device)].double().cpu())
-            for h, of_head in enumerate(scores.tolist()):
+            for h, head_scores in enumerate(scores.tolist()):
                 read = [*range(first)]
                 for begin, end, k in stretches_of(first, last, min(11, last - first)) if first < last else []:
-                    read += sorted(sorted(range(begin, end), key=lambda j: (-of_head[j], j))[:k])
+                    read += sorted(sorted(range(begin, end), key=lambda j: (-head_scores[j], j))[:k])
                 read += range(last, pages)
                 assert len(read) == pages - max(0, last - first - 11)
                 assert found[n, h, : len(read)].tolist() == row[read].tolist(), (n, h)
@@ -206,9 +206,9 @@ def test_any_scores(device: torch.device, scores: list[float], topk: int, begin:
     ranges = (torch.tensor([x], dtype=torch.int32, device=device) for x in (begin, n, n))
     table = torch.arange(n, dtype=torch.int32, device=device)[None]
     given = q.to(device), bounds.to(device), table, *ranges, topk, begin + topk
-    counted = torch.zeros(2, dtype=torch.int64, device=device)
+    page_counts = torch.zeros(2, dtype=torch.int64, device=device)
     reads = begin + min(topk, len(scores))
-    found, wanted = (op(*given, counted)[0, 0, :reads].tolist() for op in (select_blocks, reference))
+    found, wanted = (op(*given, page_counts)[0, 0, :reads].tolist() for op in (select_blocks, reference))
     assert found == wanted
 
 

@@ -14,10 +14,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kernels.sparse.reference import Together
+from kernels.sparse.reference import SelectionGroup
 from kernels.sparse.reference import select_tokens as reference
 from kernels.sparse.select_tokens import select_tokens
-from tests.kernels.peers import Meeting
+from tests.kernels.peers import ThreadRendezvous
 
 OPS = pytest.mark.parametrize("op", [select_tokens, reference], ids=["kernel", "reference"])
 FEW: dict[str, Any] = dict(sequences=[(120, 21, 4, 8, 0), (37, 9, 0, 0, 0)], kv_heads=1)
@@ -60,14 +60,14 @@ def case(shape: dict[str, Any], device: torch.device) -> dict[str, Any]:
     gen = torch.Generator().manual_seed(5)
     page, kv_heads, planes, B = s["page"], s["kv_heads"], s["planes"], len(s["sequences"])
     columns = max(-(-n // page) for n, *_ in s["sequences"]) + 1
-    known, counts, sinks, windows, fresh = (
+    num_keys, counts, sinks, windows, fresh = (
         torch.tensor(x, dtype=torch.int32) for x in zip(*s["sequences"], strict=True)
     )
     block_tables, score_tables = (torch.randperm(B * columns, generator=gen).view(B, columns).int() for _ in range(2))
     # A stride between layers that no shape explains.
     scores = torch.full((s["layers"], planes + 1, B * columns, kv_heads, page), torch.nan).half()[:, :planes]
     for b in range(B):
-        n = int(known[b])
+        n = int(num_keys[b])
         if fresh[b]:
             continue
         own = (4 * torch.randn(s["layers"], planes, kv_heads, n, generator=gen)).half()
@@ -78,7 +78,8 @@ def case(shape: dict[str, Any], device: torch.device) -> dict[str, Any]:
         score_tables[b, -(-n // page) :] = 1 << 30
     table = torch.full((s["layers"], B, kv_heads, int(counts.max()) + s["tail"] + 2), -7)
     given = dict(
-        scores=scores, score_tables=score_tables, block_tables=block_tables, known=known, counts=counts, sinks=sinks,
+        scores=scores, score_tables=score_tables, block_tables=block_tables, num_keys=num_keys, counts=counts,
+        sinks=sinks,
         windows=windows, fresh=fresh.bool(), table=table.int(),
     )  # fmt: skip
     return {name: x.to(device) for name, x in given.items()} | dict(tail=s["tail"], reach=s["reach"])
@@ -87,7 +88,7 @@ def case(shape: dict[str, Any], device: torch.device) -> dict[str, Any]:
 def order(c: dict[str, Any], layer: int, b: int, head: int) -> list[tuple[float, ...]]:
     """What each known key of a row is compared by: NaN, score, sign; the highest for keys never left out."""
     page = c["scores"].shape[4]
-    n, sinks, windows = (int(c[name][b]) for name in ("known", "sinks", "windows"))
+    n, sinks, windows = (int(c[name][b]) for name in ("num_keys", "sinks", "windows"))
     found = []
     for j in range(n):
         if c["fresh"][b]:
@@ -109,18 +110,18 @@ def check(c: dict[str, Any]) -> None:
     for layer, b, head in np.ndindex(*table.shape[:3]):
         scores = order(c, layer, b, head)
         n, k = len(scores), int(c["counts"][b])
-        chosen = sorted(sorted(range(n), key=lambda j: (scores[j], j), reverse=True)[:k])
+        selected = sorted(sorted(range(n), key=lambda j: (scores[j], j), reverse=True)[:k])
         blocks = c["block_tables"][b].tolist()
         wanted = [
             blocks[j // page] * page + j % page if j // page < len(blocks) else 0
-            for j in [*chosen, *range(n, n + c["tail"])]
+            for j in [*selected, *range(n, n + c["tail"])]
         ]
         wanted += [-7] * (table.shape[3] - len(wanted))
         assert table[layer, b, head].tolist() == wanted, (layer, b, head)
 
 
 def cut(patch: pytest.MonkeyPatch, tile: int = 32, parts: int = 3) -> None:
-    for name, value in (("TILE", tile), ("LEAST_PARTS", parts), ("PROGRAMS", 0)):
+    for name, value in (("TILE", tile), ("MIN_PARTS", parts), ("PROGRAMS", 0)):
         patch.setattr(sys.modules[select_tokens.__module__], name, value)
 
 
@@ -150,8 +151,8 @@ def test_a_call_leaves_nothing_to_the_next(shape: str, device: torch.device) -> 
     for values in (None, torch.arange(150) % 7):
         c = case(SHAPES[shape] | dict(values=values), device)
         choose(select_tokens, c)
-        c["known"] -= c["known"] // 3
-        c["counts"] = torch.minimum(c["counts"], c["known"] // 2)
+        c["num_keys"] -= c["num_keys"] // 3
+        c["counts"] = torch.minimum(c["counts"], c["num_keys"] // 2)
         c["sinks"], c["windows"] = c["counts"] // 3, c["counts"] // 4
         choose(select_tokens, c)
 
@@ -171,21 +172,21 @@ TOGETHER = [
     dict(sequences=[(115, 40, 0, 5, 0), (0, 0, 0, 0, 0)], layers=2),
     dict(sequences=[(127, 9, 0, 6, 0), (30, 20, 0, 3, 0)], layers=2),
 ]
-OF_ALL = [40, 11]
+TOTALS = [40, 11]
 
 
 @OPS
 def test_ranks_choose_together(op: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The best of all, of equals the first rank's, of one rank's the latest; each rank writes its own."""
-    ranks, meeting = len(TOGETHER), Meeting(len(TOGETHER))
+    ranks, rendezvous = len(TOGETHER), ThreadRendezvous(len(TOGETHER))
     cases = [case(shape, device) for shape in TOGETHER]
 
     def rank(i: int) -> int:
-        counts = torch.tensor(OF_ALL, dtype=torch.int32, device=device)
+        counts = torch.tensor(TOTALS, dtype=torch.int32, device=device)
         overflow = torch.zeros(1, dtype=torch.int64, device=device)
-        with meeting.turn:
+        with rendezvous.lock:
             for _ in range(2):  # what one call leaves does not reach the next
-                op(**cases[i], together=Together(meeting.gather(i), i, counts, overflow))
+                op(**cases[i], selection_group=SelectionGroup(rendezvous.gather(i), i, counts, overflow))
         return int(overflow)
 
     if op is select_tokens:  # each rank has a workspace of its own
@@ -203,14 +204,16 @@ def test_ranks_choose_together(op: Any, device: torch.device, monkeypatch: pytes
     lost = 0
     for layer, b, head in np.ndindex(2, 2, 2):
         scored = [(x, -i, j) for i, c in enumerate(cases) for j, x in enumerate(order(c, layer, b, head))]
-        best = sorted(scored, reverse=True)[: OF_ALL[b]]
+        best = sorted(scored, reverse=True)[: TOTALS[b]]
         for i, c in enumerate(cases):
-            chosen, room, n = sorted(j for _, r, j in best if r == -i), int(c["counts"][b]), int(c["known"][b])
-            lost += max(0, len(chosen) - room)
+            selected, room, n = sorted(j for _, r, j in best if r == -i), int(c["counts"][b]), int(c["num_keys"][b])
+            lost += max(0, len(selected) - room)
             blocks = c["block_tables"][b].tolist()
-            slots = [blocks[j // 16] * 16 + j % 16 if j // 16 < len(blocks) else 0 for j in [*chosen, *range(n, n + 5)]]
-            wanted = slots[: len(chosen)][:room]
-            wanted += [-1] * (room - len(wanted)) + slots[len(chosen) :]
+            slots = [
+                blocks[j // 16] * 16 + j % 16 if j // 16 < len(blocks) else 0 for j in [*selected, *range(n, n + 5)]
+            ]
+            wanted = slots[: len(selected)][:room]
+            wanted += [-1] * (room - len(wanted)) + slots[len(selected) :]
             assert c["table"][layer, b, head].tolist()[: room + 5] == wanted, (layer, b, head, i)
     assert sum(overflows) == 2 * lost > 0
 
@@ -275,15 +278,15 @@ def test_a_million_keys_beyond_31_bits() -> None:
 @pytest.mark.gpu
 def test_replayed_while_sequences_grow() -> None:
     c = long(4, 2, [60000, 9000], 0.1)
-    lengths = c["known"].clone()
+    lengths = c["num_keys"].clone()
     select_tokens(**c)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         select_tokens(**c)
     for share in (1, 100, 700, 1000):
-        c["known"].copy_(lengths * share // 1000)
-        c["counts"].copy_(c["known"] // 10)
+        c["num_keys"].copy_(lengths * share // 1000)
+        c["counts"].copy_(c["num_keys"] // 10)
         c["sinks"].copy_((c["counts"] > 9) * 4)
         c["windows"].copy_((c["counts"] > 9) * 5)
         c["table"].fill_(-7)
@@ -301,10 +304,12 @@ def test_more_rows_than_the_second_axis_of_a_grid_takes() -> None:
     gen = torch.Generator("cuda").manual_seed(3)
     scores = torch.randn(layers, 1, B, heads, page, device="cuda", generator=gen).half()
     tables = torch.arange(B, device="cuda", dtype=torch.int32)[:, None]
-    known, counts, none = (torch.full((B,), n, device="cuda", dtype=torch.int32) for n in (page, 5, 0))
+    num_keys, counts, none = (torch.full((B,), n, device="cuda", dtype=torch.int32) for n in (page, 5, 0))
     found = torch.zeros(layers, B, heads, 5, device="cuda", dtype=torch.int32)
-    select_tokens(scores, tables, tables, known, counts, none, none, none.bool(), found, 0)
+    select_tokens(scores, tables, tables, num_keys, counts, none, none, none.bool(), found, 0)
     best = scores[:, 0].topk(5).indices.sort().values  # [layers, B, heads, 5]
     # Of equal scores any may be topk's: their values are compared.
-    chosen = found - tables[None, :, None] * page
-    assert torch.equal(scores[:, 0].gather(3, chosen.long()).sort().values, scores[:, 0].gather(3, best).sort().values)
+    selected = found - tables[None, :, None] * page
+    assert torch.equal(
+        scores[:, 0].gather(3, selected.long()).sort().values, scores[:, 0].gather(3, best).sort().values
+    )

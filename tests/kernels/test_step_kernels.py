@@ -9,9 +9,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from helix.kv_placement import KVPlacement
 from helix.layout import HelixLayout
-from helix.placement import Placement
-from kernels.attention.placement import cache_slots, local_bounds
+from kernels.attention.placement import compute_slot_mapping, local_bounds
 from kernels.dense.reference import angles as reference_angles
 from kernels.dense.rotary import angles
 from kernels.tokens import reference as reference_best
@@ -32,7 +32,7 @@ def test_placement_is_the_layouts(kvp: int, block: int, page: int, window: int |
     tables = torch.randint(0, 1000, (7, 91), generator=generator).int()
     rows = torch.randint(0, 7, (N,), generator=generator)
     for rank in range(kvp):
-        plain = Placement(layout, rank, block, page)
+        plain = KVPlacement(layout, rank, block, page)
         grid = {"kvp": kvp, "kvp_rank": rank, "append_block": block}
         on = [t.to(HOME) for t in (positions, starts, live)]
         lo, hi = local_bounds(*on, **grid, window=window)
@@ -41,14 +41,14 @@ def test_placement_is_the_layouts(kvp: int, block: int, page: int, window: int |
         ]
         assert lo.tolist() == [a for a, _ in wanted]
         assert hi.tolist() == [b if ok else a for (a, b), ok in zip(wanted, live.tolist(), strict=True)]
-        slots = cache_slots(*on, tables.to(HOME), rows.to(HOME), **grid, page_size=page)
+        slots = compute_slot_mapping(*on, tables.to(HOME), rows.to(HOME), **grid, page_size=page)
         expected = []
         for p, s, ok, row in zip(positions.tolist(), starts.tolist(), live.tolist(), rows.tolist(), strict=True):
             local = layout.token_slot(p, block)
             mine = layout.token_owner(p, block, s) == rank and ok
             expected.append(int(tables[row, local // page]) * page + local % page if mine else -1)
         assert slots.tolist() == expected
-        assert plain.cache_slots(positions, starts, live, tables, rows).tolist() == expected
+        assert plain.compute_slot_mapping(positions, starts, live, tables, rows).tolist() == expected
 
 
 @pytest.mark.parametrize("half", [1, 5, 64])

@@ -17,7 +17,7 @@ TABLES = [import_module(f"tests.kernels.{file.stem}") for file in sorted(Path(__
 OPS: list[Op] = [op for table in TABLES for op in table.OPS]
 
 
-def of_each(table: str) -> Any:
+def rows_of(table: str) -> Any:
     """`parametrize` by an op, and the shape and the change of each of its entries in a table."""
     return pytest.mark.parametrize(
         "op, shape, change",
@@ -35,7 +35,7 @@ def on_hopper() -> bool:
 
 @pytest.mark.parametrize("row", [row for table in TABLES for row in table.ROWS])
 def test_row(row: Row, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in row.way.settings.items():
+    for name, value in row.mode.settings.items():
         monkeypatch.setattr(name, value)
     if row.which == "reference":
         monkeypatch.setattr(dispatch, "on_gpu", lambda t: False)
@@ -51,7 +51,7 @@ def test_row(row: Row, device: torch.device, monkeypatch: pytest.MonkeyPatch) ->
             torch.testing.assert_close(again.double(), first.double(), rtol=0, atol=0, equal_nan=True)
 
 
-@of_each("mistakes")
+@rows_of("mistakes")
 def test_mistakes_show(op: Op, shape: dict[str, Any], change: Callable[[Any], None], device: torch.device) -> None:
     case = op.make(**shape, device=device)
     case.check(*case.run(op.function))
@@ -60,7 +60,7 @@ def test_mistakes_show(op: Op, shape: dict[str, Any], change: Callable[[Any], No
         case.check(*case.run(op.function))
 
 
-@of_each("nan")
+@rows_of("nan")
 def test_nan_that_is_read_comes_out(
     op: Op, shape: dict[str, Any], change: Callable[[Any], None], device: torch.device
 ) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.ranks.kept_kernels import reference_drafts as reference
-from benchmarks.ranks.kept_kernels import synthetic_drafts
+from benchmarks.ranks.synthetic_kernels import reference_drafts as reference
+from benchmarks.ranks.synthetic_kernels import synthetic_drafts
 
 
 @pytest.mark.parametrize(

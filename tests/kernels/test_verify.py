@@ -16,7 +16,7 @@ from benchmarks.papers import verification_kernels as baselines
 from benchmarks.papers import verification_reference as reference
 from benchmarks.papers import verify_and_pack as module
 from benchmarks.papers.verify_and_pack import Packed, Verified, verify_and_pack
-from kernels.peers.mailbox import send
+from kernels.peers.ll_protocol import send
 
 SCANS = {"naive": baselines.naive, "ballot": baselines.ballot, "scan": baselines.verify}
 FUSED = {"fused": verify_and_pack, "one block": baselines.verify_and_pack_one_block}
@@ -113,7 +113,7 @@ def many_programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     """Small tiles, and a GPU's number of programs: copies are split, and take several rounds."""
     monkeypatch.setattr(module, "sm_count", lambda device: 6)
     monkeypatch.setattr(module, "TILE_BYTES", 2048)
-    monkeypatch.setattr(module, "LEAST_TILE_BYTES", 1024)
+    monkeypatch.setattr(module, "MIN_TILE_BYTES", 1024)
     monkeypatch.setattr(module, "TOKENS", 1 << 20 if request.param.startswith("compares") else 0)
     monkeypatch.setattr(module, "AHEAD_BYTES", 1 << 20 if request.param.endswith("ahead") else 0)
 

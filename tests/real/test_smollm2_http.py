@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.real.smollm2 import CHATS, MODEL, SYSTEM, continuation, ids_of, tokenizer
-from tests.serving.front import changed
+from tests.serving.api_server import changed
 from tests.serving.test_server import Server, served
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
@@ -60,8 +60,8 @@ def test_answers_are_those_of_transformers(name: str, server: Server) -> None:
     stream = server.client.chat.completions.create(
         model="smollm2-135m-instruct", messages=CHATS[name], max_tokens=40, stream=True, **GREEDY
     )
-    said = "".join(piece.choices[0].delta.content or "" for piece in stream)
-    assert said == chat(server, CHATS[name], max_tokens=40).message.content and (name != "talk" or "你好" in said)
+    reply = "".join(piece.choices[0].delta.content or "" for piece in stream)
+    assert reply == chat(server, CHATS[name], max_tokens=40).message.content and (name != "talk" or "你好" in reply)
 
 
 COUNTRY = {
@@ -127,5 +127,5 @@ def test_a_call_has_the_arguments_of_its_function(choice: str, temperature: floa
     # The next turn, with what the function gave.
     messages += [answer.message.model_dump(exclude_none=True)]
     messages += [{"role": "tool", "tool_call_id": call.id, "content": "sunny, 21 degrees"}]
-    said = chat(calling, messages, tools=TOOLS, max_tokens=20)
-    assert said.message.content or said.message.tool_calls
+    reply = chat(calling, messages, tools=TOOLS, max_tokens=20)
+    assert reply.message.content or reply.message.tool_calls

@@ -73,7 +73,7 @@ def drafted(
         comm, drafter = world.communicator(rank, layout.kvp_group(rank)), make(world, rank)
         engine = build_engine(MODEL, layout, comm, 16, drafter=drafter, adaptive=False, **options)
         result, seen = generate(engine, wanted), engine.timings.acceptance
-        return result, sum(seen.kept) / sum(seen.tried) if rank == 0 else 0.0
+        return result, sum(seen.accepted) / sum(seen.verified) if rank == 0 else 0.0
 
     results, (share, *_) = zip(*run_ranks(layout.world_size, body, timeout_s=400.0), strict=True)
     check(results, wanted, tolerance)

@@ -13,7 +13,36 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-BASE = "684767b1"
+BASE, MOVED = (
+    "684767b1",
+    {
+        "tests/e2e/test_bodies.py": "tests/e2e/test_prompt_files.py",
+        "tests/e2e/test_way.py": "tests/e2e/test_architecture_page.py",
+        "tests/e2e/test_wishes.py": "tests/e2e/test_sampling_params.py",
+        "tests/e2e/test_turns.py": "tests/e2e/test_dual_batch_overlap.py",
+        "tests/e2e/test_rehearsal.py": "tests/e2e/test_warmup.py",
+        "tests/e2e/test_tiered.py": "tests/e2e/test_kv_offload.py",
+        "tests/kernels/test_lse_combine.py": "tests/kernels/test_merge_states.py",
+        "tests/kernels/test_shape_logits.py": "tests/kernels/test_process_logits.py",
+        "tests/kernels/test_emulated_boxes.py": "tests/kernels/test_emulated_peers.py",
+        "tests/kernels/test_tier.py": "tests/kernels/test_offload.py",
+        "tests/dist/test_captured.py": "tests/dist/test_graph_collectives.py",
+        "tests/serving/test_front.py": "tests/serving/test_api_server.py",
+        "tests/serving/test_forms.py": "tests/serving/test_structured_outputs.py",
+        "tests/serving/test_calls.py": "tests/serving/test_tool_calls.py",
+        "tests/serving/test_dialects.py": "tests/serving/test_chat_formats.py",
+        "tests/serving/test_link.py": "tests/serving/test_engine_server.py",
+        "tests/serving/test_fields.py": "tests/serving/test_request_fields.py",
+        "tests/unit/test_decide_ahead.py": "tests/unit/test_lookahead.py",
+        "tests/unit/test_shaping.py": "tests/unit/test_logits_processor.py",
+        "tests/unit/test_tiering.py": "tests/unit/test_offload_setup.py",
+        "tests/unit/test_drawing.py": "tests/unit/test_draft_sampling.py",
+        "tests/unit/test_lab_config.py": "tests/unit/test_benchmark_config.py",
+        "tests/unit/test_pairs.py": "tests/unit/test_pairwise.py",
+        "tests/unit/test_text.py": "tests/unit/test_text_stream.py",
+        "tests/unit/test_start.py": "tests/unit/test_light_imports.py",
+    },
+)
 
 
 def tests_of(source: str) -> Iterator[str]:
@@ -32,7 +61,7 @@ def before(commit: str) -> set[str]:
     names = subprocess.check_output(command, cwd=ROOT, text=True).split()
     paths = [path for path in names if is_test_file(path)]
     shown = {path: subprocess.check_output(["git", "show", f"{commit}:{path}"], cwd=ROOT, text=True) for path in paths}
-    return {f"{path}::{test}" for path, source in shown.items() for test in tests_of(source)}
+    return {f"{MOVED.get(path, path)}::{test}" for path, source in shown.items() for test in tests_of(source)}
 
 
 def now() -> set[str]:

@@ -14,8 +14,8 @@ import pytest
 from playwright.async_api import Browser, Page, Playwright, expect
 
 from helix.engine.request import Request
+from tests.serving.api_server import READY, ApiServer, FakeJob, api_server, tokens_of, until
 from tests.serving.chats import END
-from tests.serving.front import READY, FakeJob, Front, front, tokens_of, until
 
 NAMES = "chromium", "chromium-browser", "google-chrome", "chrome"
 BINARY = next(filter(None, map(shutil.which, NAMES)), None)
@@ -25,7 +25,7 @@ DEADLINE_MS = 60_000
 KNOWN = r"status of (400|401|502|503)|ERR_(CONNECTION|INCOMPLETE_CHUNKED_ENCODING|EMPTY_RESPONSE)"
 
 
-class Teller(FakeJob):
+class ScriptedJob(FakeJob):
     """A job that says texts, each when the test wants it."""
 
     def __init__(self, model: Path) -> None:
@@ -41,40 +41,40 @@ class Teller(FakeJob):
     async def write(self, text: str, finish: str | None = None) -> None:
         """Says a text, a token at a time."""
         for token in tokens_of(text, self.ready.model):
-            await self.say(self.submits[-1], [token])
+            await self.emit(self.submits[-1], [token])
         if finish is not None:
-            await self.say(self.submits[-1], [self.ready.eos[-1]] if finish == "stop" else [], finish)
+            await self.emit(self.submits[-1], [self.ready.eos[-1]] if finish == "stop" else [], finish)
 
 
 @dataclass
-class Tab(Front):
+class PageDriver(ApiServer):
     """A front end, and a page of it with what its user does there."""
 
-    job: Teller
+    job: ScriptedJob
     page: Page
 
     @property
     def prompt(self) -> str:
         """Of the last request."""
-        return self.session.tokens.tokenizer.decode(self.job.submits[-1].prompt)
+        return self.session.tokenizer.backend.decode(self.job.submits[-1].prompt)
 
-    async def beside(self, url: str = "") -> Tab:
+    async def new_tab(self, url: str = "") -> PageDriver:
         """Another page of the same browser."""
         page = await self.page.context.new_page()
         await page.goto(url or self.url)
         return replace(self, page=page)
 
-    async def told(self, what: str | re.Pattern[str]) -> None:
+    async def expect_status(self, what: str | re.Pattern[str]) -> None:
         """Waits until the page says this of itself."""
         await expect(self.page.locator("#state")).to_have_text(what)
 
     async def ready(self) -> None:
-        await self.told("Ready.")
+        await self.expect_status("Ready.")
 
-    async def shown(self, text: str) -> None:
+    async def expect_text(self, text: str) -> None:
         await expect(self.page.locator("#talk")).to_contain_text(text)
 
-    async def requested(self, act: Awaitable[Any]) -> None:
+    async def expect_request(self, act: Awaitable[Any]) -> None:
         """Does something, and waits for the request that it makes."""
         before = len(self.job.submits)
         await act
@@ -84,23 +84,23 @@ class Tab(Front):
         """Writes a text, presses Enter, and waits for the request."""
         if text is not None:
             await self.page.fill("#text", text)
-        await self.requested(self.page.press("#text", keys))
+        await self.expect_request(self.page.press("#text", keys))
 
     async def begin(self, question: str, text: str) -> None:
         """A question, and the beginning of its answer."""
         await self.send(question)
         await self.job.write(text)
-        await self.shown(text.strip())
+        await self.expect_text(text.strip())
 
     async def answer(self, text: str, finish: str = "stop") -> None:
         """Says the rest of an answer."""
         await self.job.write(text, finish)
         await expect(self.page.locator("#stop")).to_be_hidden()
 
-    async def turn(self, question: str, said: str) -> None:
+    async def turn(self, question: str, message: str) -> None:
         """A question with its answer."""
         await self.send(question)
-        await self.answer(said)
+        await self.answer(message)
 
     async def press(self, name: str) -> None:
         await self.page.get_by_role("button", name=name, exact=True).click()
@@ -110,7 +110,7 @@ class Tab(Front):
         await self.ready()
 
 
-Browse = Callable[..., Awaitable[tuple[Tab, Page]]]  # of `opened`, without a browser and a directory
+Browse = Callable[..., Awaitable[tuple[PageDriver, Page]]]  # of `opened`, without a browser and a directory
 
 
 async def started(driver: Playwright) -> Browser:
@@ -120,12 +120,12 @@ async def started(driver: Playwright) -> Browser:
 
 @asynccontextmanager
 async def opened(
-    browser: Browser, directory: Path, job: Teller, look: Any = None, **settings: Any
-) -> AsyncIterator[Tab]:
+    browser: Browser, directory: Path, job: ScriptedJob, look: Any = None, **settings: Any
+) -> AsyncIterator[PageDriver]:
     """A page of a server; in the end it has wanted nothing of others and complained of nothing."""
     requests: list[str] = []
     complaints: list[str] = []
-    async with front(directory, job, **settings) as made:
+    async with api_server(directory, job, **settings) as made:
         context = await browser.new_context(**{"viewport": {"width": 1000, "height": 760}, **(look or {})})
         async with context:
             await context.grant_permissions(["clipboard-read", "clipboard-write"])
@@ -133,8 +133,8 @@ async def opened(
             page.set_default_timeout(DEADLINE_MS)
             page.on("request", lambda request: requests.append(request.url))
             page.on("pageerror", lambda error: complaints.append(str(error)))
-            page.on("console", lambda said: complaints.append(said.text) if said.type == "error" else None)
+            page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
             await page.goto(f"{made.url}/")
-            yield Tab(**vars(made), page=page)
+            yield PageDriver(**vars(made), page=page)
         assert requests and all(url.startswith(f"{made.url}/") or url == "data:," for url in requests)
         assert [one for one in complaints if not re.search(KNOWN, one)] == []

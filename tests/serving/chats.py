@@ -9,14 +9,14 @@ from typing import Any
 import yaml
 from transformers import AutoTokenizer
 
-from tests.serving.front import DEMO, Front, text_of
+from tests.serving.api_server import DEMO, ApiServer, text_of
 
-Talk = Callable[..., Awaitable[Front]]  # the fixture `talk`
+Talk = Callable[..., Awaitable[ApiServer]]  # the fixture `talk`
 BEGIN, END = SPECIAL = ["<|im_start|>", "<|im_end|>"]
 TEMPLATE = text_of("chat.jinja")
 # As families have them: of thoughts that a switch turns off, of an effort, of texts that are trimmed.
-SWITCHED, OF_EFFORT, TRIMMED = text_of("switched.jinja"), text_of("of-effort.jinja"), text_of("trimmed.jinja")
-TEMPLATES = {"switched": SWITCHED, "of effort": OF_EFFORT, "trimmed": TRIMMED}
+SWITCHED, EFFORT, TRIMMED = text_of("switched.jinja"), text_of("of-effort.jinja"), text_of("trimmed.jinja")
+TEMPLATES = {"switched": SWITCHED, "of effort": EFFORT, "trimmed": TRIMMED}
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
 WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS}}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'

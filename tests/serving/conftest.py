@@ -11,9 +11,18 @@ from typing import Any
 import pytest
 from playwright.async_api import Browser, Page, async_playwright
 
-from tests.serving.browser import Browse, Tab, Teller, opened, started
+from tests.serving.api_server import (
+    READY,
+    ApiServer,
+    FakeJob,
+    Serve,
+    api_server,
+    scripted_reply,
+    tokens_of,
+    without_template,
+)
+from tests.serving.browser import Browse, PageDriver, ScriptedJob, opened, started
 from tests.serving.chats import END, Talk, chat_model
-from tests.serving.front import READY, FakeJob, Front, Serve, front, saying, tokens_of, without_template
 
 
 @pytest.fixture(scope="session")
@@ -23,7 +32,7 @@ def anyio_backend() -> tuple[str, dict[str, Any]]:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("launch.client.compiler.COMPILE_S", 60.0)  # this machine may be busy
+    monkeypatch.setattr("launch.client.grammar_compiler.COMPILE_S", 60.0)  # this machine may be busy
 
 
 @pytest.fixture
@@ -31,8 +40,8 @@ async def serve(tmp_path: Path) -> AsyncIterator[Serve]:
     """`await serve(job, **settings)` is a front end over a job."""
     async with AsyncExitStack() as servers:
 
-        async def start(job: Any = None, **settings: Any) -> Front:
-            return await servers.enter_async_context(front(tmp_path, job, **settings))
+        async def start(job: Any = None, **settings: Any) -> ApiServer:
+            return await servers.enter_async_context(api_server(tmp_path, job, **settings))
 
         yield start
 
@@ -48,30 +57,30 @@ def talk(serve: Serve, model: Path) -> Talk:
     """`await talk(says)` is a front end over a job that says a text and ends the turn."""
     (end,) = tokens_of(END, str(model))
 
-    async def start(says: str) -> Front:
+    async def start(says: str) -> ApiServer:
         ready = replace(READY, model=str(model), vocab=4100, eos=(0, end))
-        return await serve(FakeJob(saying(says, end=end), ready))
+        return await serve(FakeJob(scripted_reply(says, end=end), ready))
 
     return start
 
 
 @pytest.fixture(scope="module")
-async def _guided(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Front]:
+async def _guided(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ApiServer]:
     (end,) = tokens_of(END, str(model))
     job = FakeJob(ready=replace(READY, model=str(model), vocab=4100, eos=(0, end), guided=True))
-    async with front(tmp_path_factory.mktemp("guided"), job) as made:
+    async with api_server(tmp_path_factory.mktemp("guided"), job) as made:
         made.session.compiler.workers._work_s = 60
         yield made
 
 
 @pytest.fixture
-def guided(_guided: Front) -> Iterator[Front]:
+def guided(_guided: ApiServer) -> Iterator[ApiServer]:
     """A front end that compiles forms, whose processes take a second to start: one for all tests of a file."""
-    tokenizer, dialect = _guided.session.tokens.tokenizer, _guided.session._dialect
+    tokenizer, dialect = _guided.session.tokenizer.backend, _guided.session._chat_format
     template = tokenizer.chat_templates
-    _guided.job.got.clear()
+    _guided.job.received.clear()
     yield _guided
-    tokenizer.chat_templates, _guided.session._dialect = template, dialect
+    tokenizer.chat_templates, _guided.session._chat_format = template, dialect
 
 
 @pytest.fixture(scope="session")
@@ -85,10 +94,12 @@ async def browse(chromium: Browser, model: Path, tmp_path: Path) -> AsyncIterato
     """`await browse(look, **settings)` is a front end and a page of it, for chats or to continue text."""
     async with AsyncExitStack() as pages:
 
-        async def start(look: Any = None, chat: bool = True, named: str = "", **settings: Any) -> tuple[Tab, Page]:
-            of_chats = chat_model(tmp_path / named) if named else model
-            teller = Teller(of_chats if chat else without_template(tmp_path))
-            made = await pages.enter_async_context(opened(chromium, tmp_path, teller, look, **settings))
+        async def start(
+            look: Any = None, chat: bool = True, named: str = "", **settings: Any
+        ) -> tuple[PageDriver, Page]:
+            chat_directory = chat_model(tmp_path / named) if named else model
+            scripted_job = ScriptedJob(chat_directory if chat else without_template(tmp_path))
+            made = await pages.enter_async_context(opened(chromium, tmp_path, scripted_job, look, **settings))
             if "api_keys" not in settings:
                 await made.ready()
             return made, made.page

@@ -20,7 +20,7 @@ from helix.engine.core import Engine
 from helix.engine.inbox import Inbox
 from helix.engine.request import RequestUpdate
 from helix.layout import HelixLayout
-from launch.job.serve import Link, serve
+from launch.job.serve import EngineServer, serve
 from tests.e2e.checkpoints import checkpoint
 from tests.e2e.parity import build_engine
 
@@ -39,7 +39,7 @@ class Died(Exception):
     """Planted."""
 
 
-class DyingLink(Link):
+class DyingEngineServer(EngineServer):
     """A link whose job dies after `lives` messages, counted once `among` requests have come; None: it lives."""
 
     def __init__(self, path: Path, inbox: Inbox, lives: int | None, among: int) -> None:
@@ -47,15 +47,15 @@ class DyingLink(Link):
         self._lives, self._among = lives, among
         self._came: set[str | int] = set()
 
-    def pass_on(self, update: RequestUpdate) -> None:
-        self._came.update(list(self._names))  # copied at once: another thread adds to them
+    def send_update(self, update: RequestUpdate) -> None:
+        self._came.update(list(self._request_ids))  # copied at once: another thread adds to them
         if self._lives == 0:
             with self._lock:
                 assert self._peer is not None
                 self._peer.shutdown(socket.SHUT_RDWR)
             self.close()
             raise Died
-        super().pass_on(update)
+        super().send_update(update)
         if self._lives is not None and len(self._came) >= self._among:
             self._lives -= 1
 
@@ -87,7 +87,7 @@ class EngineJob:
     def _run(self, path: Path) -> None:
         while True:
             engine, self._inbox = self._make(), Inbox()
-            link = DyingLink(path, self._inbox, self._deaths.pop(0) if self._deaths else None, self._among)
+            link = DyingEngineServer(path, self._inbox, self._deaths.pop(0) if self._deaths else None, self._among)
             try:
                 return serve(engine, self._inbox, link, self._model)
             except Died:

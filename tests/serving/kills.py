@@ -54,8 +54,8 @@ class Reader(Thread):
     def run(self) -> None:
         try:
             for piece in self._answer():
-                told = (piece.model_extra or {}).get("prompt_progress")
-                if told is not None and 0 < told["processed"] < told["total"]:
+                progress = (piece.model_extra or {}).get("prompt_progress")
+                if progress is not None and 0 < progress["processed"] < progress["total"]:
                     self.reads.set()
                 for choice in piece.choices:
                     self.text += choice.text

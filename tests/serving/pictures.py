@@ -10,9 +10,9 @@ from typing import Any
 
 from playwright.async_api import async_playwright
 
-from tests.serving.browser import Tab, Teller, opened, started
+from tests.serving.api_server import ROOT, text_of
+from tests.serving.browser import PageDriver, ScriptedJob, opened, started
 from tests.serving.chats import chat_model
-from tests.serving.front import ROOT, text_of
 
 IMAGES = ROOT / "docs" / "images"
 SYSTEM = "You explain how attention is computed over several GPUs. Be brief, and show formulas and code."
@@ -26,7 +26,7 @@ LOOKS: dict[str, dict[str, Any]] = {
 }
 
 
-async def converse(tab: Tab, name: str) -> None:
+async def converse(tab: PageDriver, name: str) -> None:
     page = tab.page
     await tab.ready()
     await tab.press("Settings")
@@ -49,8 +49,8 @@ async def take() -> None:
     async with async_playwright() as driver, await started(driver) as browser:
         for name, look in LOOKS.items():
             with tempfile.TemporaryDirectory() as directory:
-                teller = Teller(chat_model(Path(directory) / "example-8b-instruct"))
-                async with opened(browser, Path(directory), teller, look) as tab:
+                scripted_job = ScriptedJob(chat_model(Path(directory) / "example-8b-instruct"))
+                async with opened(browser, Path(directory), scripted_job, look) as tab:
                     await converse(tab, name)
 
 

@@ -13,13 +13,13 @@ import yaml
 from openai import AsyncOpenAI
 
 from launch.client.errors import ApiError
-from launch.client.schemas import Chat, parsed
+from launch.client.schemas import Chat, parse_body
 from launch.serving.messages import Messages
 from launch.serving.messages import chat_of as of_messages
 from launch.serving.responses import Responses
 from launch.serving.responses import chat_of as of_responses
+from tests.serving.api_server import scripted_reply
 from tests.serving.chats import CALL, PARAMETERS, REFUSALS, USER, Talk
-from tests.serving.front import saying
 
 SAYS = f"Hm.\n</think>\n\nLooking.\n{CALL}"
 CITY = '{"city": "Paris"}'
@@ -50,17 +50,17 @@ def events(text: str) -> list[dict[str, Any]]:
 
 def joined(found: list[dict[str, Any]], path: tuple[str, ...]) -> list[dict[str, Any]]:
     """Events with neighbours of one kind as one: how a text is cut depends on the tokens."""
-    told: list[dict[str, Any]] = []
+    received: list[dict[str, Any]] = []
     for event in found:
-        if told and event["type"].endswith("delta") and told[-1]["type"] == event["type"] and path[0] in event:
-            of, more = told[-1], event
+        if received and event["type"].endswith("delta") and received[-1]["type"] == event["type"] and path[0] in event:
+            of, more = received[-1], event
             for name in path[:-1]:
                 of, more = of[name], more[name]
             if set(of) == set(more) and path[-1] in of:
                 of[path[-1]] += more[path[-1]]
                 continue
-        told.append(event)
-    return told
+        received.append(event)
+    return received
 
 
 # ---- Responses
@@ -69,36 +69,36 @@ TOOL = {"type": "function", "name": "get_weather", "parameters": PARAMETERS}
 
 
 async def test_events_of_a_response(talk: Talk) -> None:
-    front = await talk(SAYS)
+    api_server = await talk(SAYS)
     body = {"input": USER["content"], "tools": [TOOL], "stream": True, "metadata": {"a": "b"}} | THINKING
-    answer = await front.post("/v1/responses", body, headers=ID)
+    answer = await api_server.post("/v1/responses", body, headers=ID)
     found = events(answer.text)
     assert [event.pop("sequence_number") for event in found] == list(range(len(found)))
     assert "[DONE]" not in answer.text
-    told = joined(found, ("delta",))
-    (submit,) = front.job.submits
-    created, progress, *middle, completed = told
+    received = joined(found, ("delta",))
+    (submit,) = api_server.job.submits
+    created, progress, *middle, completed = received
     assert created["type"] == "response.created" and progress["type"] == "response.in_progress"
     begun = created["response"]
     assert begun == progress["response"] and begun["output"] == [] and begun["usage"] is None
     assert (begun["id"], begun["status"], begun["metadata"]) == ("resp_r1", "in_progress", {"a": "b"})
     response = completed["response"]
-    tokens, call_id = front.session.tokens, response["output"][2]["call_id"]
-    drawn = len(tokens.encode_segments(SAYS)) + 1
+    tokens, call_id = api_server.session.tokenizer, response["output"][2]["call_id"]
+    count = len(tokens.encode_segments(SAYS)) + 1
     wanted = filled(
-        ADAPTERS["responses"], call=call_id, prompt=len(submit.prompt), drawn=drawn, total=len(submit.prompt) + drawn,
+        ADAPTERS["responses"], call=call_id, prompt=len(submit.prompt), drawn=count, total=len(submit.prompt) + count,
         thought=len(tokens.encode_segments("Hm.")),
     )  # fmt: skip
     assert middle == wanted["events"] and completed["type"] == "response.completed"
     assert response["output"] == wanted["output"] and response["usage"] == wanted["usage"]
-    whole = (await front.post("/v1/responses", body | {"stream": False}, headers=ID)).json()
+    whole = (await api_server.post("/v1/responses", body | {"stream": False}, headers=ID)).json()
     new = whole["output"][2]["call_id"]
     assert whole | {"created_at": 0} == json.loads(json.dumps(response).replace(call_id, new)) | {"created_at": 0}
 
 
 async def test_the_official_client_reads_responses(model: Path, talk: Talk) -> None:
-    front = await talk(SAYS)
-    client = AsyncOpenAI(base_url=f"{front.url}/v1", api_key="-", max_retries=0)
+    api_server = await talk(SAYS)
+    client = AsyncOpenAI(base_url=f"{api_server.url}/v1", api_key="-", max_retries=0)
     wanted: dict[str, Any] = {"model": model.name, "input": USER["content"], "instructions": "Be brief."}
     answer = await client.responses.create(**wanted, tools=[TOOL], extra_body=THINKING)
     assert answer.output_text == "Looking." and answer.status == "completed"
@@ -111,7 +111,7 @@ async def test_the_official_client_reads_responses(model: Path, talk: Talk) -> N
     turn = [{"role": "user", "content": "x"}, *(item.model_dump() for item in answer.output)]
     turn.append({"type": "function_call_output", "call_id": answer.output[2].call_id, "output": "sunny"})
     await client.responses.create(model=model.name, input=turn)
-    text = front.session.tokens.tokenizer.decode(front.job.submits[-1].prompt)
+    text = api_server.session.tokenizer.backend.decode(api_server.job.submits[-1].prompt)
     assert "Paris<|im_end|>" in text and "<|im_start|>tool\nsunny" in text
     short = await client.responses.create(**wanted, max_output_tokens=16)
     assert short.usage.output_tokens_details.reasoning_tokens == 0
@@ -123,25 +123,25 @@ async def test_the_official_client_reads_responses(model: Path, talk: Talk) -> N
 
 
 async def test_a_response_that_is_cut_is_incomplete_and_one_that_fails_says_why(talk: Talk) -> None:
-    front = await talk("x")
+    api_server = await talk("x")
     for finish, kind in (("length", "response.incomplete"), ("error", "response.failed")):
-        front.job.script = saying("x", finish)
-        answer = await front.post("/v1/responses", {"input": "x", "stream": True})
+        api_server.job.script = scripted_reply("x", finish)
+        answer = await api_server.post("/v1/responses", {"input": "x", "stream": True})
         last = events(answer.text)[-1]
         assert last["type"] == kind and last["response"]["status"] == kind.removeprefix("response.")
-        said = [i["status"] for i in last["response"]["output"]]
-        assert said == (["incomplete"] if finish == "length" else [])
+        statuses = [i["status"] for i in last["response"]["output"]]
+        assert statuses == (["incomplete"] if finish == "length" else [])
         done = [event["item"]["status"] for event in events(answer.text) if event["type"].endswith("item.done")]
-        assert done == said
+        assert done == statuses
         error = last["response"]["error"]
         assert error == ({"code": "server_error", "message": "planted"} if finish == "error" else None)
-        answer = await front.post("/v1/responses", {"input": "x"})
+        answer = await api_server.post("/v1/responses", {"input": "x"})
         assert answer.status_code == (500 if finish == "error" else 200)
     assert last["response"]["incomplete_details"] is None
 
 
 def chat(schema: Any, convert: Callable[..., Chat], body: dict[str, Any], *more: Any) -> dict[str, Any]:
-    found = convert(parsed(schema, json.dumps(body).encode()), *more)
+    found = convert(parse_body(schema, json.dumps(body).encode()), *more)
     return found.model_dump(exclude_unset=True, exclude_none=True)
 
 
@@ -162,39 +162,39 @@ def test_what_comes_back_in_a_response_is_json(number: str) -> None:
         '"tools": [{"type": "function", "name": "f", "parameters": {"x": NUMBER}}], "tool_choice": "none"',
         '"text": {"format": {"type": "text", "x": [NUMBER]}}',
     ):
-        body = parsed(Responses, f'{{"input": "x", {what.replace("NUMBER", number)}}}'.encode())
+        body = parse_body(Responses, f'{{"input": "x", {what.replace("NUMBER", number)}}}'.encode())
         with pytest.raises(ApiError, match="NaN and Infinity are not") as refused:
             of_responses(body)
         assert refused.value.status == 400
 
 
 async def test_events_of_a_message(model: Path, talk: Talk) -> None:
-    front = await talk(SAYS)
+    api_server = await talk(SAYS)
     body = ASKS | {"tools": [OWN], "thinking": {"type": "enabled", "budget_tokens": 1024}, "stream": True}
-    answer = await front.post("/v1/messages", body, headers=ID)
+    answer = await api_server.post("/v1/messages", body, headers=ID)
     found = joined(joined(events(answer.text), ("delta", "text")), ("delta", "thinking"))
-    (submit,) = front.job.submits
-    assert front.session.tokens.tokenizer.decode(submit.prompt).endswith("assistant\n<think>\n")
+    (submit,) = api_server.job.submits
+    assert api_server.session.tokenizer.backend.decode(submit.prompt).endswith("assistant\n<think>\n")
     use = found[-5]["content_block"]["id"]
     assert use.startswith("call_")
-    drawn = len(front.session.tokens.encode_segments(SAYS)) + 1
-    facts = {"model": model.name, "prompt": len(submit.prompt), "drawn": drawn}
+    count = len(api_server.session.tokenizer.encode_segments(SAYS)) + 1
+    facts = {"model": model.name, "prompt": len(submit.prompt), "drawn": count}
     assert found == filled(ADAPTERS["messages"]["events"], call=use, **facts)
-    whole = (await front.post("/v1/messages", body | {"stream": False}, headers=ID)).json()
+    whole = (await api_server.post("/v1/messages", body | {"stream": False}, headers=ID)).json()
     assert whole == filled(ADAPTERS["messages"]["message"], call=whole["content"][2]["id"], **facts)
-    counted = await front.post("/v1/messages/count_tokens", {k: v for k, v in body.items() if k != "max_tokens"})
+    counted = await api_server.post("/v1/messages/count_tokens", {k: v for k, v in body.items() if k != "max_tokens"})
     assert counted.json() == {"input_tokens": len(submit.prompt)}
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_how_a_message_ends(stream: bool, talk: Talk) -> None:
-    front = await talk("Hello world.")
+    api_server = await talk("Hello world.")
     for more, reason, stop, text in (
         ({"stop_sequences": ["nowhere", "wo", " w"]}, "stop_sequence", " w", "Hello"),
         ({"stop_sequences": ["nowhere"]}, "end_turn", None, "Hello world."),
         ({"stop_sequences": [" w"], "min_tokens": 99}, "end_turn", None, "Hello world."),
     ):
-        answer = await front.post("/v1/messages", ASKS | more | {"stream": stream})
+        answer = await api_server.post("/v1/messages", ASKS | more | {"stream": stream})
         found = events(answer.text) if stream else [answer.json()]
         end = found[-2]["delta"] if stream else found[0]
         assert (end["stop_reason"], end["stop_sequence"]) == (reason, stop)
@@ -203,17 +203,17 @@ async def test_how_a_message_ends(stream: bool, talk: Talk) -> None:
 
 
 async def test_errors_of_messages_have_their_form(talk: Talk) -> None:
-    front = await talk("x")
+    api_server = await talk("x")
     for row in REFUSALS["messages"]:
         body = {name: value for name, value in (ASKS | row["body"]).items() if name != row.get("without")}
-        answer, status = await front.post("/v1/messages", body, headers=ID), row.get("status", 400)
-        told, kind = answer.json(), "not_found_error" if status == 404 else "invalid_request_error"
-        assert (answer.status_code, told["type"], told["error"]["type"]) == (status, "error", kind), told
-        assert row["says"] in told["error"]["message"] and told["request_id"] == "r1", told
-    answer = await front.post("/v1/messages", ASKS | {"metadata": {"user_id": "u"}, "service_tier": "auto"})
+        answer, status = await api_server.post("/v1/messages", body, headers=ID), row.get("status", 400)
+        received, kind = answer.json(), "not_found_error" if status == 404 else "invalid_request_error"
+        assert (answer.status_code, received["type"], received["error"]["type"]) == (status, "error", kind), received
+        assert row["says"] in received["error"]["message"] and received["request_id"] == "r1", received
+    answer = await api_server.post("/v1/messages", ASKS | {"metadata": {"user_id": "u"}, "service_tier": "auto"})
     assert answer.headers["x-ignored-fields"] == "metadata,service_tier"
-    front.job.script = saying("", "error")
-    answer = await front.post("/v1/messages", ASKS | {"stream": True}, headers=ID)
+    api_server.job.script = scripted_reply("", "error")
+    answer = await api_server.post("/v1/messages", ASKS | {"stream": True}, headers=ID)
     error = {"type": "error", "error": {"type": "api_error", "message": "planted"}, "request_id": "r1"}
     assert events(answer.text)[1:] == [error]
 

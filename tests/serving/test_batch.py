@@ -14,11 +14,11 @@ import pytest
 
 from helix.config import Config
 from launch.batch import decode
-from launch.client.compiler import Compiler
+from launch.client.chat_tokenizer import ChatTokenizer
 from launch.client.errors import REFUSED
-from launch.client.tokens import Tokens
-from launch.inputs.prompts import PromptFile
-from tests.serving.front import DEMO, READY, FakeJob
+from launch.client.grammar_compiler import GrammarCompiler
+from launch.inputs.prompt_files import PromptFile
+from tests.serving.api_server import DEMO, READY, FakeJob
 
 FORM = {"response_format": {"type": "json_object"}}
 
@@ -56,11 +56,11 @@ def test_a_long_file_is_read_as_it_is_served(tmp_path: Path, monkeypatch: pytest
     lines[35] = batch("35", prompt=["def f", "import os"], max_tokens=2)
     read: list[int] = []
 
-    async def planted(compiler: Compiler, parts: Any) -> str:
+    async def planted(compiler: GrammarCompiler, parts: Any) -> str:
         read.append(len((tmp_path / "o.jsonl").read_text().splitlines()))
         raise TypeError("planted")
 
-    monkeypatch.setattr(Compiler, "compile", planted)
+    monkeypatch.setattr(GrammarCompiler, "compile", planted)
     code, found = decoded(lines, tmp_path, FakeJob(ready=replace(READY, max_batch=2, guided=True)))
     assert code == REFUSED and read[0] > 20
     assert [line.get("custom_id", line["id"]) for line in found] == [
@@ -79,14 +79,14 @@ def test_a_line_that_is_refused_ends_no_file(tmp_path: Path, monkeypatch: pytest
         {"id": "plain", "prompt": "a", "max_tokens": 2},
         batch("panic", prompt="panic"),
     ]
-    encode = Tokens.encode
+    encode = ChatTokenizer.encode
 
-    def failing(tokens: Tokens, text: str, *more: Any) -> np.ndarray:
+    def failing(tokens: ChatTokenizer, text: str, *more: Any) -> np.ndarray:
         if text in ("wrong", "panic"):
             raise ValueError("planted") if text == "wrong" else Panic("planted")
         return encode(tokens, text, *more)
 
-    monkeypatch.setattr(Tokens, "encode", failing)
+    monkeypatch.setattr(ChatTokenizer, "encode", failing)
     code, found = decoded(lines, tmp_path, FakeJob())
     ids, hot, wrong, plain, panic = found
     assert code == REFUSED and plain["finish_reason"] == "length"

@@ -15,10 +15,10 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from helix.engine.request import Request
-from launch.answers.dialects import dialect_of
-from launch.client.tokens import Tokens
+from launch.answers.chat_formats import find_chat_format
+from launch.client.chat_tokenizer import ChatTokenizer
+from tests.serving.api_server import READY, ApiServer, FakeJob, ReceivedChoice, read, scripted_reply
 from tests.serving.chats import CALL, CHATS, COMPLETIONS, USER, WEATHER, Talk, tool
-from tests.serving.front import READY, FakeJob, Front, Read, read, saying
 
 PARIS = "get_weather", {"city": "Paris"}
 WITH_TOOLS: dict[str, Any] = {"tools": [WEATHER, tool("now")]}
@@ -27,26 +27,26 @@ TOLD = yaml.safe_load(Path(__file__).with_name("chats.yaml").read_text())
 
 
 @pytest.mark.parametrize("name", TOLD)
-async def test_what_reaches_a_client(name: str, guided: Front) -> None:
+async def test_what_reaches_a_client(name: str, guided: ApiServer) -> None:
     """Whole and streamed."""
     row = TOLD[name]
     calls = [(tool, arguments) for call in row.get("calls", ()) for tool, arguments in call.items()]
-    told = Read(row.get("thinking", ""), row["content"], calls, row["ends"])
+    received = ReceivedChoice(row.get("thinking", ""), row["content"], calls, row["ends"])
     body = {"messages": [USER]} | WITH_TOOLS | row.get("body", {})
     if "begun" in row:
         body["messages"].append({"role": "assistant", "content": row["begun"]})
         body["continue_final_message"] = True
     if "structured_outputs" in body:
         del body["tools"]
-    guided.job.script = saying(row["says"], "length" if "cut" in name else "stop", guided.job.ready.eos[1])
+    guided.job.script = scripted_reply(row["says"], "length" if "cut" in name else "stop", guided.job.ready.eos[1])
     for stream in (False, True):
-        assert read(await guided.post(CHATS, body | {"stream": stream})) == told
-        assert guided.core.flights == {}
+        assert read(await guided.post(CHATS, body | {"stream": stream})) == received
+        assert guided.engine_client.generations == {}
 
 
-async def test_a_call_that_has_to_come(guided: Front) -> None:
+async def test_a_call_that_has_to_come(guided: ApiServer) -> None:
     """The engine is told what may come."""
-    guided.job.script = saying(CALL)
+    guided.job.script = scripted_reply(CALL)
     for wanted in ("required", tool("get_weather"), "auto"):
         await guided.post(CHATS, {"messages": [USER], "tool_choice": wanted} | WITH_TOOLS)
     any_tool, named, free = (submit.grammar for submit in guided.job.submits)
@@ -71,126 +71,130 @@ IN_OSLO, NOW = ("get_weather", {"city": "Oslo"}), ("now", {})
     ],
 )
 async def test_calls_of_a_model_of_no_known_family(
-    template: str, wanted: Any, says: str, calls: list[Any], guided: Front
+    template: str, wanted: Any, says: str, calls: list[Any], guided: ApiServer
 ) -> None:
     """They are plain JSON, whether or not its template tells of tools; one that is cut is text."""
     shown = "{{ tools | tojson if tools }}" if template == "with tools" else ""
     thinks = "{# <think> #}" if template == "thinking" else ""
-    front, tokenizer = guided, guided.session.tokens.tokenizer
-    front.job.script = saying(f"<think>Hm.</think>{says}" if thinks else says, end=front.job.ready.eos[1])
+    api_server, tokenizer = guided, guided.session.tokenizer.backend
+    api_server.job.script = scripted_reply(
+        f"<think>Hm.</think>{says}" if thinks else says, end=api_server.job.ready.eos[1]
+    )
     written = shown + thinks + "{{ messages[0].content }}<|im_end|>\n"
-    tokenizer.chat_templates, front.session._dialect = {"default": written}, dialect_of(written)
-    assert (front.session._dialect is None) == (not thinks)
+    tokenizer.chat_templates, api_server.session._chat_format = {"default": written}, find_chat_format(written)
+    assert (api_server.session._chat_format is None) == (not thinks)
     body: dict[str, Any] = {"messages": [USER], "tool_choice": wanted} | WITH_TOOLS
     rest = '{"name": "now", "paramete' if says == LIST[:-9] else ""
     for stream in (False, True):
-        told = read(await front.post(CHATS, body | {"stream": stream}))
-        assert told == Read("Hm." if thinks else "", rest if calls else says, calls, "tool_calls" if calls else "stop")
-    submit = front.job.submits[-1]
+        received = read(await api_server.post(CHATS, body | {"stream": stream}))
+        assert received == ReceivedChoice(
+            "Hm." if thinks else "", rest if calls else says, calls, "tool_calls" if calls else "stop"
+        )
+    submit = api_server.job.submits[-1]
     assert '\\"city\\"' in submit.grammar and ("now" in submit.grammar) == (wanted == "required")
     assert ("get_weather" in tokenizer.decode(submit.prompt)) == bool(shown)
-    free = await front.post(CHATS, body | {"tool_choice": "auto"})
+    free = await api_server.post(CHATS, body | {"tool_choice": "auto"})
     assert free.status_code == (200 if shown else 400)
 
 
 # ---- the official client
 
 
-def client(front: Front) -> AsyncOpenAI:
-    return AsyncOpenAI(base_url=f"{front.url}/v1", api_key="-", max_retries=0)
+def client(api_server: ApiServer) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=f"{api_server.url}/v1", api_key="-", max_retries=0)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_official_client_reads_thoughts_and_calls(stream: bool, talk: Talk) -> None:
     """And sends them with the next turn."""
-    front = await talk(TOLD["thought, text and call"]["says"])
-    answer = await client(front).chat.completions.create(
-        model=front.session.name, messages=[USER], tools=[WEATHER], stream=stream, extra_body=THINKING
+    api_server = await talk(TOLD["thought, text and call"]["says"])
+    answer = await client(api_server).chat.completions.create(
+        model=api_server.session.name, messages=[USER], tools=[WEATHER], stream=stream, extra_body=THINKING
     )
     if stream:
         choices = [piece.choices[0] async for piece in answer]
-        said, reason = [choice.delta for choice in choices], choices[-1].finish_reason
+        message, reason = [choice.delta for choice in choices], choices[-1].finish_reason
     else:
-        said, reason = [answer.choices[0].message], answer.choices[0].finish_reason
+        message, reason = [answer.choices[0].message], answer.choices[0].finish_reason
     assert reason == "tool_calls"
-    assert "".join(getattr(one, "reasoning_content", None) or "" for one in said) == "Which city?"
-    assert "".join(one.content or "" for one in said) == "Looking."
-    (call,) = (call for one in said for call in one.tool_calls or ())
+    assert "".join(getattr(one, "reasoning_content", None) or "" for one in message) == "Which city?"
+    assert "".join(one.content or "" for one in message) == "Looking."
+    (call,) = (call for one in message for call in one.tool_calls or ())
     assert (call.function.name, json.loads(call.function.arguments)) == PARIS and call.id.startswith("call_")
     turn = [USER, {"role": "assistant", "content": None, "tool_calls": [call.model_dump()]}]
     turn += [{"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
-    await client(front).chat.completions.create(model=front.session.name, messages=turn)
-    text = front.session.tokens.tokenizer.decode(front.job.submits[-1].prompt)
+    await client(api_server).chat.completions.create(model=api_server.session.name, messages=turn)
+    text = api_server.session.tokenizer.backend.decode(api_server.job.submits[-1].prompt)
     assert "Paris<|im_end|>" in text and "<|im_start|>tool\nsunny" in text
 
 
 async def test_a_conversation_is_the_templates_text(talk: Talk) -> None:
-    front = await talk("Fine, thanks.")
+    api_server = await talk("Fine, thanks.")
     parts = [{"type": "text", "text": "Hello, what is "}, {"type": "text", "text": "the weather like?"}]
     for content in (USER["content"], parts):
-        answer = await client(front).chat.completions.create(
-            model=front.session.name, messages=[{"role": "user", "content": content}], max_completion_tokens=100
+        answer = await client(api_server).chat.completions.create(
+            model=api_server.session.name, messages=[{"role": "user", "content": content}], max_completion_tokens=100
         )
         (choice,) = answer.choices
         assert (choice.message.content, choice.finish_reason) == ("Fine, thanks.", "stop")
-        assert answer.usage.prompt_tokens == len(front.job.submits[-1].prompt)
+        assert answer.usage.prompt_tokens == len(api_server.job.submits[-1].prompt)
     with pytest.raises(openai.BadRequestError, match="temperature"):
-        await client(front).chat.completions.create(model=front.session.name, messages=[USER], temperature=-1)
-    first, second = front.job.submits
+        await client(api_server).chat.completions.create(model=api_server.session.name, messages=[USER], temperature=-1)
+    first, second = api_server.job.submits
     assert np.array_equal(first.prompt, second.prompt) and first.max_tokens == 100
-    text = front.session.tokens.tokenizer.decode(first.prompt)
+    text = api_server.session.tokenizer.backend.decode(first.prompt)
     assert text == f"<|im_start|>user\n{USER['content']}<|im_end|>\n<|im_start|>assistant\n"
-    answer = await front.post("/tokenize", {"messages": [USER]})
+    answer = await api_server.post("/tokenize", {"messages": [USER]})
     assert answer.json()["tokens"] == first.prompt.tolist()
-    answer = await front.post("/detokenize", {"tokens": first.prompt.tolist()})
+    answer = await api_server.post("/detokenize", {"tokens": first.prompt.tolist()})
     assert answer.json()["prompt"] == text
-    await front.post(CHATS, {"messages": [USER]})
-    assert front.job.submits[-1].max_tokens == READY.kv_tokens - len(first.prompt), "what is left of the context"
+    await api_server.post(CHATS, {"messages": [USER]})
+    assert api_server.job.submits[-1].max_tokens == READY.kv_tokens - len(first.prompt), "what is left of the context"
 
 
 async def test_several_choices_and_logprobs(talk: Talk) -> None:
     async def script(job: FakeJob, submit: Request) -> None:
-        for token, finish in ((yes, None), (front.job.ready.eos[1], "stop")):
-            await job.say(submit, [token], finish, logprobs=((-0.25, ((5, -0.25), (6, -1.5))),))
+        for token, finish in ((yes, None), (api_server.job.ready.eos[1], "stop")):
+            await job.emit(submit, [token], finish, logprobs=((-0.25, ((5, -0.25), (6, -1.5))),))
 
-    front = await talk("")
-    front.job.script = script
-    yes = front.session.tokens.encode("Yes", 9)[0]
-    answer = await client(front).chat.completions.create(
-        model=front.session.name, messages=[USER], n=2, logprobs=True, top_logprobs=2, seed=1
+    api_server = await talk("")
+    api_server.job.script = script
+    yes = api_server.session.tokenizer.encode("Yes", 9)[0]
+    answer = await client(api_server).chat.completions.create(
+        model=api_server.session.name, messages=[USER], n=2, logprobs=True, top_logprobs=2, seed=1
     )
     assert [choice.index for choice in answer.choices] == [0, 1]
     for choice in answer.choices:
         first = choice.logprobs.content[0]
         assert first.logprob == -0.25 and [t.logprob for t in first.top_logprobs] == [-0.25, -1.5]
         assert bytes(first.bytes).decode() == first.token == "Yes"[: len(first.token)]
-    assert front.job.submits[0].sampling.logprobs == 2
-    answer = await client(front).completions.create(model=front.session.name, prompt="x", logprobs=2)
-    told = answer.choices[0].logprobs
-    assert told.token_logprobs[0] == -0.25 and told.text_offset[0] == 0 and len(told.top_logprobs[0]) == 2
+    assert api_server.job.submits[0].sampling.logprobs == 2
+    answer = await client(api_server).completions.create(model=api_server.session.name, prompt="x", logprobs=2)
+    received = answer.choices[0].logprobs
+    assert received.token_logprobs[0] == -0.25 and received.text_offset[0] == 0 and len(received.top_logprobs[0]) == 2
 
 
 # ---- texts of tokens
 
 
 async def test_special_tokens_are_text_where_they_are_wanted(talk: Talk) -> None:
-    front = await talk("a<|im_start|>b")
+    api_server = await talk("a<|im_start|>b")
     for wanted, text in ((True, "ab"), (False, "a<|im_start|>b")):
         body = {"prompt": "x", "skip_special_tokens": wanted, "max_tokens": 9}
-        assert read(await front.post(COMPLETIONS, body)).content == text
+        assert read(await api_server.post(COMPLETIONS, body)).content == text
 
 
-def saved(vocab: dict[str, int], steps: list[Any], directory: Path) -> Tokens:
+def saved(vocab: dict[str, int], steps: list[Any], directory: Path) -> ChatTokenizer:
     """A tokenizer of words and bytes, as SentencePiece makes them."""
     backend = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
     backend.decoder = decoders.Sequence(steps)
     PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>").save_pretrained(directory)
-    return Tokens(str(directory))
+    return ChatTokenizer(str(directory))
 
 
 def test_bytes_of_tokens_join_to_the_text(tmp_path: Path, model: Path) -> None:
     """Tokens of byte-level tokenizers, and bytes beside words as SentencePiece has them, even within a character."""
-    tokens = Tokens(str(model))
+    tokens = ChatTokenizer(str(model))
     assert any("\ufffd" in tokens.token_text(token) for token in tokens.encode("👩", 99).tolist())
     vocab = {"<unk>": 0, **{f"<0x{byte:02X}>": byte + 1 for byte in range(256)}}
     text = "é👩\u200d🔬 日本\x00\n\ufffd"

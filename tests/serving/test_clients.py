@@ -18,9 +18,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.cli import Job
+from tests.e2e.command_line import Job
+from tests.serving.api_server import DEMO
 from tests.serving.chats import USER, Talk
-from tests.serving.front import DEMO
 from tests.serving.test_adapters import OWN, SAYS
 from tests.serving.test_server import Server, served
 
@@ -29,8 +29,8 @@ pytestmark = pytest.mark.clients
 
 async def test_anthropic(model: Path, talk: Talk) -> None:
     anthropic = pytest.importorskip("anthropic", reason="pip install anthropic")
-    front = await talk(SAYS)
-    client = anthropic.AsyncAnthropic(base_url=front.url, api_key="-", max_retries=0)
+    api_server = await talk(SAYS)
+    client = anthropic.AsyncAnthropic(base_url=api_server.url, api_key="-", max_retries=0)
     wanted: dict[str, Any] = {"model": model.name, "max_tokens": 200, "messages": [USER], "tools": [OWN]}
     wanted["thinking"] = {"type": "enabled", "budget_tokens": 1024}
     answer = await client.messages.create(**wanted)
@@ -46,7 +46,7 @@ async def test_anthropic(model: Path, talk: Talk) -> None:
     result = {"type": "tool_result", "tool_use_id": answer.content[2].id, "content": "sunny"}
     turn = [USER, {"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
     await client.messages.create(**wanted | {"messages": turn})
-    assert "<|im_start|>tool\nsunny" in front.session.tokens.tokenizer.decode(front.job.submits[-1].prompt)
+    assert "<|im_start|>tool\nsunny" in api_server.session.tokenizer.backend.decode(api_server.job.submits[-1].prompt)
     with pytest.raises(anthropic.NotFoundError, match="is not served here"):
         await client.messages.create(**wanted | {"model": "x"})
 
@@ -113,8 +113,8 @@ def streamed(answer: httpx.Response) -> tuple[str, bool]:
 
 def test_answers_come_through(fleet: Fleet) -> None:
     """Completions and chats, whole and streamed, as they come without the router; both servers have work."""
-    said = {"messages": [{"role": "user", "content": "def f"}]}
-    for path, more in (("/v1/completions", {"prompt": "def f"}), ("/v1/chat/completions", said)):
+    request_body = {"messages": [{"role": "user", "content": "def f"}]}
+    for path, more in (("/v1/completions", {"prompt": "def f"}), ("/v1/chat/completions", request_body)):
         body = {"model": MODEL, "temperature": 0, "max_tokens": 12} | more
         straight = httpx.post(f"{fleet.servers[0].url}{path}", json=body, timeout=60).json()["choices"][0]
         text = straight["text"] if "text" in straight else straight["message"]["content"]

@@ -12,8 +12,8 @@ from dataclasses import replace
 import pytest
 
 from launch.job.lifeline import status
+from tests.serving.api_server import DEMO, READY, ROOT, ApiServer, FakeJob, Serve, until
 from tests.serving.chats import COMPLETIONS, REFUSALS
-from tests.serving.front import DEMO, READY, ROOT, FakeJob, Front, Serve, until
 
 # A minute, and none of llguidance's limits holds it: which texts all four expressions agree on.
 SIGNS = {"A": ("", 12), "B": ("", 11), "C": ("~", 10), "D": ("", 13)}
@@ -30,11 +30,11 @@ COMPUTED = [
 
 
 @pytest.fixture
-async def own(serve: Serve) -> Front:
+async def own(serve: Serve) -> ApiServer:
     return await serve(FakeJob(ready=replace(READY, guided=True)))
 
 
-async def test_what_cannot_be_followed_is_refused_by_name(own: Front) -> None:
+async def test_what_cannot_be_followed_is_refused_by_name(own: ApiServer) -> None:
     for form, words in [*COMPUTED, *((row["body"], row["says"]) for row in REFUSALS["forms"])]:
         own.session.compiler.workers._work_s = 0.5 if HARD in form.values() else 60
         answer = await own.post(COMPLETIONS, EASY | {"structured_outputs": form})
@@ -48,7 +48,7 @@ async def test_what_cannot_be_followed_is_refused_by_name(own: Front) -> None:
     assert answer.status_code == 200 and own.job.submits[0].grammar is not None
 
 
-async def test_nobody_waits_for_a_form_that_takes_long(own: Front) -> None:
+async def test_nobody_waits_for_a_form_that_takes_long(own: ApiServer) -> None:
     """It ends with who waits for it: with the client that leaves."""
     workers = own.session.compiler.workers
     forms = [EASY | {"structured_outputs": {"choice": [text]}} for text in "ab"]
@@ -59,15 +59,15 @@ async def test_nobody_waits_for_a_form_that_takes_long(own: Front) -> None:
     await until(lambda: len(workers.idle) == 1)
     (busy,) = before - {*workers.idle}
     for regex in ("a", "b"):
-        beside = await own.post(COMPLETIONS, EASY | {"structured_outputs": {"regex": regex}})
-        assert beside.status_code == 200 and (await own.get("/health")).status_code == 200
+        others = await own.post(COMPLETIONS, EASY | {"structured_outputs": {"regex": regex}})
+        assert others.status_code == 200 and (await own.get("/health")).status_code == 200
     assert busy.returncode is None
     writer.close()
     await until(lambda: busy.returncode is not None)
-    assert len(own.job.submits) == 4 and own.core.flights == {}
+    assert len(own.job.submits) == 4 and own.engine_client.generations == {}
 
 
-async def test_who_sends_the_same_waits_for_the_same_compilation(own: Front) -> None:
+async def test_who_sends_the_same_waits_for_the_same_compilation(own: ApiServer) -> None:
     """It goes on while one of them is there."""
     compiler = own.session.compiler
     assert (await own.post(COMPLETIONS, EASY)).status_code == 200
@@ -95,10 +95,10 @@ def test_processes_end_with_the_front_end() -> None:
     program = f"""
 import asyncio
 from pathlib import Path
-from launch.client.compiler import Compiler
+from launch.client.grammar_compiler import GrammarCompiler
 
 async def compile():
-    made = Compiler(Path({str(DEMO / "tokenizer.json")!r}), 4096, (0,))
+    made = GrammarCompiler(Path({str(DEMO / "tokenizer.json")!r}), 4096, (0,))
     print(await made.compile([{{"ebnf": 'root ::= "a"'}}]), flush=True)
     print(made.workers.idle[0].pid, flush=True)
     made.workers._work_s = 600
@@ -106,9 +106,9 @@ async def compile():
 
 asyncio.run(compile())
 """
-    front = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    grammar, pid = json.loads(front.stdout.readline()), int(front.stdout.readline())
+    api_server = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    grammar, pid = json.loads(api_server.stdout.readline()), int(api_server.stdout.readline())
     assert grammar["grammars"][0]["lark_grammar"].endswith('start: "a"\n')
-    front.kill()
-    front.wait()
+    api_server.kill()
+    api_server.wait()
     asyncio.run(until(lambda: status(pid)[:1] in ([], ["Z"])))

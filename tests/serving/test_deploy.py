@@ -18,14 +18,14 @@ import yaml
 from helix.checks import check
 from helix.config import Config, ServeConfig
 from launch.cli import COMMANDS
-from launch.inputs.compose import composed
+from launch.inputs.compose import compose_config
 from launch.serving.routes import Api
-from launch.serving.security import Keys, check_exposure
-from tests.serving.front import ROOT
+from launch.serving.security import ApiKeys, check_exposure
+from tests.serving.api_server import ROOT
 
 DEPLOY = ROOT / "deploy"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-ROUTES = {path for path, *_ in Api(ServeConfig(), Keys(None))._routes}
+ROUTES = {path for path, *_ in Api(ServeConfig(), ApiKeys(None))._routes}
 SCRIPTS = sorted(file for file in DEPLOY.iterdir() if file.suffix in (".sh", ".sbatch"))
 SCRAPED = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"][0]
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
@@ -33,7 +33,7 @@ DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
 
 def served(words: list[str]) -> Config:
     """The config of a server that other hosts reach, with keys."""
-    config = composed(words)
+    config = compose_config(words)
     check(config)
     check_exposure(config.serve)
     assert config.serve.host == "0.0.0.0" and config.serve.api_keys is not None and config.model.path is not None
@@ -45,9 +45,9 @@ def test_the_image_serves_what_is_built() -> None:
     found = [(line.partition(" ")[0], line.partition(" ")[2]) for line in joined.splitlines() if line.strip()]
     stages = [words.split(" AS ")[-1] for name, words in found if name == "FROM"]
     for words in (shlex.split(words) for name, words in found if name == "COPY"):
-        of_stage = [word.removeprefix("--from=") for word in words if word.startswith("--from=")]
-        assert {*of_stage} <= {*stages}
-        assert of_stage or all((ROOT / word).exists() for word in words[:-1] if not word.startswith("--")), words
+        source_stages = [word.removeprefix("--from=") for word in words if word.startswith("--from=")]
+        assert {*source_stages} <= {*stages}
+        assert source_stages or all((ROOT / word).exists() for word in words[:-1] if not word.startswith("--")), words
     assert {name for name, _ in found} <= {
         "FROM", "WORKDIR", "COPY", "RUN", "USER", "ENV", "EXPOSE", "STOPSIGNAL", "HEALTHCHECK", "ENTRYPOINT", "CMD",
     }  # fmt: skip
@@ -120,9 +120,9 @@ def test_the_group_of_pods_is_whole() -> None:
     for name in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert leader[name]["httpGet"]["path"] in ROUTES and leader[name]["httpGet"]["port"] == port["name"]
     assert leader["livenessProbe"]["httpGet"]["path"] == "/livez", "a server that restarts its ranks is alive"
-    of_leader, of_worker = (pod["metadata"]["labels"].items() for pod in pods)
+    leader_labels, worker_labels = (pod["metadata"]["labels"].items() for pod in pods)
     selector = service["spec"]["selector"].items()
-    assert selector <= of_leader and not selector <= of_worker
+    assert selector <= leader_labels and not selector <= worker_labels
     assert service["spec"]["ports"][0]["targetPort"] == port["name"]
 
 

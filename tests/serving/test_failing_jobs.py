@@ -16,21 +16,21 @@ import pytest
 
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.config import ServeConfig
-from helix.engine.decision import Decision
 from helix.engine.inbox import Inbox
 from helix.engine.request import Request, RequestUpdate
+from helix.engine.scheduler_output import SchedulerOutput
 from helix.layout import HelixLayout
 from launch.client import supervisor
-from launch.client.core import Core
-from launch.client.frames import HEAD, Failed, Queued, encode
-from launch.client.supervisor import Silence, Supervisor
-from launch.job.serve import Link, engine_stats, serve
+from launch.client.engine_client import EngineClient
+from launch.client.engine_messages import HEAD, Failed, Queued, encode
+from launch.client.supervisor import HangDetector, Supervisor
+from launch.job.serve import EngineServer, engine_stats, serve
 from tests.e2e.checkpoints import checkpoint
 from tests.e2e.parity import build_engine
 from tests.sequences import generated
+from tests.serving.api_server import DEMO, READY, FakeJob, Serve, counting, until
 from tests.serving.chats import COMPLETIONS
 from tests.serving.engine import EngineJob, alone
-from tests.serving.front import DEMO, READY, FakeJob, Serve, counting, until
 
 
 class LoadingJob(FakeJob):
@@ -54,44 +54,52 @@ async def test_a_job_that_dies_is_a_pause(kind: type[FakeJob], monkeypatch: pyte
     monkeypatch.setattr(sys, "stderr", full)
 
     async def dying(job: FakeJob, submit: Request) -> None:
-        if submit.drawn:
+        if submit.num_prior_output_tokens:
             await counting(job, submit)
             return
-        await job.say(submit, [100 + len(submit.prompt), 101 + len(submit.prompt)])
-        await until(lambda: not job.writers or sum(len(f.drawn) for f in front.core.flights.values()) == 4)
+        await job.emit(submit, [100 + len(submit.prompt), 101 + len(submit.prompt)])
+        await until(
+            lambda: (
+                not job.writers
+                or sum(len(f.output_token_ids) for f in api_server.engine_client.generations.values()) == 4
+            )
+        )
         if job.writers:
             job.die()
 
-    front = await serve(kind(dying))
+    api_server = await serve(kind(dying))
     answers = await asyncio.gather(
-        *(front.post(COMPLETIONS, {"prompt": [1] * n, "max_tokens": 6, "seed": n}) for n in (1, 2))
+        *(api_server.post(COMPLETIONS, {"prompt": [1] * n, "max_tokens": 6, "seed": n}) for n in (1, 2))
     )
     for n, answer in zip((1, 2), answers, strict=True):
         ids = [100 + n + i for i in range(6)]
-        assert answer.json()["choices"][0]["text"] == front.session.tokens.decode(ids)
+        assert answer.json()["choices"][0]["text"] == api_server.session.tokenizer.decode(ids)
         assert answer.json()["usage"]["completion_tokens"] == 6
-    again = [submit for submit in front.job.submits if submit.drawn]
-    assert all(s.drawn == 2 and s.max_tokens == 4 and s.prompt.tolist()[-1] == 101 + len(s.prompt) - 2 for s in again)
+    again = [submit for submit in api_server.job.submits if submit.num_prior_output_tokens]
+    assert all(
+        s.num_prior_output_tokens == 2 and s.max_tokens == 4 and s.prompt.tolist()[-1] == 101 + len(s.prompt) - 2
+        for s in again
+    )
     assert {s.sampling.seed for s in again} == {1, 2}
-    assert front.job.starts == (3 if kind is LoadingJob else 2)
+    assert api_server.job.starts == (3 if kind is LoadingJob else 2)
 
 
 async def test_a_request_that_sees_two_deaths_is_given_up(serve: Serve) -> None:
     """One that decodes, beside which nothing is new."""
 
     async def deadly(job: FakeJob, submit: Request) -> None:
-        await job.say(submit, [100])
+        await job.emit(submit, [100])
         job.die()
 
-    front = await serve(FakeJob(deadly))
-    answer = await front.post(COMPLETIONS, {"prompt": [1]})
+    api_server = await serve(FakeJob(deadly))
+    answer = await api_server.post(COMPLETIONS, {"prompt": [1]})
     assert answer.status_code == 500 and "failed 2 times" in answer.json()["error"]["message"]
-    health = await front.get("/health")
+    health = await api_server.get("/health")
     assert health.status_code == 503 and health.json()["state"] == "restarting"
-    refused = await front.post(COMPLETIONS, {"prompt": [1]})
+    refused = await api_server.post(COMPLETIONS, {"prompt": [1]})
     assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
-    assert (await front.get("/livez")).status_code == 200
-    await until(lambda: front.core.state == "ready")
+    assert (await api_server.get("/livez")).status_code == 200
+    await until(lambda: api_server.engine_client.state == "ready")
 
 
 @pytest.mark.parametrize("admitted", [False, True])
@@ -111,29 +119,29 @@ async def test_the_only_new_request_is_not_tried_again(
             await until(lambda: len(job.submits) == 2 + n)
             if job.writers:
                 job.die()
-        elif known == 1 and not submit.drawn:
-            await job.say(submit, [100])
+        elif known == 1 and not submit.num_prior_output_tokens:
+            await job.emit(submit, [100])
         elif known == 1 or len(job.submits) > 2 + n:  # again
             await counting(job, submit)
 
-    front = await serve(FakeJob(reading))
+    api_server = await serve(FakeJob(reading))
     others = []
     for known in (1, 2):
         body = {"prompt": [known], "max_tokens": 3}
-        others.append(asyncio.create_task(front.post(COMPLETIONS, body)))
-        await until(lambda: len(front.job.submits) == len(others))
-    await until(lambda: front.core.waiting == 1)
-    refused = await front.post(
+        others.append(asyncio.create_task(api_server.post(COMPLETIONS, body)))
+        await until(lambda: len(api_server.job.submits) == len(others))
+    await until(lambda: api_server.engine_client.waiting == 1)
+    refused = await api_server.post(
         COMPLETIONS, {"prompt": [3], "n": n, "max_tokens": 5, "top_k": 7}, headers={"x-request-id": "its-id"}
     )
     assert refused.status_code == 500
     message = refused.json()["error"]["message"]
     assert "began with this request" in message and "MemoryError: of this one" in message
     assert [(await other).status_code for other in others] == [200, 200]
-    assert sum(submit.prompt[0] == 3 for submit in front.job.submits) == n
-    said = caplog.text
-    assert "the ranks failed: MemoryError: of this one" in said
-    assert "not tried again: request its-id, a prompt of 1 tokens, 5 to draw, grammar: none, sampling: temp" in said
+    assert sum(submit.prompt[0] == 3 for submit in api_server.job.submits) == n
+    log = caplog.text
+    assert "the ranks failed: MemoryError: of this one" in log
+    assert "not tried again: request its-id, a prompt of 1 tokens, 5 to draw, grammar: none, sampling: temp" in log
 
 
 async def test_of_several_new_requests_each_is_tried_again(serve: Serve) -> None:
@@ -143,9 +151,9 @@ async def test_of_several_new_requests_each_is_tried_again(serve: Serve) -> None
         elif len(job.submits) > 2:
             await counting(job, submit)
 
-    front = await serve(FakeJob(reading))
+    api_server = await serve(FakeJob(reading))
     body = {"prompt": [1], "max_tokens": 3}
-    answers = await asyncio.gather(*(front.post(COMPLETIONS, body) for _ in range(2)))
+    answers = await asyncio.gather(*(api_server.post(COMPLETIONS, body) for _ in range(2)))
     assert [answer.status_code for answer in answers] == [200, 200]
 
 
@@ -161,16 +169,16 @@ class HungJob(EngineJob):
         await super().close()
 
     def _run(self, path: Path) -> None:
-        link = Link(path, self._inbox)
+        link = EngineServer(path, self._inbox)
         run_ranks(self._layout.world_size, partial(self._rank, link), timeout_s=110)
 
-    def _rank(self, link: Link, world: LoopbackWorld, rank: int) -> None:
+    def _rank(self, link: EngineServer, world: LoopbackWorld, rank: int) -> None:
         comm = world.communicator(rank, self._layout.kvp_group(rank))
         engine = build_engine(checkpoint("qwen2"), self._layout, comm, 4, page_size=4, timeout_s=110)
         execute, wait = engine.runner.execute, self._inbox.wait
 
-        def standing(decision: Decision) -> Any:
-            assert not decision.prefill or self.released.wait(100)
+        def standing(decision: SchedulerOutput) -> Any:
+            assert not decision.prefill_chunks or self.released.wait(100)
             return execute(decision)
 
         def forgetting(seconds: float) -> bool:
@@ -187,10 +195,10 @@ class HungJob(EngineJob):
 async def test_a_job_without_progress_is_started_again(ranks: int, hung: int, idle: bool, serve: Serve) -> None:
     """Its statistics still come, and receipts of new requests do."""
     job = HungJob(ranks, hung, idle)
-    front = await serve(job, hang_s=1)
-    request = asyncio.create_task(front.post(COMPLETIONS, {"prompt": [1], "max_tokens": 2}))
-    await until(lambda: front.core.state == "restarting")
-    front.supervisor._serve.hang_s = 600  # a busy machine may stop for seconds
+    api_server = await serve(job, hang_s=1)
+    request = asyncio.create_task(api_server.post(COMPLETIONS, {"prompt": [1], "max_tokens": 2}))
+    await until(lambda: api_server.engine_client.state == "restarting")
+    api_server.supervisor._serve.hang_s = 600  # a busy machine may stop for seconds
     job.released.set()
     assert (await request).status_code == 200
 
@@ -211,10 +219,10 @@ def test_silence_is_time_without_progress_of_ranks_that_have_work() -> None:
         (False, 0, 0.0, 0.0),  # an idle server is silent for ever
         (True, 0, 0.0, 1.0),
     ]
-    silence = Silence()
+    silence = HangDetector()
     for busy, progress, chunk_s, expected in looks:
         stats = {} if progress is None else {"progress": float(progress), "chunk_s": chunk_s}
-        assert silence.look(busy, stats) == expected, (busy, progress, chunk_s)
+        assert silence.check(busy, stats) == expected, (busy, progress, chunk_s)
 
 
 def test_a_long_chunk_shows_its_layers_and_announces_its_time() -> None:
@@ -222,13 +230,13 @@ def test_a_long_chunk_shows_its_layers_and_announces_its_time() -> None:
     engine = alone("qwen2", prefill_chunk=8)
     found: list[dict[str, float]] = []
     for layer in engine.runner.model.layers:
-        feed = layer.feed
+        feed = layer.run_ffn
 
         def noting(*given: Any, feed: Callable[..., Any] = feed) -> Any:
             found.append(engine_stats(engine))
             return feed(*given)
 
-        layer.feed = noting  # type: ignore[method-assign]
+        layer.run_ffn = noting  # type: ignore[method-assign]
     for request in (Request("a", [1] * 20, 1), Request("b", [2] * 8, 1)):
         assert [one.finish_reason for one in generated(engine, [request]).values()] == ["length"]
         assert engine_stats(engine)["chunk_s"] == 0.0
@@ -252,10 +260,10 @@ def test_ranks_that_hang_do_not_keep_a_server_that_ends(tmp_path: Path, monkeypa
     monkeypatch.setattr(supervisor, "ENTRY", program)
 
     async def ended() -> None:
-        core = Core(1)
-        job = Supervisor(core, replace(ServeConfig(), hang_s=1), [], tmp_path)
-        keeping = asyncio.create_task(job.keep())
-        await until(lambda: core.connected)
+        engine_client = EngineClient(1)
+        job = Supervisor(engine_client, replace(ServeConfig(), hang_s=1), [], tmp_path)
+        keeping = asyncio.create_task(job.run())
+        await until(lambda: engine_client.connected)
         await job.stop()
         await asyncio.wait_for(keeping, 60)
 
@@ -271,14 +279,14 @@ async def test_ranks_that_say_what_nobody_reads_are_started_again(
         if submit.prompt[0] == 1:
             job.writers[-1].write(HEAD.pack(2, 0, submit.id) + b"{}")
         elif len(job.submits) == 2:
-            await job.say(submit, [100])
+            await job.emit(submit, [100])
             job.writers[-1].write(HEAD.pack(1 << 31, 0, submit.id))
         else:
             await counting(job, submit)
 
-    front = await serve(FakeJob(babbling))
-    answer = await front.post(COMPLETIONS, {"prompt": [1]})
+    api_server = await serve(FakeJob(babbling))
+    answer = await api_server.post(COMPLETIONS, {"prompt": [1]})
     assert answer.status_code == 500 and "cannot be read" in answer.json()["error"]["message"]
-    assert front.core.state == "ready"
-    assert (await front.post(COMPLETIONS, {"prompt": [2], "max_tokens": 2})).status_code == 200
+    assert api_server.engine_client.state == "ready"
+    assert (await api_server.post(COMPLETIONS, {"prompt": [2], "max_tokens": 2})).status_code == 200
     assert "the ranks sent data that is not a frame: a header of 2147483648 bytes" in caplog.text

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from launch.answers.grammars import Shape, Tag, of_shape
-from launch.answers.matcher import BegunGrammar, Grammars
+from launch.answers.grammar_matcher import GrammarMatcher, GrammarMatcherFactory
+from launch.answers.grammars import StructuredOutput, Tag, structured_output_grammar
 from tests.e2e.checkpoints import DEMO
 
 VOCAB, EOS = 4096, 0
@@ -25,8 +25,10 @@ SCHEMA = {
 }
 
 
-def of_schema(schema: dict[str, Any]) -> str:
-    return json.dumps({"grammars": of_shape(Shape("response_format", "json", schema), {}, (), [EOS])})
+def schema_grammar(schema: dict[str, Any]) -> str:
+    return json.dumps(
+        {"grammars": structured_output_grammar(StructuredOutput("response_format", "json", schema), {}, (), [EOS])}
+    )
 
 
 TOKENIZER = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
@@ -35,27 +37,29 @@ MANY = {"type": "object", "properties": {f"p{i}": {"type": "boolean"} for i in r
 
 
 @pytest.fixture(scope="module")
-def grammars() -> Grammars:
-    return Grammars(DEMO / "tokenizer.json", VOCAB, [EOS])
+def grammars() -> GrammarMatcherFactory:
+    return GrammarMatcherFactory(DEMO / "tokenizer.json", VOCAB, [EOS])
 
 
-def allowed(grammar: BegunGrammar) -> list[int]:
-    bits = np.unpackbits(grammar.allowed().view(np.uint8), bitorder="little")
+def allowed(grammar: GrammarMatcher) -> list[int]:
+    bits = np.unpackbits(grammar.token_bitmask().view(np.uint8), bitorder="little")
     return [int(token) for token in np.flatnonzero(bits)]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_any_walk_follows_the_schema(grammars: Grammars, seed: int) -> None:
+def test_any_walk_follows_the_schema(grammars: GrammarMatcherFactory, seed: int) -> None:
     """And comes to its end: spaces between its parts are few."""
-    grammar, drawn, rng = grammars.begun(of_schema(SCHEMA)), list[int](), random.Random(seed)
+    grammar, output_token_ids, rng = grammars.create_matcher(schema_grammar(SCHEMA)), list[int](), random.Random(seed)
     while (may := allowed(grammar)) != [EOS]:
-        drawn.append(rng.choice([token for token in may if token != EOS]))
-        assert len(drawn) < 300
-        grammar.take(drawn[-1])
-        assert allowed(grammars.begun(of_schema(SCHEMA), drawn)) == allowed(grammar), "begun again in the middle"
-    found = json.loads(TOKENIZER.decode(drawn))
+        output_token_ids.append(rng.choice([token for token in may if token != EOS]))
+        assert len(output_token_ids) < 300
+        grammar.accept_token(output_token_ids[-1])
+        assert allowed(grammars.create_matcher(schema_grammar(SCHEMA), output_token_ids)) == allowed(grammar), (
+            "begun again in the middle"
+        )
+    found = json.loads(TOKENIZER.decode(output_token_ids))
     assert found["a"] in ("x", "yes") and all(isinstance(one, bool) for one in found["b"]) and len(found["b"]) <= 2
-    grammar.take(EOS)
+    grammar.accept_token(EOS)
     assert allowed(grammar) == [EOS]
 
 
@@ -70,32 +74,38 @@ def test_any_walk_follows_the_schema(grammars: Grammars, seed: int) -> None:
     ],
     ids=["plain", "indented", "tabs", "dense", "many properties"],
 )
-def test_json_may_be_laid_out_in_the_usual_ways(grammars: Grammars, schema: dict[str, Any], text: str) -> None:
-    grammar = grammars.begun(of_schema(schema))
+def test_json_may_be_laid_out_in_the_usual_ways(
+    grammars: GrammarMatcherFactory, schema: dict[str, Any], text: str
+) -> None:
+    grammar = grammars.create_matcher(schema_grammar(schema))
     for token in TOKENIZER.encode(text).ids:
         assert token in allowed(grammar)
-        grammar.take(token)
-    assert grammar.mistake is None and EOS in allowed(grammar) and (schema is MANY or allowed(grammar) == [EOS])
+        grammar.accept_token(token)
+    assert grammar.error is None and EOS in allowed(grammar) and (schema is MANY or allowed(grammar) == [EOS])
 
 
-def test_json_follows_its_schema_between_marks(grammars: Grammars) -> None:
+def test_json_follows_its_schema_between_marks(grammars: GrammarMatcherFactory) -> None:
     """A mark in free text begins it; behind its end there is free text again."""
     rng = random.Random(3)
     tags = [Tag("<f=x>", "<f", SCHEMA, "</f>")]
-    grammar = grammars.begun(json.dumps({"grammars": of_shape(Shape("x", "structural_tag", tags), {}, (), [EOS])}))
+    grammar = grammars.create_matcher(
+        json.dumps(
+            {"grammars": structured_output_grammar(StructuredOutput("x", "structural_tag", tags), {}, (), [EOS])}
+        )
+    )
     for text in ("a < b, and { ", "<f", "", " so, ", "<f", "", "."):
         if text == "":  # what stands between the marks is certain, but for the JSON
-            drawn = list[int]()
+            output_token_ids = list[int]()
             while EOS not in (may := allowed(grammar)):
-                drawn.append(rng.choice(may))
-                grammar.take(drawn[-1])
-                assert len(drawn) < 300
-            inside = re.match(r"=x>(.*)</f>", TOKENIZER.decode(drawn), re.S)  # the last token may hold more
+                output_token_ids.append(rng.choice(may))
+                grammar.accept_token(output_token_ids[-1])
+                assert len(output_token_ids) < 300
+            inside = re.match(r"=x>(.*)</f>", TOKENIZER.decode(output_token_ids), re.S)  # the last token may hold more
             assert inside is not None and json.loads(inside[1])["a"] in ("x", "yes")
         for token in TOKENIZER.encode(text).ids:
             assert token in allowed(grammar) and EOS in allowed(grammar)
-            grammar.take(token)
-    assert grammar.mistake is None
+            grammar.accept_token(token)
+    assert grammar.error is None
 
 
 def test_a_mark_may_be_a_token(tmp_path: Path) -> None:
@@ -105,25 +115,29 @@ def test_a_mark_may_be_a_token(tmp_path: Path) -> None:
     tokenizer.save(str(path := tmp_path / "tokenizer.json"))
     mark = tokenizer.token_to_id("<|call|>")
     tags = [Tag("<|call|>{", "<|call|>", {}, "")]
-    parts = of_shape(Shape("x", "structural_tag", tags), {"<|call|>": mark}, {"<|call|>"}, [EOS])
-    grammar = Grammars(path, VOCAB + 1, [EOS]).begun(json.dumps({"grammars": parts}))
-    grammar.take(tokenizer.token_to_id("a"))
+    parts = structured_output_grammar(
+        StructuredOutput("x", "structural_tag", tags), {"<|call|>": mark}, {"<|call|>"}, [EOS]
+    )
+    grammar = GrammarMatcherFactory(path, VOCAB + 1, [EOS]).create_matcher(json.dumps({"grammars": parts}))
+    grammar.accept_token(tokenizer.token_to_id("a"))
     assert mark in allowed(grammar)
-    grammar.take(mark)
+    grammar.accept_token(mark)
     assert [tokenizer.decode([token])[0] for token in allowed(grammar)] == ["{"] * len(allowed(grammar))
 
 
-def test_what_is_certain_is_not_looked_for_ahead(grammars: Grammars) -> None:
+def test_what_is_certain_is_not_looked_for_ahead(grammars: GrammarMatcherFactory) -> None:
     """Or a mask of a text of 300,000 letters would take as many tokens' time, and not a letter's."""
-    grammar = grammars.begun(json.dumps({"grammars": of_shape(Shape("x", "regex", "a{300000}b"), {}, (), [EOS])}))
+    grammar = grammars.create_matcher(
+        json.dumps({"grammars": structured_output_grammar(StructuredOutput("x", "regex", "a{300000}b"), {}, (), [EOS])})
+    )
     assert grammar._matcher.compute_ff_tokens() == [] != allowed(grammar)
 
 
-def test_what_cannot_be_followed_is_refused(grammars: Grammars) -> None:
+def test_what_cannot_be_followed_is_refused(grammars: GrammarMatcherFactory) -> None:
     with pytest.raises(ValueError, match="nonsense"):
-        grammars.begun(of_schema({"type": "nonsense"}))
+        grammars.create_matcher(schema_grammar({"type": "nonsense"}))
     with pytest.raises(ValueError, match="no end token"):
-        Grammars(DEMO / "tokenizer.json", VOCAB, [])
+        GrammarMatcherFactory(DEMO / "tokenizer.json", VOCAB, [])
 
 
 def test_a_tokenizer_that_spells_otherwise_is_refused(tmp_path: Path) -> None:
@@ -136,4 +150,4 @@ def test_a_tokenizer_that_spells_otherwise_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(content))
     with pytest.raises(ValueError, match="the bytes of its tokens are not those of the text"):
-        Grammars(path, VOCAB, [EOS])
+        GrammarMatcherFactory(path, VOCAB, [EOS])

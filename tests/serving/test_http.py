@@ -16,11 +16,11 @@ import pytest
 from helix.config import ServeConfig
 from helix.engine.request import Request
 from launch.serving.http import listen
+from tests.serving.api_server import ApiServer, FakeJob, Serve, until
 from tests.serving.chats import CHATS, COMPLETIONS
-from tests.serving.front import FakeJob, Front, Serve, until
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-Connect = Callable[[Front, str, Any], Awaitable[Connection]]
+Connect = Callable[[ApiServer, str, Any], Awaitable[Connection]]
 
 
 @pytest.fixture
@@ -31,13 +31,13 @@ async def narrow(monkeypatch: pytest.MonkeyPatch) -> Connect:
         (made := listen(serve)).setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         return made
 
-    async def connect(front: Front, path: str, body: Any) -> Connection:
+    async def connect(api_server: ApiServer, path: str, body: Any) -> Connection:
         client = socket.socket()
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.connect(("127.0.0.1", front.port))
-        return await front.connect(path, body, sock=client, limit=4096)
+        client.connect(("127.0.0.1", api_server.port))
+        return await api_server.connect(path, body, sock=client, limit=4096)
 
-    monkeypatch.setattr("tests.serving.front.listen", listening)
+    monkeypatch.setattr("tests.serving.api_server.listen", listening)
     return connect
 
 
@@ -46,13 +46,13 @@ async def test_a_slow_reader_gets_larger_pieces_and_then_the_end(narrow: Connect
 
     async def flood(job: FakeJob, submit: Request) -> None:
         while not job.aborts:
-            await job.say(submit, [200] * 1000)
+            await job.emit(submit, [200] * 1000)
             await asyncio.sleep(0.001)
 
-    front = await serve(FakeJob(flood), slow_s=0.5)
-    _kept = await narrow(front, COMPLETIONS, {"prompt": [1], "max_tokens": 4000, "stream": True})
-    await until(lambda: front.job.aborts)
-    assert front.core.flights == {}
+    api_server = await serve(FakeJob(flood), write_timeout_s=0.5)
+    _kept = await narrow(api_server, COMPLETIONS, {"prompt": [1], "max_tokens": 4000, "stream": True})
+    await until(lambda: api_server.job.aborts)
+    assert api_server.engine_client.generations == {}
 
 
 @pytest.mark.parametrize("reads", [False, True])
@@ -63,13 +63,13 @@ async def test_a_client_that_reads_nothing_of_a_whole_answer_is_left(
 
     async def telling(job: FakeJob, submit: Request) -> None:
         every = [(-1.0, [(token, -1.0) for token in range(20)])] * 400
-        await job.say(submit, [100] * 400, "length", logprobs=tuple(every))
+        await job.emit(submit, [100] * 400, "length", logprobs=tuple(every))
 
-    front = await serve(FakeJob(telling), slow_s=600)  # the test looks in place of the clock
+    api_server = await serve(FakeJob(telling), write_timeout_s=600)  # the test looks in place of the clock
     body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 400, "logprobs": True, "top_logprobs": 20}
-    reader, _kept = await narrow(front, CHATS, body)
-    await until(lambda: any(one._slow for one in front.server.server_state.connections))
-    (connection,) = front.server.server_state.connections
+    reader, _kept = await narrow(api_server, CHATS, body)
+    await until(lambda: any(one._slow for one in api_server.server.server_state.connections))
+    (connection,) = api_server.server.server_state.connections
     left, got = connection.transport.get_write_buffer_size(), 0
     while reads and connection.transport.get_write_buffer_size() == left:
         got += len(await reader.read(4096))
@@ -82,8 +82,8 @@ async def test_a_client_that_reads_nothing_of_a_whole_answer_is_left(
 
 @pytest.mark.parametrize("declared", [True, False])
 async def test_a_body_that_is_too_large_is_not_read(declared: bool, serve: Serve) -> None:
-    front = await serve(body_mib=1)
-    reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
+    api_server = await serve(body_mib=1)
+    reader, writer = await asyncio.open_connection("127.0.0.1", api_server.port)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
     if declared:
         writer.write(head + b"Content-Length: 1000000000000\r\n\r\n")
@@ -108,8 +108,8 @@ async def test_a_request_that_does_not_come_whole_is_given_up(
     module: str, begin: bytes, answer: bytes, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(f"launch.serving.{module}.RECEIVE_S", 0.1)
-    front = await serve()
-    reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
+    api_server = await serve()
+    reader, writer = await asyncio.open_connection("127.0.0.1", api_server.port)
     writer.write(begin)
     try:
         assert await reader.read(12) == answer
@@ -124,13 +124,13 @@ async def test_a_client_that_offers_another_protocol_is_read_in_this_one(
     cut: int | None, chunked: bool, serve: Serve
 ) -> None:
     """Java's HttpClient offers one with each request; two more behind it use the same connection."""
-    front = await serve()
+    api_server = await serve()
     body = json.dumps({"prompt": [1, 2, 3], "max_tokens": 1, "user": "u" * 99}).encode()
     framed = b"Transfer-Encoding: chunked", b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
     length, sent = framed if chunked else (b"Content-Length: %d" % len(body), body)
     upgrade = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n"
     post = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + upgrade + length + b"\r\n\r\n" + sent
-    reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
+    reader, writer = await asyncio.open_connection("127.0.0.1", api_server.port)
     for request in (post, b"GET /livez HTTP/1.1\r\nHost: x\r\n" + upgrade + b"\r\n", post):
         writer.write(request[:cut])
         if cut is not None:
@@ -139,7 +139,7 @@ async def test_a_client_that_offers_another_protocol_is_read_in_this_one(
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         answer = await reader.readexactly(int(re.search(r"content-length: (\d+)", head)[1]))  # type: ignore[index]
         assert head.startswith("HTTP/1.1 200"), (head, answer)
-    assert [submit.prompt.tolist() for submit in front.job.submits] == [[1, 2, 3]] * 2
+    assert [submit.prompt.tolist() for submit in api_server.job.submits] == [[1, 2, 3]] * 2
     writer.close()
 
 
@@ -162,6 +162,6 @@ BODY = json.dumps({"prompt": [1, 2, 3], "max_tokens": 1}).encode()
 async def test_a_compressed_body_is_read_within_bounds(
     coding: str, body: bytes, status: int, words: str, serve: Serve
 ) -> None:
-    front = await serve(body_mib=1)
-    answer = await front.post(COMPLETIONS, None, content=body, headers={"content-encoding": coding})
+    api_server = await serve(body_mib=1)
+    answer = await api_server.post(COMPLETIONS, None, content=body, headers={"content-encoding": coding})
     assert answer.status_code == status and words in answer.text, answer.text

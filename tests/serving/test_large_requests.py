@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 
 from helix.engine.request import Request
+from launch.client.chat_tokenizer import ChatTokenizer
 from launch.client.errors import ApiError
-from launch.client.forms import MOST_SCHEMA
-from launch.client.tokens import Tokens
-from launch.serving.http import MOST_HEAD, MOST_HEADERS, MOST_URL
-from launch.serving.reader import LARGE, Reader
+from launch.client.structured_outputs import MAX_SCHEMA
+from launch.serving.http import MAX_HEAD, MAX_HEADERS, MAX_URL
+from launch.serving.request_executor import LARGE, RequestExecutor
+from tests.serving.api_server import DEMO, READY, ApiServer, FakeJob, Serve, counting, text_of, until
 from tests.serving.chats import COMPLETIONS, chat_model
-from tests.serving.front import DEMO, READY, FakeJob, Front, Serve, counting, text_of, until
 
 MIB = 1 << 20
 HELD_S = 0.2  # of a core, for which others may wait
@@ -74,20 +74,20 @@ ATTACKS: list[tuple[str, Callable[[], bytes], int, str]] = [
     ("texts", lambda: completion(b'"prompt":[' + b'"a",' * (4 * MIB) + b'"a"]'), 400, "names and texts"),
     ("fields", lambda: completion(b'"prompt":"x",' + b",".join(b'"u%d":1' % i for i in range(MIB))), 400, "names and"),
     ("text", lambda: completion(b'"prompt":"' + text(8 * MIB) + b'"'), 400, "characters"),
-    ("schema", lambda: schema(16 * MIB), 400, f"may have {MOST_SCHEMA}"),
+    ("schema", lambda: schema(16 * MIB), 400, f"may have {MAX_SCHEMA}"),
     ("bytes", lambda: completion(b'"prompt":"' + b"x" * (65 * MIB) + b'"'), 413, "64 MiB (serve.body_mib)"),
     ("ids to text", lambda: post("/detokenize", b'{"tokens":[' + b"7," * (8 * MIB) + b"7]}"), 400, "values"),
     ("text to ids", lambda: post("/tokenize", b'{"prompt":"' + text(MIB // 2) + b'"}'), 200, '"count": '),
-    ("url", lambda: b"GET /" + b"a" * (100 * MIB), 414, f"{MOST_URL} bytes"),
-    ("header", lambda: b"GET / HTTP/1.1\r\na: " + b"a" * (100 * MIB), 431, f"{MOST_HEAD} bytes"),
-    ("headers", lambda: b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 100_000, 431, f"{MOST_HEADERS} headers"),
+    ("url", lambda: b"GET /" + b"a" * (100 * MIB), 414, f"{MAX_URL} bytes"),
+    ("header", lambda: b"GET / HTTP/1.1\r\na: " + b"a" * (100 * MIB), 431, f"{MAX_HEAD} bytes"),
+    ("headers", lambda: b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 100_000, 431, f"{MAX_HEADERS} headers"),
 ]  # fmt: skip
 
 WORDS = "def read(path): return open(path)\n"
 FLAT = {"properties": {f"p{i}": {"enum": [f"{i}-{j}" for j in range(30)]} for i in range(1000)}}
 SHARED = {"$defs": {"d": {"const": "x" * 200_000}}, "properties": {f"p{i}": {} for i in range(20_000)}}
 SAID = {"messages": [{"role": "assistant", "content": WORDS * 6_000}], "continue_final_message": True}
-OF_CHATS: list[tuple[str, Callable[[], bytes], int, str]] = [
+CHAT_ATTACKS: list[tuple[str, Callable[[], bytes], int, str]] = [
     ("text", lambda: chat({}, WORDS * 250_000), 400, "characters are more than"),
     ("documents", lambda: chat({"documents": [{"text": WORDS * 250_000}]}), 400, "characters are more than"),
     ("variables", lambda: chat({"chat_template_kwargs": {"thinking": "x" * (1 << 24)}}), 400, "and may have 65536"),
@@ -134,12 +134,12 @@ class Attack(Thread):
         return time.clock_gettime(time.pthread_getcpuclockid(self.ident or 0))
 
 
-async def attacked(front: Front, request: bytes) -> tuple[float, bytes]:
+async def attacked(api_server: ApiServer, request: bytes) -> tuple[float, bytes]:
     """For how long others waited, and the answer.
 
     The clock is that of the server's threads, not of the wall: what other programs do meanwhile does not count.
     """
-    attack = Attack(front.port, request)
+    attack = Attack(api_server.port, request)
     most, last = 0.0, time.process_time() - attack.spent_s()
     while not attack.done.is_set():
         await asyncio.sleep(0.001)
@@ -149,18 +149,18 @@ async def attacked(front: Front, request: bytes) -> tuple[float, bytes]:
     return most, attack.answer
 
 
-async def answered_meanwhile(front: Front, attacks: list[tuple[str, Callable[[], bytes], int, str]]) -> None:
+async def answered_meanwhile(api_server: ApiServer, attacks: list[tuple[str, Callable[[], bytes], int, str]]) -> None:
     held = {}
     for name, make, status, words in attacks:
-        held[name], answer = await attacked(front, make())
+        held[name], answer = await attacked(api_server, make())
         assert answer.startswith(b"HTTP/1.1 %d" % status) and words.encode() in answer, (name, answer[:500])
     assert {name: seconds for name, seconds in held.items() if seconds >= HELD_S} == {}
 
 
 async def test_everybody_else_is_answered_meanwhile(serve: Serve) -> None:
-    front = await serve()
-    await answered_meanwhile(front, ATTACKS)
-    assert front.job.submits == [] and front.core.flights == {}
+    api_server = await serve()
+    await answered_meanwhile(api_server, ATTACKS)
+    assert api_server.job.submits == [] and api_server.engine_client.generations == {}
 
 
 async def test_everybody_else_is_answered_while_chats_are_made(serve: Serve, tmp_path: Path) -> None:
@@ -171,60 +171,60 @@ async def test_everybody_else_is_answered_while_chats_are_made(serve: Serve, tmp
         for n in range(0, submit.max_tokens, 50):
             best = [(-1.0, [(100 + (n + at) % 3000 + i, -1.0) for i in range(20)]) for at in range(50)]
             last = "length" if n + 50 == submit.max_tokens else None
-            await job.say(submit, [100] * 50, last, logprobs=tuple(best))
+            await job.emit(submit, [100] * 50, last, logprobs=tuple(best))
 
     most, model = 1 << 17, str(chat_model(tmp_path / "model", CHATML))
     ready = replace(READY, model=model, vocab=4100, guided=True, context=most, max_length=most)
-    front = await serve(FakeJob(script, ready))
-    await answered_meanwhile(front, OF_CHATS)
+    api_server = await serve(FakeJob(script, ready))
+    await answered_meanwhile(api_server, CHAT_ATTACKS)
 
 
 async def test_ids_that_fill_the_context_are_a_legal_prompt(serve: Serve) -> None:
     """However many bytes they take; one more token than that is refused by its number."""
     most = 1 << 18
-    front = await serve(FakeJob(ready=replace(READY, context=most, max_length=most)))
+    api_server = await serve(FakeJob(ready=replace(READY, context=most, max_length=most)))
     ids = b"4095," * (most - 2) + b"7"
-    answer = await front.post(COMPLETIONS, None, content=b'{"max_tokens":1,"prompt":[%s]}' % ids)
+    answer = await api_server.post(COMPLETIONS, None, content=b'{"max_tokens":1,"prompt":[%s]}' % ids)
     assert answer.status_code == 200, answer.text
-    (submit,) = front.job.submits
+    (submit,) = api_server.job.submits
     assert len(submit.prompt) == most - 1 and submit.prompt[-1] == 7 and set(submit.prompt[:-1]) == {4095}
-    answer = await front.post(COMPLETIONS, None, content=b'{"max_tokens":2,"prompt":[%s]}' % ids)
+    answer = await api_server.post(COMPLETIONS, None, content=b'{"max_tokens":2,"prompt":[%s]}' % ids)
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
 
 
 async def test_trailers_have_an_end(serve: Serve) -> None:
     """They come behind a body, and the parser would keep them all."""
-    front = await serve()
-    reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
+    api_server = await serve()
+    reader, writer = await asyncio.open_connection("127.0.0.1", api_server.port)
     writer.write(b"POST /livez HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\na: ")
     assert b" 405 " in await reader.readuntil(b'"}')
-    writer.write(b"a" * (2 * MOST_HEAD))
+    writer.write(b"a" * (2 * MAX_HEAD))
     assert b"HTTP/1.1 431 " in await reader.read()
     writer.close()
 
 
 async def test_a_head_up_to_the_bound_is_read(serve: Serve) -> None:
-    front = await serve()
-    fields = b"".join(b"x-%d: %s\r\n" % (i, b"v" * 200) for i in range(MOST_HEADERS - 1))
+    api_server = await serve()
+    fields = b"".join(b"x-%d: %s\r\n" % (i, b"v" * 200) for i in range(MAX_HEADERS - 1))
     for head, status in (
-        (b"GET /livez?%s HTTP/1.1\r\nHost: x\r\n\r\n" % (b"q" * (MOST_URL - 7)), 200),
-        (b"GET /livez?%s HTTP/1.1\r\nHost: x\r\n\r\n" % (b"q" * (MOST_URL - 6)), 414),
+        (b"GET /livez?%s HTTP/1.1\r\nHost: x\r\n\r\n" % (b"q" * (MAX_URL - 7)), 200),
+        (b"GET /livez?%s HTTP/1.1\r\nHost: x\r\n\r\n" % (b"q" * (MAX_URL - 6)), 414),
         (b"GET /livez HTTP/1.1\r\nHost: x\r\n%s\r\n" % fields, 200),
         (b"GET /livez HTTP/1.1\r\nHost: x\r\nmore: 1\r\n%s\r\n" % fields, 431),
-        (b"GET /livez HTTP/1.1\r\nHost: %s\r\n\r\n" % (b"x" * MOST_HEAD), 431),
+        (b"GET /livez HTTP/1.1\r\nHost: %s\r\n\r\n" % (b"x" * MAX_HEAD), 431),
     ):
-        assert (await attacked(front, head))[1].startswith(b"HTTP/1.1 %d" % status), head[:80]
+        assert (await attacked(api_server, head))[1].startswith(b"HTTP/1.1 %d" % status), head[:80]
     # One request after the other over one connection: what was read before does not count.
-    reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
+    reader, writer = await asyncio.open_connection("127.0.0.1", api_server.port)
     for _ in range(4):
-        writer.write(b"GET /livez HTTP/1.1\r\nHost: x\r\nmore: %s\r\n\r\n" % (b"v" * (MOST_HEAD // 2)))
+        writer.write(b"GET /livez HTTP/1.1\r\nHost: x\r\nmore: %s\r\n\r\n" % (b"v" * (MAX_HEAD // 2)))
         assert b" 200 " in await reader.readuntil(b"}")
     writer.close()
 
 
 async def test_the_first_request_waits_for_the_process_that_has_begun() -> None:
     """It starts no other, and the process stays; of two at once, neither waits for one that starts."""
-    reader = Reader(str(DEMO), None, Tokens(str(DEMO)), 60.0)
+    reader = RequestExecutor(str(DEMO), None, ChatTokenizer(str(DEMO)), 60.0)
     reader.workers.start()
     await until(lambda: reader.workers.processes)
     assert reader.workers.idle == []
@@ -240,7 +240,7 @@ async def test_the_first_request_waits_for_the_process_that_has_begun() -> None:
 
 async def test_a_process_that_fails_is_another_one_for_the_next() -> None:
     """A process that does not come to an end, dies, or raises what it is not to."""
-    reader = Reader(None, None, Tokens(None), 60.0)
+    reader = RequestExecutor(None, None, ChatTokenizer(None), 60.0)
     assert await reader.run(LARGE + 1, abs, -3) == 3
     (first,) = reader.workers.processes
     left = asyncio.create_task(reader.run(LARGE + 1, time.sleep, 0.2))

@@ -15,12 +15,12 @@ from pydantic import ValidationError
 
 from helix.config import ServeConfig
 from launch.client.errors import ApiError
-from launch.client.schemas import REFUSED, Chat, Completion, Detokenize, Tokenize, parsed
+from launch.client.schemas import REFUSED, Chat, Completion, Detokenize, Tokenize, parse_body
 from launch.serving.http import listen
 from launch.serving.messages import Count, Messages
 from launch.serving.responses import Responses
+from tests.serving.api_server import Serve
 from tests.serving.chats import CHATS, COMPLETIONS, REFUSALS
-from tests.serving.front import Serve
 
 POSTS = COMPLETIONS, CHATS, "/tokenize", "/detokenize"
 MESSAGES = [{"role": "user", "content": "x"}]
@@ -36,12 +36,12 @@ WRONG: dict[str, list[Any]] = {
     "stop": [*REFUSALS["wrong"]["stop"], ["x"] * 17],
     "cache_salt": [*REFUSALS["wrong"]["cache_salt"], "x" * 257],
 }
-OF_CHATS = "add_generation_prompt", "continue_final_message", "reasoning_effort", "documents", "include_reasoning"
+CHAT_FIELDS = "add_generation_prompt", "continue_final_message", "reasoning_effort", "documents", "include_reasoning"
 OF = {
     "/tokenize": ("prompt", "messages", "model", "add_generation_prompt", "continue_final_message"),
     "/detokenize": ("tokens", "model"),
     CHATS: tuple({*WRONG} - {"prompt", "tokens", "echo", "suffix", "best_of"}),
-    COMPLETIONS: tuple({*WRONG} - {"messages", "tokens", *OF_CHATS}),
+    COMPLETIONS: tuple({*WRONG} - {"messages", "tokens", *CHAT_FIELDS}),
 }
 
 
@@ -83,18 +83,22 @@ def bodies() -> list[tuple[str, bytes]]:
 
 
 async def test_malformed_bodies_are_refused_and_reach_no_rank(serve: Serve) -> None:
-    front = await serve()
+    api_server = await serve()
     wrong = [*bodies_and_words()]
     assert len(wrong) >= 200
     for route, body, status, words in wrong:
-        answer = await front.post(route, content=body)
+        answer = await api_server.post(route, content=body)
         assert answer.status_code == status, (route, body[:200], answer.status_code, answer.text[:200])
         error = answer.json()["error"]
         assert set(error) == {"message", "type", "param", "code"}, answer.text
         assert words in error["message"] and error["message"] and "\n" not in error["message"], (route, body, error)
         assert status != 400 or (error["type"] == "invalid_request_error" and len(answer.content) < 1000)
-    assert front.job.got == [] and front.core.flights == {} and front.core.state == "ready"
-    assert (await front.post(COMPLETIONS, GOOD[COMPLETIONS])).status_code == 200
+    assert (
+        api_server.job.received == []
+        and api_server.engine_client.generations == {}
+        and api_server.engine_client.state == "ready"
+    )
+    assert (await api_server.post(COMPLETIONS, GOOD[COMPLETIONS])).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -110,7 +114,7 @@ async def test_malformed_bodies_are_refused_and_reach_no_rank(serve: Serve) -> N
 def test_a_large_mistake_costs_no_more_than_a_small_one(schema: Any, body: dict[str, Any]) -> None:
     """Without an end at the first one, each takes seconds in which nobody else is answered."""
     with pytest.raises(ApiError) as refused:
-        parsed(schema, json.dumps(body).encode())
+        parse_body(schema, json.dumps(body).encode())
     cause = refused.value.__cause__
     assert cause is None or (isinstance(cause, ValidationError) and cause.error_count() < 10)
 
@@ -126,7 +130,7 @@ def test_whatever_a_body_holds_is_read_or_refused_by_name(data: st.DataObject) -
     schema = data.draw(st.sampled_from([Completion, Chat, Tokenize, Detokenize, Responses, Messages, Count]))
     body = data.draw(st.dictionaries(st.sampled_from([*schema.model_fields, *REFUSED, "else"]), values, max_size=6))
     try:
-        parsed(schema, json.dumps(body).encode())
+        parse_body(schema, json.dumps(body).encode())
     except ApiError as error:
         refused = error
     else:

@@ -11,13 +11,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from helix.config import ServeConfig
 from helix.engine.request import Request, RequestUpdate
-from launch.client.frames import Queued, Stats
+from launch.client.engine_messages import Queued, Stats
 from launch.serving import acceptance
-from launch.serving.acceptance import AcceptanceWatch
+from launch.serving.acceptance import AcceptanceMonitor
 from launch.serving.routes import Api
-from launch.serving.security import Keys
+from launch.serving.security import ApiKeys
+from tests.serving.api_server import READY, ROOT, ApiServer, Clock, FakeJob, Serve, counting, silent, until
 from tests.serving.chats import COMPLETIONS
-from tests.serving.front import READY, ROOT, Clock, FakeJob, Front, Serve, counting, silent, until
 
 # What dashboards, routers and llm-d's endpoint picker read of vLLM.
 READ = """
@@ -35,13 +35,13 @@ async def cached(job: FakeJob, submit: Request) -> None:
     drafts = {"drafts": 10, "drafts_kept_0": 7, "drafts_kept_1": 3}
     job.send(Stats({"pages": 64, "pages_used": 16, "pages_free": 48} | drafts))
     job.send(RequestUpdate(submit.id, 3, 2, 0))
-    await job.say(submit, [100], cached_tokens=2)
-    await job.say(submit, [101, 102], "length")
+    await job.emit(submit, [100], cached_tokens=2)
+    await job.emit(submit, [101, 102], "length")
 
 
-async def samples(front: Front) -> Samples:
+async def samples(api_server: ApiServer) -> Samples:
     found: Samples = {}
-    for family in text_string_to_metric_families((await front.get("/metrics")).text):
+    for family in text_string_to_metric_families((await api_server.get("/metrics")).text):
         for sample in family.samples:
             key = sample.name, tuple(sorted(sample.labels.items()))
             assert key not in found, "each once"
@@ -51,11 +51,11 @@ async def samples(front: Front) -> Samples:
 
 async def test_metrics_count_what_went_through(serve: Serve) -> None:
     """Under our names, and what vLLM's readers read under theirs too."""
-    front = await serve(FakeJob(cached))
+    api_server = await serve(FakeJob(cached))
     body = {"prompt": [[1, 2, 3], [1, 2, 4]], "n": 2, "max_tokens": 3}
-    usage = (await front.post(COMPLETIONS, body)).json()["usage"]
+    usage = (await api_server.post(COMPLETIONS, body)).json()["usage"]
     assert (usage["prompt_tokens"], usage["prompt_tokens_details"]) == (6, {"cached_tokens": 4})
-    await until(lambda: front.core.stats)
+    await until(lambda: api_server.engine_client.stats)
     expected = {
         "time_to_first_token_seconds_count": 4, "inter_token_latency_seconds_count": 4,
         "request_queue_time_seconds_count": 4, "e2e_request_latency_seconds_count": 4,
@@ -66,9 +66,9 @@ async def test_metrics_count_what_went_through(serve: Serve) -> None:
         'request_success_total{finished_reason="length"}': 4, "num_requests_running": 0,
         "num_requests_waiting": 0, "kv_pages_used": 16, "kv_pages_free": 48, "restarts_total": 0,
     }  # fmt: skip
-    values = await front.metrics()
+    values = await api_server.metrics()
     assert {name: values[name] for name in expected} == expected
-    found = await samples(front)
+    found = await samples(api_server)
     assert {name for name, _ in found} >= {*READ.split()}
     for (name, labels), value in found.items():
         if name.startswith("vllm:"):
@@ -92,7 +92,7 @@ async def test_metrics_count_what_went_through(serve: Serve) -> None:
 async def test_the_time_in_the_queue_ends_with_admission(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not with the first token, behind a prompt that takes long; one that is refused was in no queue."""
     clock = Clock()
-    for module in ("core", "answer"):
+    for module in ("engine_client", "answer"):
         monkeypatch.setattr(f"launch.client.{module}.time", clock)
     monkeypatch.setattr("launch.serving.metrics.time", clock)
 
@@ -103,14 +103,14 @@ async def test_the_time_in_the_queue_ends_with_admission(serve: Serve, monkeypat
         job.send(Queued(submit.id))
         clock.now += 3
         job.send(RequestUpdate(submit.id, 1, 0, 0))
-        await until(lambda: front.core.waiting == 0)
+        await until(lambda: api_server.engine_client.waiting == 0)
         clock.now += 7
         await counting(job, submit)
 
-    front = await serve(FakeJob(slow))
+    api_server = await serve(FakeJob(slow))
     for first in (1, 2):
-        await front.post(COMPLETIONS, {"prompt": [first], "max_tokens": 1})
-    values = await front.metrics()
+        await api_server.post(COMPLETIONS, {"prompt": [first], "max_tokens": 1})
+    values = await api_server.metrics()
     assert values["request_queue_time_seconds_count"] == 1
     assert values["request_queue_time_seconds_sum"] == 3
     assert values["time_to_first_token_seconds_sum"] == 10
@@ -122,31 +122,31 @@ async def test_every_documented_metric_moves(serve: Serve) -> None:
     moved: set[str] = set()
 
     async def look() -> dict[str, float]:
-        values = await front.metrics()
+        values = await api_server.metrics()
         names = {name: re.sub(r"(_bucket|_count|_sum)?(\{.*)?$", "", name) for name in values}
         # These come with the engine's first gauges.
         assert {*names.values(), "cache_config_info", "spec_decode_num_accepted_tokens_per_pos_total"} == documented
         moved.update(names[name] for name, value in values.items() if value)
         return values
 
-    front = await serve(FakeJob(silent))
-    request = asyncio.create_task(front.post(COMPLETIONS, {"prompt": [1, 2, 3], "max_tokens": 4}))
-    await until(lambda: front.job.submits)
+    api_server = await serve(FakeJob(silent))
+    request = asyncio.create_task(api_server.post(COMPLETIONS, {"prompt": [1, 2, 3], "max_tokens": 4}))
+    await until(lambda: api_server.job.submits)
     assert (await look())["num_requests_waiting"] == 1
-    front.job.send(RequestUpdate(1, 3, 2, 0))
+    api_server.job.send(RequestUpdate(1, 3, 2, 0))
     gauges = {"pages": 9, "pages_used": 2, "pages_cached": 3, "pages_free": 4, "preemptions": 5}
-    front.job.send(Stats(gauges | {"drafts": 3, "drafts_kept_0": 2}))
-    await until(lambda: front.core.stats)
+    api_server.job.send(Stats(gauges | {"drafts": 3, "drafts_kept_0": 2}))
+    await until(lambda: api_server.engine_client.stats)
     assert (await look())["num_requests_running"] == 1
-    (submit,) = front.job.submits
-    await front.job.say(submit, [7, 7])
-    await until(lambda: front.core.flights[1].drawn)
-    front.job.die()
-    await until(lambda: len(front.job.submits) == 2)
-    await front.job.say(submit, [7, 7], "length")
+    (submit,) = api_server.job.submits
+    await api_server.job.emit(submit, [7, 7])
+    await until(lambda: api_server.engine_client.generations[1].output_token_ids)
+    api_server.job.die()
+    await until(lambda: len(api_server.job.submits) == 2)
+    await api_server.job.emit(submit, [7, 7], "length")
     assert (await request).status_code == 200
-    front.job.send(Stats({"pages": 9, "preemptions": 2}))  # the new job's own
-    await until(lambda: front.core.stats["preemptions"] == 2)
+    api_server.job.send(Stats({"pages": 9, "preemptions": 2}))  # the new job's own
+    await until(lambda: api_server.engine_client.stats["preemptions"] == 2)
     values = await look()
     assert (values["num_preemptions_total"], values["restarts_total"]) == (7, 1)
     assert moved == documented
@@ -160,32 +160,32 @@ async def test_the_dashboard_reads_what_there_is(serve: Serve) -> None:
     read = {name for query in queries for name in re.findall(r"\b(?:vllm|helix):\w+", query)}
     assert len(queries) > 30 and len(read) > 15
     grouped = {label for query in queries for labels in re.findall(r"by \((.*?)\)", query) for label in labels.split()}
-    front = await serve(FakeJob(cached))
-    await front.post(COMPLETIONS, {"prompt": [1, 2, 3], "max_tokens": 3})
-    await until(lambda: front.core.stats)
-    found = await samples(front)
+    api_server = await serve(FakeJob(cached))
+    await api_server.post(COMPLETIONS, {"prompt": [1, 2, 3], "max_tokens": 3})
+    await until(lambda: api_server.engine_client.stats)
+    found = await samples(api_server)
     assert read - {name for name, _ in found} == set()
     assert grouped <= {label for _, labels in found for label, _ in labels}
     kinds = {re.sub(r"_(bucket|sum|count)$", "", name) for name, _ in found if name.startswith("vllm:")}
     shown = {name.removesuffix("_bucket") for name in read}
     older = {"vllm:gpu_cache_usage_perc", "vllm:time_per_output_token_seconds"}
     assert kinds - shown == {*older, "vllm:cache_config_info"}
-    places = [(p["gridPos"]["x"], p["gridPos"]["y"]) for p in dashboard["panels"]]
-    assert len({*places}) == len(places) and len({p["id"] for p in dashboard["panels"]}) == len(places)
+    positions = [(p["gridPos"]["x"], p["gridPos"]["y"]) for p in dashboard["panels"]]
+    assert len({*positions}) == len(positions) and len({p["id"] for p in dashboard["panels"]}) == len(positions)
 
 
 # ---- a log that says when a third fewer drafts are kept than before
 
 
 def test_a_fall_of_acceptance_is_told_once() -> None:
-    watch, told = AcceptanceWatch(), []
+    watch, received = AcceptanceMonitor(), []
     # Minutes, with the share of first drafts that were kept.
     for minute, share in [*((m, 0.9) for m in range(30)), *((m, 0.55) for m in range(30, 60))]:
-        told.append(watch.add(400, 400 * share, 60.0 * minute))
-    first = next(i for i, line in enumerate(told) if line)
+        received.append(watch.add(400, 400 * share, 60.0 * minute))
+    first = next(i for i, line in enumerate(received) if line)
     assert 34 <= first <= 40, "within two shares of five minutes"
-    assert told[first].startswith("drafts: 55% of first drafts are kept, and 90% were"), told[first]
-    assert [i for i, line in enumerate(told) if line] == [first]
+    assert received[first].startswith("drafts: 55% of first drafts are kept, and 90% were"), received[first]
+    assert [i for i, line in enumerate(received) if line] == [first]
     # It rises, and falls again.
     again = [watch.add(400, 400 * share, 3600.0 + 60 * m) for m, share in enumerate([0.9] * 20 + [0.5] * 20)]
     assert sum(line is not None for line in again) == 1
@@ -200,15 +200,17 @@ def test_a_fall_of_acceptance_is_told_once() -> None:
     ],
 )
 def test_no_fall_is_told(after: float, tried: int, every_s: float) -> None:
-    watch = AcceptanceWatch()
+    watch = AcceptanceMonitor()
     for i in range(60):
         assert watch.add(tried, tried * (0.9 if i < 30 else after), every_s * i) is None
 
 
 def test_a_server_tells_it(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Counters of a job grow; those of the next one begin at 0."""
-    monkeypatch.setattr(acceptance, "EACH_S", 0.0)
-    core = Api(ServeConfig(), Keys(None)).core
-    for drafts, kept in [(1000, 900), (2000, 1800), (1000, 850), (2000, 1400)]:
-        core._take(Stats({"drafts": drafts, "drafts_kept_0": kept, "drafts_kept_1": kept // 2}))
+    monkeypatch.setattr(acceptance, "MIN_WINDOW_S", 0.0)
+    engine_client = Api(ServeConfig(), ApiKeys(None)).engine_client
+    for drafts, accepted in [(1000, 900), (2000, 1800), (1000, 850), (2000, 1400)]:
+        engine_client._handle_message(
+            Stats({"drafts": drafts, "drafts_kept_0": accepted, "drafts_kept_1": accepted // 2})
+        )
     assert [line[:49] for line in caplog.messages] == ["drafts: 55% of first drafts are kept, and 90% wer"]

@@ -10,8 +10,8 @@ import pytest
 from playwright.async_api import Route, expect
 
 from helix.engine.request import RequestUpdate
+from tests.serving.api_server import text_of, until
 from tests.serving.browser import IN_CHROMIUM, Browse
-from tests.serving.front import text_of, until
 
 pytestmark = IN_CHROMIUM
 FIGURES = r"\d+ tokens read.* · \d+ written.* · [\d.,]+ tokens/s · first token after [\d.]+ m?s$"
@@ -36,17 +36,17 @@ async def test_a_text_is_continued_and_taken_back(browse: Browse) -> None:
     assert job.submits[-1].max_tokens == 512
     await job.write("    return json.load(path)\n")
     await expect(text).to_have_value(re.compile(r"load\(path\)\n$"))
-    await tab.told("Writing.")
+    await tab.expect_status("Writing.")
     await text.press("Control+Enter")  # one at a time
     await tab.answer("")
     first = f"{begin}\n    return json.load(path)\n"
     await expect(text).to_have_value(first)
-    await tab.told(re.compile(f"^{FIGURES}"))
+    await tab.expect_status(re.compile(f"^{FIGURES}"))
     await expect(page.locator("#used")).to_have_text(re.compile(r"^\d+ of 4,096 tokens used$"))
     await tab.send(keys="Control+Enter")
     assert tab.prompt == first and len(job.submits) == 2
     await tab.answer("x" * 3, "length")
-    await tab.told(re.compile("the most it may"))
+    await tab.expect_status(re.compile("the most it may"))
     await expect(text).to_have_value(f"{first}xxx")
     for expected in (first, f"{begin}\n"):
         await tab.press("Undo")
@@ -64,15 +64,15 @@ async def test_a_chat_is_read_turn_by_turn(browse: Browse) -> None:
     await tab.send()
     assert "What is it?\nSay <i>so</i>!" in tab.prompt
     await expect(page.locator("#text")).to_have_value("")
-    await tab.shown("Say <i>so</i>!")
-    await tab.told("Waiting.")
+    await tab.expect_text("Say <i>so</i>!")
+    await tab.expect_status("Waiting.")
     await job.write("<think>Let me see.")
-    await tab.told("Thinking.")
+    await tab.expect_status("Thinking.")
     await job.write("</think>It is <b>bold</b> & <i>so</i>")
-    await tab.shown("It is <b>bold</b> & <i>so")  # a text, and no part of the page
+    await tab.expect_text("It is <b>bold</b> & <i>so")  # a text, and no part of the page
     assert await talk.get_attribute("aria-busy") == "true"
     await tab.answer(".")
-    await tab.told(re.compile(f"^{FIGURES}"))
+    await tab.expect_status(re.compile(f"^{FIGURES}"))
     await expect(page.get_by_text("Let me see.")).to_be_hidden()
     await page.click(".thinking summary")
     await expect(page.get_by_text("Let me see.")).to_be_visible()
@@ -81,7 +81,7 @@ async def test_a_chat_is_read_turn_by_turn(browse: Browse) -> None:
     await tab.answer("Nothing.")
     assert await page.evaluate("window.shifts") < 0.01
     await tab.reload()
-    await tab.shown("Nothing.")  # what was said lasts as long as the tab
+    await tab.expect_text("Nothing.")  # what was said lasts as long as the tab
     await tab.press("New chat")
     await expect(page.locator("#turns")).to_be_empty()
     await tab.send("Anew")
@@ -90,24 +90,24 @@ async def test_a_chat_is_read_turn_by_turn(browse: Browse) -> None:
 
 async def test_an_answer_is_markdown_that_grows(browse: Browse) -> None:
     tab, page = await browse()
-    said = page.locator(".said")
+    answers = page.locator(".said")
     await tab.send("Who owns token 16?")
     begin, end = MARKDOWN.split("    return")
     await tab.job.write(begin)
-    await expect(said.locator("pre")).to_contain_text("def owner(t):")
+    await expect(answers.locator("pre")).to_contain_text("def owner(t):")
     await page.evaluate("document.querySelector('.said h1').kept = true")
     await tab.answer(f"    return{end}")
     assert await page.evaluate("document.querySelector('.said h1').kept")  # what is there already is not made again
-    await expect(said.locator("pre code")).to_have_text("def owner(t):\n    return t // 16 % 2\n")
-    await expect(said.locator("figcaption span")).to_have_text("python")
-    await expect(said.locator("em")).to_have_text("one")
-    await expect(said.locator("td").last).to_have_text("1alone")
-    assert await said.locator("td").first.evaluate("cell => getComputedStyle(cell).textAlign") == "right"
-    assert await said.locator("input").evaluate_all("all => all.map(one => [one.type, one.checked])") == [
+    await expect(answers.locator("pre code")).to_have_text("def owner(t):\n    return t // 16 % 2\n")
+    await expect(answers.locator("figcaption span")).to_have_text("python")
+    await expect(answers.locator("em")).to_have_text("one")
+    await expect(answers.locator("td").last).to_have_text("1alone")
+    assert await answers.locator("td").first.evaluate("cell => getComputedStyle(cell).textAlign") == "right"
+    assert await answers.locator("input").evaluate_all("all => all.map(one => [one.type, one.checked])") == [
         ["checkbox", True],
         ["checkbox", False],
     ]
-    link = said.locator("a")
+    link = answers.locator("a")
     assert await link.get_attribute("href") == "https://example.com/more"
     assert await link.get_attribute("rel") == "noopener noreferrer"
 
@@ -116,14 +116,14 @@ async def test_what_a_model_writes_does_nothing(browse: Browse) -> None:
     """Neither through Markdown, nor where HTML got as far as the sanitizer."""
     tab, page = await browse()
     await tab.turn("Hurt me", HOSTILE)
-    await tab.shown('<img src=x onerror="window.hurt = 2">')  # as it was written
+    await tab.expect_text('<img src=x onerror="window.hurt = 2">')  # as it was written
     links = page.locator(".said a")
     assert await links.evaluate_all("all => all.map(one => one.href)") == ["https://example.com/seen.png"]
     await tab.reload()  # and not when it is read back either
-    await tab.shown('<img src=x onerror="window.hurt = 2">')
+    await tab.expect_text('<img src=x onerror="window.hurt = 2">')
     assert await page.evaluate("window.hurt") is None
 
-    beside = await tab.beside()  # the policy complains of what the sanitizer looks at
+    beside = await tab.new_tab()  # the policy complains of what the sanitizer looks at
     await beside.ready()
     other = beside.page
     html = ["<img src=x onerror='window.hurt=1'>", "<svg onload='window.hurt=1'>", "<script>window.hurt=1</script>"]
@@ -144,8 +144,8 @@ async def test_an_answer_is_stopped(how: str, browse: Browse) -> None:
     await tab.begin("Count", "one two")
     await (page.keyboard.press("Escape") if how == "Escape" else tab.press("Stop"))
     await until(lambda: tab.job.aborts)
-    await tab.told(re.compile("^Stopped · first token after "))
-    await tab.shown("two")
+    await tab.expect_status(re.compile("^Stopped · first token after "))
+    await tab.expect_text("two")
     await tab.send("Go on")
     assert "one two" in tab.prompt  # what was said stays part of the chat
 
@@ -156,7 +156,7 @@ async def test_an_answer_is_given_anew(browse: Browse) -> None:
     await tab.turn("One?", "First.")
     await tab.turn("Two?", "Second.")
     before = tab.prompt
-    await tab.requested(again.click())  # the last answer alone has it
+    await tab.expect_request(again.click())  # the last answer alone has it
     assert tab.prompt == before
     await expect(page.locator("#talk")).not_to_contain_text("Second.")
     await tab.answer("Third.")
@@ -164,8 +164,8 @@ async def test_an_answer_is_given_anew(browse: Browse) -> None:
     await page.evaluate("localStorage.setItem('helix.settings', '{\"temperature\": \"200\"}')")
     await tab.reload()
     await again.click()
-    await tab.told(re.compile("temperature"))  # refused: all is as it was
-    await tab.shown("Third.")
+    await tab.expect_status(re.compile("temperature"))  # refused: all is as it was
+    await tab.expect_text("Third.")
     await expect(again).to_have_count(1)
 
 
@@ -226,8 +226,8 @@ async def test_a_long_prompt_has_its_progress_and_the_time_left(browse: Browse) 
     name, total = tab.job.submits[-1].id, len(tab.job.submits[-1].prompt)
     for done in (total // 4, total // 2):
         tab.job.send(RequestUpdate(name, total, 0, done))
-        await tab.told(re.compile(rf"^Reading the prompt: {done} of {total} tokens(, about \d+ s left)?$"))
-    await tab.told(re.compile(r"about \d+ s left$"))
+        await tab.expect_status(re.compile(rf"^Reading the prompt: {done} of {total} tokens(, about \d+ s left)?$"))
+    await tab.expect_status(re.compile(r"about \d+ s left$"))
     assert abs(await progress.evaluate("one => one.value") - total // 2 / total) < 1e-6
     await expect(progress).to_be_visible()
     await tab.answer("Read.")
@@ -240,24 +240,24 @@ async def test_a_restart_is_told_and_survived(tmp_path: Path, browse: Browse) ->
     await tab.begin("Wait", "one ")
     await job.close()
     job.die()
-    await tab.told(re.compile("^The server is restarting: .*goes on"))
+    await tab.expect_status(re.compile("^The server is restarting: .*goes on"))
     await job.listen_again()
     await until(lambda: len(job.submits) == 2)
-    await tab.told(re.compile("^The server is back"))
+    await tab.expect_status(re.compile("^The server is back"))
     await tab.answer("two")
-    await tab.shown("one two")
+    await tab.expect_text("one two")
 
     await job.close()
     job.die()
-    await until(lambda: tab.core.state == "restarting")
+    await until(lambda: tab.engine_client.state == "restarting")
     await page.fill("#text", "Lost?")
     await page.press("#text", "Enter")
-    await tab.told(re.compile("^The server is restarting.*goes on"))
+    await tab.expect_status(re.compile("^The server is restarting.*goes on"))
     await tab.press("Stop")  # who does not want to wait has the text back
     await expect(page.locator("#text")).to_have_value("Lost?")
     await expect(page.locator("#talk")).not_to_contain_text("Lost?")
     await page.press("#text", "Enter")
-    await tab.told(re.compile("^The server is restarting.*goes on"))
+    await tab.expect_status(re.compile("^The server is restarting.*goes on"))
     await job.listen_again()
     await until(lambda: len(job.submits) == 3)
     assert "one two" in tab.prompt and "Lost?" in tab.prompt
@@ -265,12 +265,16 @@ async def test_a_restart_is_told_and_survived(tmp_path: Path, browse: Browse) ->
 
 async def test_a_server_that_still_loads_is_waited_for(browse: Browse) -> None:
     tab, page = await browse(chat=False)
-    tab.core._state, tab.core._why, known = "starting", "the model is being loaded", tab.core.ready
-    tab.core.ready = None
+    tab.engine_client._state, tab.engine_client._why, known = (
+        "starting",
+        "the model is being loaded",
+        tab.engine_client.ready,
+    )
+    tab.engine_client.ready = None
     await page.reload()
-    await tab.told(re.compile("^The server is starting: the model is being loaded"))
+    await tab.expect_status(re.compile("^The server is starting: the model is being loaded"))
     await expect(page.locator("#send")).to_be_disabled()
-    tab.core._state, tab.core.ready = "ready", known
+    tab.engine_client._state, tab.engine_client.ready = "ready", known
     await tab.ready()
 
     asked: list[str] = []
@@ -282,7 +286,7 @@ async def test_a_server_that_still_loads_is_waited_for(browse: Browse) -> None:
     for path in ("**/v1/models", "**/health"):
         await page.route(path, away)
     await page.reload()
-    await tab.told("The server does not answer.")
+    await tab.expect_status("The server does not answer.")
     await until(lambda: len(asked) > 2)
     await page.unroute_all()
     await tab.ready()
@@ -293,18 +297,18 @@ async def test_a_key_is_wanted(tmp_path: Path, browse: Browse) -> None:
     keys.write_text("ada key-1\n")
     tab, page = await browse(chat=False, api_keys=str(keys))
     key = page.get_by_label("API key")
-    await tab.told("The server needs a key.")
+    await tab.expect_status("The server needs a key.")
     await expect(key).to_be_focused()
     await key.fill("key-2")
     await key.press("Enter")
-    await tab.told("The server does not take this key.")
+    await tab.expect_status("The server does not take this key.")
     await key.fill("key-1")
     await key.press("Enter")
     await tab.ready()
     await expect(key).to_be_hidden()
     await tab.send(keys="Control+Enter")
     await tab.reload()  # it lasts as long as the tab
-    await (await tab.beside()).told("The server needs a key.")
+    await (await tab.new_tab()).expect_status("The server needs a key.")
 
 
 @pytest.mark.parametrize("chat", [False, True])

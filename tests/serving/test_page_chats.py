@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from playwright.async_api import Page, expect
 
-from tests.serving.browser import IN_CHROMIUM, Browse, Tab, Teller
-from tests.serving.front import front, text_of, until
+from tests.serving.api_server import api_server, text_of, until
+from tests.serving.browser import IN_CHROMIUM, Browse, PageDriver, ScriptedJob
 
 pytestmark = IN_CHROMIUM
 PHONE = {"viewport": {"width": 360, "height": 700}, "is_mobile": True, "has_touch": True}
@@ -37,13 +37,13 @@ async def test_a_reload_loses_nothing_and_goes_on(browse: Browse) -> None:
     tab, page = await browse()
     job = tab.job
     await tab.send("Count")
-    await tab.requested(page.reload())  # before a word came
+    await tab.expect_request(page.reload())  # before a word came
     assert "Count" in tab.prompt
     await job.write("<think>Hm.</think>one two")
-    await tab.shown("one two")
+    await tab.expect_text("one two")
     await saved(page, "one two")
-    await tab.requested(page.reload())
-    await tab.shown("one two")
+    await tab.expect_request(page.reload())
+    await tab.expect_text("one two")
     assert tab.prompt.endswith("<|im_start|>assistant\none two")
     await tab.answer(" three")
     await expect(page.locator(".said")).to_have_text("one two three")
@@ -51,14 +51,14 @@ async def test_a_reload_loses_nothing_and_goes_on(browse: Browse) -> None:
 
     await tab.begin("Letters", "a b")
     await saved(page, "a b")
-    other = await tab.beside(page.url)  # another tab does not answer it too
+    other = await tab.new_tab(page.url)  # another tab does not answer it too
     await other.ready()
-    await other.shown("a b")
+    await other.expect_text("a b")
     assert len(job.submits) == 4
     await other.page.close()
     await tab.press("Stop")
     await tab.reload()  # what was stopped goes on if somebody wants it
-    await tab.requested(tab.press("Continue"))
+    await tab.expect_request(tab.press("Continue"))
     assert tab.prompt.endswith("<|im_start|>assistant\na b")
     await tab.answer(" c")
     await expect(page.locator(".said").last).to_have_text("a b c")
@@ -67,20 +67,20 @@ async def test_a_reload_loses_nothing_and_goes_on(browse: Browse) -> None:
 
 async def test_formulas_are_rendered(browse: Browse) -> None:
     tab, page = await browse()
-    said, source = page.locator(".said"), "all => all.map(one => one.textContent)"
+    answers, source = page.locator(".said"), "all => all.map(one => one.textContent)"
     await tab.send("Formulas")
     begin, end = FORMULAS.split(r"\\")
     await tab.job.write(begin)
-    await tab.shown(r"\[ \sum_{i=1}^{n} x_i")  # a text for as long as it is not whole
+    await tab.expect_text(r"\[ \sum_{i=1}^{n} x_i")  # a text for as long as it is not whole
     await tab.answer(rf"\\{end}")
-    found = await said.locator("annotation").evaluate_all(source)
+    found = await answers.locator("annotation").evaluate_all(source)
     inline = ["a^2 + b_1", "x_i", "2^n", r"\boxed{4}"]
     assert sorted(one.strip() for one in found if one in inline) == sorted(inline) and len(found) == 7
-    display = await said.locator(".katex-display annotation").evaluate_all(source)
+    display = await answers.locator(".katex-display annotation").evaluate_all(source)
     assert [one.strip()[:5] for one in display] == [r"\sum_", r"\frac", "d_1"]
     for text in ("; $5 and $10 are prices, $HOME:$PATH is none", r"\(\wrong{\)", r"\(\alpha_1 * b_2 * c"):
-        await expect(said).to_contain_text(text)
-    assert await said.locator("code").evaluate_all(source) == [r"\(c\)", "$q$ \\(r\\)\n"]
+        await expect(answers).to_contain_text(text)
+    assert await answers.locator("code").evaluate_all(source) == [r"\(c\)", "$q$ \\(r\\)\n"]
     await page.evaluate("document.fonts.ready")
     fonts = await page.evaluate("[...document.fonts].filter(f => f.status === 'loaded').map(f => f.family)")
     assert "KaTeX_Math" in fonts and "KaTeX_Main" in fonts
@@ -192,11 +192,11 @@ async def test_a_changed_question_keeps_what_it_was(browse: Browse) -> None:
     await page.locator(".edit").first.click()
     await expect(area).to_be_focused()
     await area.fill("Eins?")
-    await tab.requested(area.press("Enter"))
+    await tab.expect_request(area.press("Enter"))
     assert "Eins?" in tab.prompt and not re.search(r"One|First|Two|Second", tab.prompt)
     await tab.answer("Erstens.")
     await reads("Eins?", "Erstens.")
-    await tab.requested(tab.press("Regenerate"))
+    await tab.expect_request(tab.press("Regenerate"))
     await tab.answer("Zuerst.")
     await reads("Eins?", "Zuerst.")
     await tab.reload()
@@ -231,7 +231,7 @@ async def test_settings_are_closed_alike(how: str, browse: Browse) -> None:
     await page.get_by_label("Temperature").fill("0.5")
     await page.get_by_label("Top-p").fill("7")
     await close()
-    await tab.told(re.compile("^Top-p is left out: "))
+    await tab.expect_status(re.compile("^Top-p is left out: "))
     await tab.press("Settings")
     await expect(page.get_by_label("Temperature")).to_have_value("0.5")
     await expect(page.get_by_label("Top-p")).to_have_value("")
@@ -249,23 +249,23 @@ async def test_a_server_that_ends_is_looked_for_and_the_answer_goes_on(
 ) -> None:
     tab, page = await browse()
     await tab.begin("Count", "one")
-    tab.core.draining = True  # as a server does, from its signal to its end
-    tab.core.fail("the server has ended")
-    await tab.told(re.compile("^The server is draining: .* The answer goes on once it is back"))
+    tab.engine_client.draining = True  # as a server does, from its signal to its end
+    tab.engine_client.fail("the server has ended")
+    await tab.expect_status(re.compile("^The server is draining: .* The answer goes on once it is back"))
     tab.server.should_exit = True
-    await tab.told(re.compile("^The server does not answer. The answer goes on once it is back"))
+    await tab.expect_status(re.compile("^The server does not answer. The answer goes on once it is back"))
     await expect(page.locator(".said")).to_have_text("one")
-    async with front(tmp_path, Teller(model), port=tab.port) as made:
-        back = Tab(**vars(made), page=page)
+    async with api_server(tmp_path, ScriptedJob(model), port=tab.port) as made:
+        back = PageDriver(**vars(made), page=page)
         await until(lambda: back.job.submits)
         assert back.prompt.endswith("<|im_start|>assistant\none")
         await back.answer(" two")
         await expect(page.locator(".said")).to_have_text("one two")
     await page.fill("#text", "And then?")
     await page.press("#text", "Enter")
-    await tab.told(re.compile("goes on once it is back"))
-    async with front(tmp_path, Teller(model), port=tab.port) as made:
-        back = Tab(**vars(made), page=page)
+    await tab.expect_status(re.compile("goes on once it is back"))
+    async with api_server(tmp_path, ScriptedJob(model), port=tab.port) as made:
+        back = PageDriver(**vars(made), page=page)
         await until(lambda: back.job.submits)
         assert "And then?" in back.prompt
         await back.answer("Three.")
@@ -276,9 +276,9 @@ async def test_an_answer_that_fails_the_server_is_not_asked_again(browse: Browse
     tab, page = await browse()
     await tab.begin("Hurt", "one")
     await page.clock.install()
-    await tab.job.say(tab.job.submits[-1], [], "error", reason="the engine failed")
-    await tab.told(re.compile("the engine failed"))
+    await tab.job.emit(tab.job.submits[-1], [], "error", reason="the engine failed")
+    await tab.expect_status(re.compile("the engine failed"))
     await page.clock.run_for(10_000)
     assert len(tab.job.submits) == 1
-    await tab.shown("one")
-    await tab.requested(tab.press("Continue"))
+    await tab.expect_text("one")
+    await tab.expect_request(tab.press("Continue"))

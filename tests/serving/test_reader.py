@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.content_parsers import process_field
 
-from launch.answers.dialects import Parser, PlainParser
-from launch.answers.reader import CALLS, FURTHER, Event, is_mistaken, json_values
+from launch.answers.answer_reader import CALLS, SENTINEL, Event, is_malformed_json, json_values
+from launch.answers.chat_formats import JsonCallParser, Parser
 from tests.serving.transcripts import BY_NAME, KNOWN, TOOLS, TRANSCRIPTS, Transcript
 
 CAPTURED = {"function": {"name": "{name}", "arguments": "{content}"}}
@@ -31,11 +31,11 @@ class CallReader(ResponseParser):
         """Returns the last events."""
         events: list[dict[str, Any]] = []
         if cut:  # a mark that could have grown is one if anything else follows
-            events, self._cut = self.feed(FURTHER), True
-            self._buffer = self._buffer.removesuffix(FURTHER)
+            events, self._cut = self.feed(SENTINEL), True
+            self._buffer = self._buffer.removesuffix(SENTINEL)
             self._pos = min(self._pos, len(self._buffer))
             for event in events:
-                event["text"] = event.get("text", "").removesuffix(FURTHER)
+                event["text"] = event.get("text", "").removesuffix(SENTINEL)
         return [*events, *self.finalize()[1]]
 
     def _open_explicit(self, events: list[dict[str, Any]], field: Any, m: Any) -> None:
@@ -115,7 +115,7 @@ class CallReader(ResponseParser):
             values, end = json_values(body, 0, ";")
             if values and not body[end:].strip():
                 value = values if name is None and len(values) > 1 else values[0]
-            elif name is not None and closed and not values and is_mistaken(body):
+            elif name is not None and closed and not values and is_malformed_json(body):
                 value = body.strip()  # clients tell the model of it
         return value if name is None or value is None else {"name": name, "arguments": value}
 
@@ -132,8 +132,8 @@ class TheirReader:
             if "argument_pattern" in field:
                 tags = {"tag_pattern": field.pop("argument_pattern"), "end": field.pop("argument_end")}
                 field |= {"content": "xml-inline", "content_args": tags}
-        self._reader = CallReader({"start_anchor": FURTHER, "fields": given_}, prefix=turn)
-        self.begun = events_of(self._reader.initial_events)
+        self._reader = CallReader({"start_anchor": SENTINEL, "fields": given_}, prefix=turn)
+        self.turn_events = events_of(self._reader.initial_events)
 
     def feed(self, text: str) -> list[Event]:
         return events_of(self._reader.feed(text))
@@ -146,9 +146,9 @@ def events_of(theirs: list[dict[str, Any]]) -> list[Event]:
     kinds = {"region_open": "open", "region_chunk": "text", "region_close": "close"}
     found = []
     for event in theirs:
-        kind, told = kinds[event["type"]], event["field"] == CALLS and event["type"] == "region_close"
+        kind, is_call_end = kinds[event["type"]], event["field"] == CALLS and event["type"] == "region_close"
         if kind == "text" or event["field"] != "content":
-            more = (event["text"], event["head"], event["value"]) if told else (event.get("text", ""),)
+            more = (event["text"], event["head"], event["value"]) if is_call_end else (event.get("text", ""),)
             found.append(Event(kind, event["field"], *more))
     return found
 
@@ -158,7 +158,7 @@ def outcome(name: str, turn: str, pieces: list[str], cut: bool = False, tools: b
     read: list[Any] = []
     template = BY_NAME[name].template
     parsers = [Parser(template, turn, TOOLS if tools else [], many)]
-    parsers += [PlainParser(template, turn, function) for function in (None, "get_time")]
+    parsers += [JsonCallParser(template, turn, function) for function in (None, "get_time")]
     for parser in parsers:
         for parts in (*map(parser.feed, pieces), parser.finish(cut)):
             read.append([(part.kind, part.text, part.name) for part in parts])
@@ -167,7 +167,7 @@ def outcome(name: str, turn: str, pieces: list[str], cut: bool = False, tools: b
 
 
 def compare(*args: Any, **more: Any) -> None:
-    with mock.patch("launch.answers.dialects.AnswerReader", TheirReader):
+    with mock.patch("launch.answers.chat_formats.AnswerReader", TheirReader):
         theirs = outcome(*args, **more)
     assert outcome(*args, **more) == theirs
 
@@ -191,7 +191,7 @@ def answers(draw: Any) -> tuple[str, str, list[str]]:
     piece = st.sampled_from(MARKS[name]) | st.sampled_from(TEXTS)
     whole = st.builds(lambda parts, a, n: "".join(parts)[:a] + "".join(parts)[a + n :], st.lists(piece, max_size=12),
                       st.integers(0, 80), st.integers(0, 3))  # fmt: skip
-    turn, answer = draw(st.just("") | whole).replace(FURTHER, ""), draw(whole)
+    turn, answer = draw(st.just("") | whole).replace(SENTINEL, ""), draw(whole)
     size = draw(st.sampled_from([1, 4, 5, 30]))
     return name, turn, [answer[at : at + size] for at in range(0, len(answer), size)]
 

@@ -22,8 +22,8 @@ from openai import APIError, BadRequestError, OpenAI
 
 from launch import serve
 from tests.e2e.checkpoints import DEMO
-from tests.e2e.cli import ENTRY, ROOT, Job, torchrun
-from tests.serving.front import changed, metrics_of
+from tests.e2e.command_line import ENTRY, ROOT, Job, torchrun
+from tests.serving.api_server import changed, metrics_of
 
 SERVE = [sys.executable, "-m", "launch.serve"]
 PROMPTS = ["def read_json(path):\n", "import os\n\n\nclass Path:"]
@@ -54,8 +54,8 @@ class Server(Job):
 
     def until_health(self, status: int, seconds: float = 120) -> dict[str, Any]:
         def look() -> dict[str, Any] | None:
-            code, told = self.health()
-            return told if code == status else None
+            code, health = self.health()
+            return health if code == status else None
 
         return self.until(look, f"never {status}", seconds)
 
@@ -131,9 +131,9 @@ def test_the_printed_line_works(server: Server) -> None:
     shown = server.log.read_text()
     line = next(line for line in shown.splitlines() if line.startswith("curl -N "))
     assert f"in a browser, {server.url} is a page to talk to it" in shown
-    said = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=60).stdout
-    assert "/v1/chat/completions" in line and said.endswith("data: [DONE]\n\n")
-    assert '"finish_reason":"length"' in said or '"finish_reason":"stop"' in said  # it is drawn
+    output = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=60).stdout
+    assert "/v1/chat/completions" in line and output.endswith("data: [DONE]\n\n")
+    assert '"finish_reason":"length"' in output or '"finish_reason":"stop"' in output  # it is drawn
 
 
 def test_the_printed_line_fits_a_model_without_template_and_a_server_with_a_key(tmp_path: Path) -> None:
@@ -144,9 +144,9 @@ def test_the_printed_line_fits_a_model_without_template_and_a_server_with_a_key(
     shown = server.log.read_text()
     line = next(line for line in shown.splitlines() if line.startswith("curl -N "))
     given = os.environ | {"HELIX_API_KEY": "key-1"}
-    said = subprocess.run(line, shell=True, env=given, capture_output=True, text=True, timeout=60).stdout
+    output = subprocess.run(line, shell=True, env=given, capture_output=True, text=True, timeout=60).stdout
     server.kill()
-    assert "/v1/completions" in line and said.endswith("data: [DONE]\n\n") and "key-1" not in shown
+    assert "/v1/completions" in line and output.endswith("data: [DONE]\n\n") and "key-1" not in shown
     assert "sampling where a request sets none: temperature=0.2 (generation_config.json)" in shown
 
 
@@ -205,8 +205,8 @@ def test_control_c_frees_the_port_and_a_second_one_does_not_wait(tmp_path: Path)
 def test_a_front_end_that_dies_takes_the_ranks_along(tmp_path: Path) -> None:
     """Its weights are random, which its first line says."""
     server = Server(tmp_path, "model.load=random")
-    said = server.log.read_text()
-    assert said.startswith("weights are random (model.load=random)") and "with random weights is served at" in said
+    output = server.log.read_text()
+    assert output.startswith("weights are random (model.load=random)") and "with random weights is served at" in output
     server.process.kill()
     server.gone()
 
@@ -245,8 +245,8 @@ def test_ranks_of_torchrun_outlive_a_server_beside_them(tmp_path: Path) -> None:
 )
 def test_mistakes_are_one_line(override: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert serve.main(["serve.port=0", *override.split()]) == 1
-    said = capsys.readouterr().err
-    assert said.startswith("error: ") and said.count("\n") == 1 and words in said
+    output = capsys.readouterr().err
+    assert output.startswith("error: ") and output.count("\n") == 1 and words in output
 
 
 def test_ranks_that_do_not_start_say_why(tmp_path: Path) -> None:
@@ -257,9 +257,9 @@ def test_ranks_that_do_not_start_say_why(tmp_path: Path) -> None:
 
 def test_the_front_end_has_no_torch() -> None:
     program = (
-        "import sys; from launch.serving import server; from launch.client.tokens import Tokens; "
-        f"t = Tokens({str(DEMO)!r}); assert t.encode_segments('a').size; "
-        "from launch.answers.dialects import DIALECTS, Parser; Parser(DIALECTS[0].template, '', []); "
+        "import sys; from launch.serving import server; from launch.client.chat_tokenizer import ChatTokenizer; "
+        f"t = ChatTokenizer({str(DEMO)!r}); assert t.encode_segments('a').size; "
+        "from launch.answers.chat_formats import CHAT_FORMATS, Parser; Parser(CHAT_FORMATS[0].template, '', []); "
         "assert not {'torch', 'transformers'} & {*sys.modules}"
     )
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=120)

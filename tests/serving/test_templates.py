@@ -13,21 +13,21 @@ import yaml
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
-from launch.answers.matcher import Grammars
+from launch.answers.grammar_matcher import GrammarMatcherFactory
+from launch.client.chat_tokenizer import ChatTokenizer
 from launch.client.errors import ApiError
-from launch.client.schemas import Chat, parsed
-from launch.client.tokens import Tokens
-from tests.serving.chats import CHATS, COMPLETIONS, OF_EFFORT, REFUSALS, TEMPLATE, TEMPLATES, USER, Talk
-from tests.serving.front import DEMO, READY, FakeJob, Front, Serve, changed
+from launch.client.schemas import Chat, parse_body
+from tests.serving.api_server import DEMO, READY, ApiServer, FakeJob, Serve, changed
+from tests.serving.chats import CHATS, COMPLETIONS, EFFORT, REFUSALS, TEMPLATE, TEMPLATES, USER, Talk
 
 PROMPTS = yaml.safe_load(Path(__file__).with_name("prompts.yaml").read_text(encoding="utf-8"))
 BEGUN = {"role": "assistant", "content": "It is  sunny, and "}
 
 
-def of_turns(tokens: Tokens, template: str, turns: list[dict[str, Any]]) -> str:
+def render_turns(tokens: ChatTokenizer, template: str, turns: list[dict[str, Any]]) -> str:
     """The prompt behind a user's x."""
-    tokens.tokenizer.chat_templates = {"default": template}
-    chat = parsed(Chat, json.dumps({"messages": [{"role": "user", "content": "x"}, *turns]}).encode())
+    tokens.backend.chat_templates = {"default": template}
+    chat = parse_body(Chat, json.dumps({"messages": [{"role": "user", "content": "x"}, *turns]}).encode())
     return tokens.encode_chat(chat, None, 1000)[1]
 
 
@@ -37,27 +37,27 @@ def test_earlier_answers_are_in_the_prompt(row: dict[str, Any], model: Path) -> 
 
     Templates such as DeepSeek's, which join texts, want a null content beside calls, and arguments as a text.
     """
-    assert of_turns(Tokens(str(model)), PROMPTS["kinds"][row["template"]], row["turns"]) == row["prompt"]
+    assert render_turns(ChatTokenizer(str(model)), PROMPTS["kinds"][row["template"]], row["turns"]) == row["prompt"]
 
 
 def test_a_template_that_cannot_show_all_calls_is_told(model: Path) -> None:
     last = "{{ messages[1].tool_calls[0].function.arguments.a if messages|length == 2 else raise_exception('two') }}"
     turns = next(row["turns"] for row in PROMPTS["earlier"] if row["template"] == "several" and len(row["turns"]) == 3)
     with pytest.raises(ApiError, match="several calls, and it reads the first alone"):
-        of_turns(Tokens(str(model)), last, turns[:1])
+        render_turns(ChatTokenizer(str(model)), last, turns[:1])
 
 
 @pytest.mark.parametrize("row", PROMPTS["transformers"])
 async def test_prompts_are_those_of_transformers(row: dict[str, Any], talk: Talk, model: Path) -> None:
-    front, template, turns = await talk("x"), TEMPLATES[row["template"]], [USER, BEGUN] if row["begun"] else [USER]
-    front.session.tokens.tokenizer.chat_templates = {"default": template}
+    api_server, template, turns = await talk("x"), TEMPLATES[row["template"]], [USER, BEGUN] if row["begun"] else [USER]
+    api_server.session.tokenizer.backend.chat_templates = {"default": template}
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = template
     ids = tokenizer.apply_chat_template(turns, tokenize=True, return_dict=False, **row["theirs"])
     for route in (CHATS, "/tokenize"):
-        answer = await front.post(route, {"messages": turns} | row["request"])
+        answer = await api_server.post(route, {"messages": turns} | row["request"])
         assert answer.status_code == 200 and "x-ignored-fields" not in answer.headers, answer.text
-    assert front.job.submits[-1].prompt.tolist() == answer.json()["tokens"] == ids
+    assert api_server.job.submits[-1].prompt.tolist() == answer.json()["tokens"] == ids
 
 
 def with_arguments(arguments: str) -> dict[str, Any]:
@@ -69,7 +69,7 @@ NONSENSE = {"type": "object", "properties": {"a": {"type": "nonsense"}}}
 IN_NONSENSE = {"tools": [{"type": "function", "function": {"name": "x", "parameters": NONSENSE}}]}
 FORMAT = {"response_format": {"type": "json_schema", "json_schema": {"schema": NONSENSE}}}
 COMPUTED = [
-    {"template": OF_EFFORT + "{{ padding }}", "body": {"chat_template_kwargs": {"padding": True}}, "says": "'padding'"},
+    {"template": EFFORT + "{{ padding }}", "body": {"chat_template_kwargs": {"padding": True}}, "says": "'padding'"},
     {
         "template": "{% for m in messages %}{{ m.role }}{% endfor %}",
         "body": {"messages": [USER, BEGUN], "continue_final_message": True},
@@ -82,20 +82,20 @@ COMPUTED = [
 
 
 async def test_what_no_template_reads_is_refused(talk: Talk) -> None:
-    front = await talk("x")
-    tokenizer = front.session.tokens.tokenizer
+    api_server = await talk("x")
+    tokenizer = api_server.session.tokenizer.backend
     for row in [*REFUSALS["templates"], *COMPUTED]:
         template = row.get("template", TEMPLATE)
         tokenizer.chat_templates = {"default": TEMPLATES.get(template, template)}
-        answer = await front.post(CHATS, {"messages": [USER]} | row["body"])
+        answer = await api_server.post(CHATS, {"messages": [USER]} | row["body"])
         assert answer.status_code == 400 and row["says"] in answer.json()["error"]["message"], (row, answer.text)
-    assert front.job.submits == []
+    assert api_server.job.submits == []
     for arguments in ("", " {} "):
         tokenizer.chat_templates = {"default": TEMPLATE}
-        assert (await front.post(CHATS, with_arguments(arguments))).status_code == 200
+        assert (await api_server.post(CHATS, with_arguments(arguments))).status_code == 200
 
 
-async def test_what_cannot_be_followed_is_400(guided: Front) -> None:
+async def test_what_cannot_be_followed_is_400(guided: ApiServer) -> None:
     for body, words in (
         (FORMAT, "response_format cannot be followed"),
         (IN_NONSENSE | {"tool_choice": "required"}, "tool_choice cannot be followed"),
@@ -107,13 +107,13 @@ async def test_what_cannot_be_followed_is_400(guided: Front) -> None:
 
 def test_tokens_of_a_conversation_in_segments(model: Path) -> None:
     """They are those of the whole, and what a turn before had is looked up."""
-    tokens = Tokens(str(model))
+    tokens = ChatTokenizer(str(model))
     assert tokens._special is not None, "segments agree with the whole"
     turns = [
         "".join(f"<|im_start|>user\nline {i} of it: é🙂\n\n{'x ' * 40}<|im_end|>\n" for i in range(n)) for n in (20, 21)
     ]
     for turn in turns:
-        assert tokens.encode_segments(turn).tolist() == tokens.tokenizer.encode(turn, add_special_tokens=False)
+        assert tokens.encode_segments(turn).tolist() == tokens.backend.encode(turn, add_special_tokens=False)
     assert len(tokens._segments) == 21
 
 
@@ -122,7 +122,7 @@ def test_a_tokenizer_whose_segments_differ_takes_the_whole(model: Path, tmp_path
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.add_tokens([AddedToken("<|strips|>", lstrip=True, rstrip=True, special=True)], special_tokens=True)
     tokenizer.save_pretrained(tmp_path)
-    tokens = Tokens(str(tmp_path))
+    tokens = ChatTokenizer(str(tmp_path))
     assert tokens._special is None
     text = "a  <|strips|>  b"
     assert tokens.encode_segments(text).tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -147,20 +147,20 @@ def larger(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("vocab", [4096, 4097, 4200])
 def test_masks_have_a_bit_for_each_logit(vocab: int, larger: Path) -> None:
     """End tokens beyond them cannot be drawn either."""
-    grammars = Grammars(larger / "tokenizer.json", vocab, [0, 9999])
-    answer = grammars.begun(OBJECT)
-    assert len(answer.allowed()) == -(-vocab // 32)
-    (brace,) = np.unpackbits(answer.allowed().view(np.uint8), bitorder="little").nonzero()[0].tolist()
-    same = Grammars(DEMO / "tokenizer.json", 4096, [0]).begun(OBJECT)
+    grammars = GrammarMatcherFactory(larger / "tokenizer.json", vocab, [0, 9999])
+    answer = grammars.create_matcher(OBJECT)
+    assert len(answer.token_bitmask()) == -(-vocab // 32)
+    (brace,) = np.unpackbits(answer.token_bitmask().view(np.uint8), bitorder="little").nonzero()[0].tolist()
+    same = GrammarMatcherFactory(DEMO / "tokenizer.json", 4096, [0]).create_matcher(OBJECT)
     for token in (brace, brace + 2, 0):  # {}
         for one in (answer, same):
-            one.take(token)
-        assert answer.allowed()[:128].tolist() == same.allowed().tolist()
+            one.accept_token(token)
+        assert answer.token_bitmask()[:128].tolist() == same.token_bitmask().tolist()
     for token in range(4096, vocab, 50):
         named = json.dumps({"grammars": [{"lark_grammar": f"start: <[{token}]>"}]})
-        assert grammars.begun(named).allowed()[token // 32] == 1 << token % 32
+        assert grammars.create_matcher(named).token_bitmask()[token // 32] == 1 << token % 32
     with pytest.raises(ValueError, match="Token range end too large"):
-        grammars.begun(json.dumps({"grammars": [{"lark_grammar": f"start: <[{vocab}]>"}]}))
+        grammars.create_matcher(json.dumps({"grammars": [{"lark_grammar": f"start: <[{vocab}]>"}]}))
 
 
 ASKED: list[tuple[str, dict[str, Any]]] = [
@@ -174,11 +174,11 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
 
 
 async def test_a_text_with_a_token_beyond_the_logits_is_refused(larger: Path, serve: Serve) -> None:
-    front = await serve(FakeJob(ready=replace(READY, model=str(larger), guided=True)))
+    api_server = await serve(FakeJob(ready=replace(READY, model=str(larger), guided=True)))
     for path, body in ASKED:
-        answer = await front.post(f"/v1/{path}", body)
+        answer = await api_server.post(f"/v1/{path}", body)
         what = f"contains '{MORE}', token 4096 of the tokenizer, and the model's vocabulary is [0, 4096)"
         assert answer.status_code == 400 and what in answer.json()["error"]["message"], answer.text
     # What the model has no token for may be in a form: as text, or not at all.
-    answer = await front.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1} | FORM)
+    answer = await api_server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1} | FORM)
     assert answer.status_code == 200, answer.text

@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
-from launch.chat import Talk, converse
-from tests.e2e.cli import ROOT
+from launch.chat import ChatClient, chat_loop
+from tests.e2e.command_line import ROOT
 from tests.real.smollm2 import MODEL
 
 
-class Double(ThreadingHTTPServer):
+class FakeServer(ThreadingHTTPServer):
     """A server whose answers are the words that it was asked, one a piece; `slow` never ends."""
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Double(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    server: Double
+    server: FakeServer
 
     def log_message(self, *of: object) -> None:
         pass
@@ -85,18 +85,20 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def double() -> Iterator[Double]:
-    made = Double()
+def fake_server() -> Iterator[FakeServer]:
+    made = FakeServer()
     yield made
     made.shutdown()
 
 
-def told(double: Double) -> list[str]:
+def sent_messages(fake_server: FakeServer) -> list[str]:
     """The turns of the last request."""
-    return [turn["content"] for turn in double.bodies[-1]["messages"]]
+    return [turn["content"] for turn in fake_server.bodies[-1]["messages"]]
 
 
-def test_a_conversation(double: Double, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_conversation(
+    fake_server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     escapes = "a\x1b]52;c;eA==\x07b\u009b2J"  # they could write the clipboard, or hide what was said
     typed = iter(["/system be brief", "one two", "", "three", "/retry", "wrong", "halfway", "/help", "/new", escapes])
 
@@ -106,61 +108,65 @@ def test_a_conversation(double: Double, monkeypatch: pytest.MonkeyPatch, capsys:
         return text
 
     monkeypatch.setattr("builtins.input", read)
-    converse(Talk(double.url + "/v1", "secret", {"temperature": 0.0, "max_tokens": 9}))
+    chat_loop(ChatClient(fake_server.url + "/v1", "secret", {"temperature": 0.0, "max_tokens": 9}))
     shown = capsys.readouterr().out
-    assert shown.startswith(f"tiny is served at {double.url}\n") and "one two \n[" in shown
+    assert shown.startswith(f"tiny is served at {fake_server.url}\n") and "one two \n[" in shown
     assert "error: " in shown and "no such word" in shown and "the ranks died" in shown
     assert "a]52;c;eA==b2J \n" in shown and not {"\x1b", "\x07", "\u009b"} & {*shown}, "a terminal obeys no model"
-    turns = [[turn["content"] for turn in body["messages"]] for body in double.bodies]
+    turns = [[turn["content"] for turn in body["messages"]] for body in fake_server.bodies]
     brief, first = "be brief", ["one two", "one two "]
     again = [brief, *first, "three"]
     assert turns == [
         [brief, "one two"], again, again, [*again, "three ", "wrong"], [*again, "three ", "halfway"], [brief, escapes],
     ]  # fmt: skip
-    assert all(body["stream"] and body["max_tokens"] == 9 and body["temperature"] == 0 for body in double.bodies)
-    assert double.keys == ["Bearer secret"]
+    assert all(body["stream"] and body["max_tokens"] == 9 and body["temperature"] == 0 for body in fake_server.bodies)
+    assert fake_server.keys == ["Bearer secret"]
 
 
 @pytest.mark.parametrize("how", ["cut", "reset"])
-def test_an_answer_that_breaks_off_is_said_to(how: str, double: Double) -> None:
+def test_an_answer_that_breaks_off_is_said_to(how: str, fake_server: FakeServer) -> None:
     """The chat goes on, without the words of a server that was killed."""
-    chat = Talk(double.url, None, {})
+    chat = ChatClient(fake_server.url, None, {})
     with pytest.raises(ValueError, match="the answer broke off"):
         list(chat.ask(how))
     assert chat.turns == [] and list(chat.ask("one")) == ["one "]
 
 
 def test_a_question_that_was_stopped_before_a_word_is_not_told_with_the_next(
-    double: Double, monkeypatch: pytest.MonkeyPatch
+    fake_server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stopped(*of: object) -> None:
         raise KeyboardInterrupt
 
-    chat = Talk(double.url, None, {})
+    chat = ChatClient(fake_server.url, None, {})
     with monkeypatch.context() as patched:
         patched.setattr(chat, "_open", stopped)
         with pytest.raises(KeyboardInterrupt):
             list(chat.ask("one"))
     assert list(chat.ask("two")) == ["two "]
-    assert told(double) == ["two"]
+    assert sent_messages(fake_server) == ["two"]
 
 
-def test_thoughts_are_shown_and_not_told_again(double: Double) -> None:
-    chat = Talk(double.url, None, {})
+def test_thoughts_are_shown_and_not_told_again(fake_server: FakeServer) -> None:
+    chat = ChatClient(fake_server.url, None, {})
     assert "".join(chat.ask("think")) == "well, yes. I think "
     list(chat.ask("one"))
-    assert told(double) == ["think", "I think ", "one"]
+    assert sent_messages(fake_server) == ["think", "I think ", "one"]
 
 
 def test_what_is_said_where_nobody_answers() -> None:
     with pytest.raises(ValueError, match=r"http://127.0.0.1:9 does not answer: .*refused"):
-        Talk("http://127.0.0.1:9", None, {})
+        ChatClient("http://127.0.0.1:9", None, {})
 
 
-def test_control_c_stops_an_answer_and_control_d_ends(double: Double) -> None:
+def test_control_c_stops_an_answer_and_control_d_ends(fake_server: FakeServer) -> None:
     here, there = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", "launch.chat", "--url", double.url], cwd=ROOT, stdin=there, stdout=there, stderr=there
+        [sys.executable, "-m", "launch.chat", "--url", fake_server.url],
+        cwd=ROOT,
+        stdin=there,
+        stdout=there,
+        stderr=there,
     )
     os.close(there)
     seen = b""
@@ -176,7 +182,7 @@ def test_control_c_stops_an_answer_and_control_d_ends(double: Double) -> None:
     until(b"....")
     process.send_signal(signal.SIGINT)
     until(b"(stopped)")
-    assert double.ended.wait(60), "the server is not asked for more"
+    assert fake_server.ended.wait(60), "the server is not asked for more"
     until(b"> ")
     os.write(here, b"\x04")
     assert process.wait(60) == 0

@@ -8,10 +8,10 @@ from typing import Any
 
 import yaml
 
-from launch.answers.dialects import DIALECTS, AnswerPart, Dialect, turn_of
+from launch.answers.chat_formats import CHAT_FORMATS, AnswerPart, ChatFormat, assistant_turn
 from launch.client.schemas import Tool
 
-BY_NAME = {dialect.name: dialect for dialect in DIALECTS}
+BY_NAME = {dialect.name: dialect for dialect in CHAT_FORMATS}
 PARAMETERS = {
     "get_weather": {"city": {"type": "string"}, "days": {"type": "integer"}},
     "get_time": {"zone": {"type": "string"}},
@@ -27,7 +27,7 @@ class Transcript:
     """An answer of a model, and what reaches a client of it."""
 
     id: str
-    dialect: Dialect
+    dialect: ChatFormat
     prompt: str
     answer: str
     thinking: str
@@ -36,7 +36,7 @@ class Transcript:
 
     @property
     def turn(self) -> str:
-        return turn_of(self.dialect.template, self.prompt)
+        return assistant_turn(self.dialect.template, self.prompt)
 
 
 def _transcript(row: dict[str, Any]) -> Transcript:

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from benchmarks.acceptance import OPTIONS, measure
 from benchmarks.quality import continuations, copy_prompts, haystacks
-from benchmarks.quality.acceptance_rows import counted, ways
+from benchmarks.quality.acceptance_rows import count_drafts, draft_configs
 from benchmarks.quality.agreement import mean_range
 from benchmarks.quality.continuations import FACTS, TASKS, Continuation
-from benchmarks.quality.drafting import DRAFTERS, Drafting, Outcome, run
-from benchmarks.quality.prefilled import Subject
+from benchmarks.quality.drafting import DRAFTERS, DraftConfig, Outcome, run
+from benchmarks.quality.prefill import EvalSetup
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.config import SpeculationConfig
 from helix.engine.core import Engine
@@ -26,7 +26,7 @@ from helix.engine.request import Request
 from helix.layout import HelixLayout
 from helix.speculation import Draft, DraftBudget, Drafter
 from helix.tokenizer import load_tokenizer
-from helix.worker.graph_keys import StepKind
+from helix.worker.graph_keys import DecodeGraphKey
 from helix.worker.step import DecodeState
 from launch.inputs.compose import ROOT
 from tests.e2e.parity import LayerDrafts, SelfDrafts, build_engine
@@ -79,28 +79,28 @@ def test_the_range_of_a_mean() -> None:
 @given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=9), min_size=2, max_size=5))
 def test_counts(held: list[list[int]]) -> None:
     """Each iteration's drafts, one by one, until the first that is refused."""
-    found = counted([Outcome([], x) for x in held], 5)
-    tried, kept = [0] * 5, [0] * 5
+    found = count_drafts([Outcome([], x) for x in held], 5)
+    tried, accepted = [0] * 5, [0] * 5
     for n in (n for x in held for n in x):
         for place in range(5):
             tried[place] += 1
             if place >= n:
                 break
-            kept[place] += 1
-    assert (found["tried"], found["kept"]) == (tried, kept)
-    assert sum(kept) == sum(map(sum, held)) and found["iterations"] == tried[0] == found["drafts"] // 5
+            accepted[place] += 1
+    assert (found["tried"], found["kept"]) == (tried, accepted)
+    assert sum(accepted) == sum(map(sum, held)) and found["iterations"] == tried[0] == found["drafts"] // 5
     assert found["tokens"] == pytest.approx(sum(1 + sum(x) / len(x) for x in held) / len(held))
 
 
 def test_ways_are_those_that_differ() -> None:
     options = OPTIONS | {"reach": [0, 8], "recent": [0.0, 0.5]}
-    found = [way for way in ways(["any", "window", "quest", "full", "ngram"], options) if way.gamma]
-    counts = {policy: sum(way.policy == policy for way in found) for policy in DRAFTERS}
+    found = [config for config in draft_configs(["any", "window", "quest", "full", "ngram"], options) if config.gamma]
+    counts = {policy: sum(config.policy == policy for config in found) for policy in DRAFTERS}
     assert counts == dict.fromkeys(DRAFTERS, 0) | {
         "any": 2 * 2, "window": 1, "quest": 2, "full": 1, "ngram": 1
     }  # fmt: skip
-    drawn = ways(["any", "ngram"], OPTIONS | {"temperature": [0.0, 0.6], "noise": ["shared", "own"]})
-    assert [(w.policy, w.temperature, w.noise) for w in drawn if w.gamma] == [
+    options_sampled = draft_configs(["any", "ngram"], OPTIONS | {"temperature": [0.0, 0.6], "noise": ["shared", "own"]})
+    assert [(w.policy, w.temperature, w.noise) for w in options_sampled if w.gamma] == [
         ("any", 0.0, "shared"), ("ngram", 0.0, "shared"),
         ("any", 0.6, "shared"), ("any", 0.6, "own"), ("ngram", 0.6, "shared"),
     ]  # fmt: skip
@@ -121,25 +121,25 @@ def test_what_reads_everything_keeps_everything() -> None:
 
 
 class Planted(Drafter):
-    """Proposes what no text has here; `outcome` declares it right."""
+    """Proposes what no text has here; `forced_tokens` declares it right."""
 
     def __init__(self, limit: int, holds: bool) -> None:
         super().__init__(limit)
         self.holds = holds
 
-    def propose(self, state: DecodeState, kind: StepKind) -> Draft:
+    def propose(self, state: DecodeState, kind: DecodeGraphKey) -> Draft:
         tokens = torch.zeros(kind.rows, kind.drafts, dtype=torch.int64, device=state.tokens.device)
-        return Draft(tokens, outcome=tokens if self.holds else None)
+        return Draft(tokens, forced_tokens=tokens if self.holds else None)
 
 
 def test_drafts_that_change_tokens_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(DRAFTERS, "ngram", lambda way, runner: Planted(way.gamma, True))
+    monkeypatch.setitem(DRAFTERS, "ngram", lambda config, runner: Planted(config.gamma, True))
     with pytest.raises(RuntimeError, match="ngram with gamma=3 changed what 2 of 2 prompts say"):
         rows(policies=["ngram"])
 
 
-def setting() -> Subject:
-    return Subject.create("demo", 1, "float32")
+def setting() -> EvalSetup:
+    return EvalSetup.create("demo", 1, "float32")
 
 
 def prompt(tokenizer: Any, length: int) -> Tensor:
@@ -158,34 +158,34 @@ def test_steps_are_those_of_the_engine(tokenizer: Any) -> None:
 
     (((first, *_), _),) = run_ranks(1, lambda world, rank: body(world, rank, 1, None), timeout_s=60.0)
     given_text = Continuation("code", torch.tensor([*ids, first]), (torch.empty(0).long(),))
-    (outcome,) = run(setting(), [given_text], 16, [way := Drafting("any", 3, budget)])[way]
-    count = 1 + sum(1 + n for n in outcome.held)
+    (outcome,) = run(setting(), [given_text], 16, [config := DraftConfig("any", 3, budget)])[config]
+    count = 1 + sum(1 + n for n in outcome.accepted)
     ((tokens, engine),) = run_ranks(
         1, lambda world, rank: body(world, rank, count, SelfDrafts(3, budget)), timeout_s=60.0
     )
     assert list(tokens[1:17]) == outcome.tokens
-    assert engine.timings.sequence_steps == len(outcome.held)
-    assert engine.timings.acceptance.kept == [sum(n > place for n in outcome.held) for place in range(3)]
-    assert 0 < sum(outcome.held) < 3 * len(outcome.held)
+    assert engine.timings.sequence_steps == len(outcome.accepted)
+    assert engine.timings.acceptance.accepted == [sum(n > place for n in outcome.accepted) for place in range(3)]
+    assert 0 < sum(outcome.accepted) < 3 * len(outcome.accepted)
 
 
 def test_turns_are_what_plain_prompts_say(tokenizer: Any) -> None:
     """What is told between turns is read as if it had stood in the prompt, whatever its length."""
     text = prompt(tokenizer, 400)
-    told = [text[200:209], text[230:233], text[250:251]]
-    several = Continuation("facts", text[:200], tuple(told))
+    excerpts = [text[200:209], text[230:233], text[250:251]]
+    several = Continuation("facts", text[:200], tuple(excerpts))
     single = Continuation("code", text[:200], (torch.empty(0).long(),))
-    plain, drafted = Drafting("none"), Drafting("any", 3, DraftBudget("any", 0.1))
-    for way, found in run(setting(), [several, single], 12, [plain, drafted]).items():
+    plain, drafted = DraftConfig("none"), DraftConfig("any", 3, DraftBudget("any", 0.1))
+    for config, found in run(setting(), [several, single], 12, [plain, drafted]).items():
         tokens = found[0].tokens
         assert len(tokens) == 12
         for turn in range(3):
-            before = [x for i in range(turn) for x in (*told[i].tolist(), *tokens[4 * i : 4 * i + 4])]
+            before = [x for i in range(turn) for x in (*excerpts[i].tolist(), *tokens[4 * i : 4 * i + 4])]
             alone = Continuation(
-                "code", torch.tensor([*text[:200].tolist(), *before, *told[turn].tolist()]), single.turns
+                "code", torch.tensor([*text[:200].tolist(), *before, *excerpts[turn].tolist()]), single.turns
             )
             (same,) = run(setting(), [alone], 4, [plain])[plain]
-            assert same.tokens == tokens[4 * turn : 4 * turn + 4], (way.policy, turn)
+            assert same.tokens == tokens[4 * turn : 4 * turn + 4], (config.policy, turn)
 
 
 def test_prompts(tokenizer: Any) -> None:
@@ -232,8 +232,8 @@ def test_drafts_of_a_layer_are_those_of_the_engine(tokenizer: Any) -> None:
     layer = SpeculationConfig(drafter="eagle3", path=str(ROOT / "assets" / "demo-eagle3"))
     prompts = [prompt(tokenizer, n) for n in (100, 160)]
     given = [Continuation("code", ids, (torch.empty(0).long(),)) for ids in prompts]
-    ways = [Drafting("eagle3", 3), Drafting("suffix", 3), Drafting("eagle3", 2), Drafting("none")]
-    found = run(Subject.create("demo", 2, "float32", layer), given, 24, ways)
+    draft_configs = [DraftConfig("eagle3", 3), DraftConfig("suffix", 3), DraftConfig("eagle3", 2), DraftConfig("none")]
+    found = run(EvalSetup.create("demo", 2, "float32", layer), given, 24, draft_configs)
     layout = HelixLayout.create("helix", 2)
 
     def body(world: LoopbackWorld, rank: int) -> Any:
@@ -244,13 +244,13 @@ def test_drafts_of_a_layer_are_those_of_the_engine(tokenizer: Any) -> None:
         )  # fmt: skip
         requests = [Request(i, tuple(ids.tolist()), 24) for i, ids in enumerate(prompts)]
         tokens = generated_ids(engine, requests)
-        return tokens, engine.timings.kept
+        return tokens, engine.timings.accepted
 
-    tokens, kept = run_ranks(layout.world_size, body, timeout_s=120.0)[0]
-    for way in ways:
-        assert [x.tokens for x in found[way]] == [list(tokens[i]) for i in range(2)], way
-    held = [n for x in found[ways[0]] for n in x.held]
+    tokens, accepted = run_ranks(layout.world_size, body, timeout_s=120.0)[0]
+    for config in draft_configs:
+        assert [x.tokens for x in found[config]] == [list(tokens[i]) for i in range(2)], config
+    held = [n for x in found[draft_configs[0]] for n in x.accepted]
     assert sum(held) > 8, "the layer is trained"
     # The engine's first token comes with the prefill, so that its iterations begin a token later.
-    assert abs(sum(held) / len(held) - sum(n * k for n, k in kept.items()) / sum(kept.values())) < 0.5
-    assert sum(sum(x.held) for x in found[ways[2]]) <= sum(held)
+    assert abs(sum(held) / len(held) - sum(n * k for n, k in accepted.items()) / sum(accepted.values())) < 0.5
+    assert sum(sum(x.accepted) for x in found[draft_configs[2]]) <= sum(held)

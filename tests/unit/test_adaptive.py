@@ -10,7 +10,7 @@ from statistics import mean
 import pytest
 
 from helix.engine.draft_policy import Acceptance, DraftOutcome, DraftPolicy, draft_sizes, kv_bucket
-from tests.pairs import params
+from tests.pairwise import params
 
 RUN_STEPS = 8
 LIMIT = 16
@@ -39,7 +39,7 @@ class World:
         """Tokens per second of a sequence over so many steps; `chances` of the sequences, in turn."""
         tokens, time, until = 0, 0.0, len(self.drafts) + steps
         while len(self.drafts) < until:
-            pace = self.policy.pace(self.rows, self.kv_tokens)
+            pace = self.policy.plan_steps(self.rows, self.kv_tokens)
             took, outcomes = [], []
             for _ in range(min(pace.steps or RUN_STEPS, RUN_STEPS)):
                 usual = seconds(pace.drafts) * self.random.uniform(0.9, 1.1)
@@ -49,12 +49,12 @@ class World:
                 for slot in range(self.rows):
                     tried = min(pace.drafts, self.policy.limit(slot))
                     chance = chances[slot % len(chances)]
-                    kept = next((i for i in range(tried) if self.random.random() >= chance), tried)
-                    outcomes.append(DraftOutcome(slot, tried, kept))
+                    accepted = next((i for i in range(tried) if self.random.random() >= chance), tried)
+                    outcomes.append(DraftOutcome(slot, tried, accepted))
                     if tried:
                         self.verified[slot].append(tried)
             self.policy.observe(self.rows, self.kv_tokens, pace.drafts, took, outcomes)
-            tokens += sum(1 + o.kept for o in outcomes)
+            tokens += sum(1 + o.accepted for o in outcomes)
         return tokens / self.rows / time
 
 
@@ -141,7 +141,11 @@ def test_a_row_with_poor_drafts_verifies_few() -> None:
 def test_a_fixed_count_is_never_left() -> None:
     w = World(3, DraftPolicy(draft_sizes(4, False), {}))
     w.run(step_seconds(9.0), [0.0], 100)
-    assert set(w.drafts) == {4} and w.policy.pace(3, 99).draft_limits == () and w.policy.pace(3, 99).steps is None
+    assert (
+        set(w.drafts) == {4}
+        and w.policy.plan_steps(3, 99).draft_limits == ()
+        and w.policy.plan_steps(3, 99).steps is None
+    )
     w = World(3, DraftPolicy(draft_sizes(0, True), {}))
     w.run(step_seconds(9.0), [0.0], 100)
     assert set(w.drafts) == {0}
@@ -150,27 +154,27 @@ def test_a_fixed_count_is_never_left() -> None:
 def test_limits_are_sent_when_they_change() -> None:
     policy, known, sent = DraftPolicy(SIZES, {}), (), 0  # type: ignore[var-annotated]
     for _ in range(60):
-        pace = policy.pace(2, 99)
+        pace = policy.plan_steps(2, 99)
         sent += pace.draft_limits != ()
         if pace.drafts:
             known = pace.draft_limits or known
             assert known == (policy.limit(0), policy.limit(1))
         tried = min(pace.drafts, policy.limit(0))
-        kept = [DraftOutcome(0, tried, 0), DraftOutcome(1, pace.drafts, pace.drafts)]
-        policy.observe(2, 99, pace.drafts, [0.01] * 4, kept)
+        accepted = [DraftOutcome(0, tried, 0), DraftOutcome(1, pace.drafts, pace.drafts)]
+        policy.observe(2, 99, pace.drafts, [0.01] * 4, accepted)
     assert known == (2, LIMIT) and 2 <= sent <= 6
     policy.forget(0)
-    assert policy.pace(4, 99).draft_limits == (LIMIT,) * 4
+    assert policy.plan_steps(4, 99).draft_limits == (LIMIT,) * 4
 
 
 def test_who_takes_no_drafts() -> None:
     """The ranks are told when it comes, and when another one has its slot."""
     policy = DraftPolicy(draft_sizes(LIMIT, adaptive=False), {})
-    assert policy.pace(3, 99).draft_limits == ()
-    assert policy.pace(3, 99, {1}).draft_limits == (LIMIT, 0, LIMIT) and policy.limit(1) == 0
-    assert policy.pace(3, 99, {1}).draft_limits == ()
-    assert policy.pace(3, 99, {0, 1}).draft_limits == (0, 0, LIMIT)
-    assert policy.pace(3, 99).draft_limits == (LIMIT,) * 3 and policy.limit(1) == LIMIT
+    assert policy.plan_steps(3, 99).draft_limits == ()
+    assert policy.plan_steps(3, 99, {1}).draft_limits == (LIMIT, 0, LIMIT) and policy.limit(1) == 0
+    assert policy.plan_steps(3, 99, {1}).draft_limits == ()
+    assert policy.plan_steps(3, 99, {0, 1}).draft_limits == (0, 0, LIMIT)
+    assert policy.plan_steps(3, 99).draft_limits == (LIMIT,) * 3 and policy.limit(1) == LIMIT
 
 
 def test_sizes() -> None:
@@ -181,9 +185,9 @@ def test_sizes() -> None:
 
 def test_acceptance_is_conditional() -> None:
     acceptance = Acceptance(4)
-    for tried, kept in ((4, 4), (4, 2), (2, 2), (3, 0), (0, 0)):
-        acceptance.add(DraftOutcome(0, tried, kept))
-    assert acceptance.tried == [4, 3, 2, 1] and acceptance.kept == [3, 3, 1, 1]
+    for tried, accepted in ((4, 4), (4, 2), (2, 2), (3, 0), (0, 0)):
+        acceptance.add(DraftOutcome(0, tried, accepted))
+    assert acceptance.verified == [4, 3, 2, 1] and acceptance.accepted == [3, 3, 1, 1]
     # One more try of each place, as good as the one before it: 3/5, 3.6/4, ..
     expected = acceptance.expected_tokens()
     assert expected[0] == 1 and expected[1] == pytest.approx(1.6) and expected[2] == pytest.approx(1.6 + 0.6 * 0.9)

@@ -16,17 +16,17 @@ import pytest
 import torch
 
 from benchmarks import jobs, queue
-from benchmarks.bench import BENCHMARKS, given, main
-from benchmarks.models import fronts as timed
+from benchmarks.bench import BENCHMARKS, main, parse_context
 from benchmarks.models import hopb, layer_drafts
-from benchmarks.models.http import HTTPClient, HTTPSeen, row, serving
+from benchmarks.models import pareto as timed
+from benchmarks.models.http import HTTPClient, HTTPTiming, row, serving
 from benchmarks.models.speculate import GAMMAS, PARTS, REST, expected_tokens, split
 from benchmarks.models.steps import time_job
 from benchmarks.models.workloads import WORKLOADS, fitting_layers, floor_s, layouts
 from benchmarks.quality import agent_turns
 from benchmarks.quality.copy_prompts import GIVEN, LINES, copy_prompts
 from benchmarks.queue import Queue, QueuedJob, read
-from benchmarks.runner import Benchmark, Given, Part, record, run
+from benchmarks.runner import BenchContext, Benchmark, Part, record, run
 from benchmarks.schema import bench_points, check
 from helix.devices import ranks as ranks_of
 from helix.setup.parts import make_layout
@@ -34,8 +34,8 @@ from launch.inputs.compose import ROOT
 from launch.inputs.hardware import load_hardware
 from launch.inputs.shapes import load_spec, spec_of
 from launch.job import spawn
-from tests.laboratory import composed
-from tests.serving.front import front
+from tests.benchmark_config import compose_config
+from tests.serving.api_server import api_server
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_ranks_beyond_the_gpus_are_emulated(
     [overrides] = started
     assert overrides[:-1] == [*jobs.COMMAND, *["comm.backend=emulated"] * emulated, *wanted]
     assert overrides[-1].startswith("record=")
-    assert ranks_of(composed(*overrides[2:])) == processes
+    assert ranks_of(compose_config(*overrides[2:])) == processes
 
 
 def test_a_failed_job_is_a_result_and_an_interrupted_one_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,10 +108,10 @@ def test_a_wrong_argument_of_a_benchmark(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     with pytest.raises(ValueError, match=words):
-        given(what, [argument], gpus)
+        parse_context(what, [argument], gpus)
 
 
-def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def output(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     monkeypatch.setattr(sys, "argv", ["benchmarks.bench", *arguments])
     main()
     return capsys.readouterr().out
@@ -120,10 +120,10 @@ def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *a
 def test_every_benchmark_is_listed_and_teaches(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    listed = said(monkeypatch, capsys)
+    listed = output(monkeypatch, capsys)
     for what, benchmark in BENCHMARKS.items():
         assert f"{what:<15} {benchmark.about}" in listed
-        taught = said(monkeypatch, capsys, what, "--help")
+        taught = output(monkeypatch, capsys, what, "--help")
         assert f"helix bench {what}" in taught and "output" in taught
         assert ("ranks " in taught, "models:" in taught) == (benchmark.emulated, bool(benchmark.models))
     monkeypatch.setattr(sys, "argv", ["benchmarks.bench", "kernel"])
@@ -134,16 +134,16 @@ def test_every_benchmark_is_listed_and_teaches(
 def test_rows_are_tabulated_and_kept_whatever_becomes_of_the_next(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def measure(given: Given, count: int) -> Iterator[dict[str, object]]:
+    def measure(ctx: BenchContext, count: int) -> Iterator[dict[str, object]]:
         for i in range(count):
             yield {"bare": i, "us": 12.345, "bar_us": None if i else 6.1725}
         if count == 3:
             raise jobs.JobError("no room")
 
     device, out = torch.device("cpu"), tmp_path / "rows.jsonl"
-    part = Part(lambda given: [(1,), (2,)], measure, "bare us bar_us us/bar_us")
+    part = Part(lambda ctx: [(1,), (2,)], measure, "bare us bar_us us/bar_us")
     summed = Benchmark("", "", (part,), summary=lambda rows: {"rows": len(rows)})
-    record("x", run(summed, Given(device, 2)), Given(device, 2), out)
+    record("x", run(summed, BenchContext(device, 2)), BenchContext(device, 2), out)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row.get("bare") for row in rows] == [0, 0, 1, None] and rows[-1]["rows"] == 3
     assert all(row["name"] == "x" and "commit" in row for row in rows)
@@ -152,9 +152,9 @@ def test_rows_are_tabulated_and_kept_whatever_becomes_of_the_next(
     table = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines()]
     assert [line for line in table if line] == [["0", "12.3", "6.17", "2.00"]] * 2 + [["1", "12.3", "-", "-"]]
 
-    failing = Benchmark("", "", (Part(lambda given: [(3,)], measure, "us"),))
+    failing = Benchmark("", "", (Part(lambda ctx: [(3,)], measure, "us"),))
     with pytest.raises(jobs.JobError):
-        record("x", run(failing, Given(device, 2)), Given(device, 2), out)
+        record("x", run(failing, BenchContext(device, 2)), BenchContext(device, 2), out)
     assert len(out.read_text().splitlines()) == 7 and "appended 3 lines" in capsys.readouterr().out
 
 
@@ -163,10 +163,10 @@ def test_models_are_cut_to_the_layers_that_fit_beside_their_tokens(monkeypatch: 
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 << 30), raising=False
     )
     # Of 68.7 GB, embedding and head take 1.05; a layer 0.4 of weights, and 4.3 of keys and values of 64 x 128K.
-    for length, layers in ((128 << 10, hopb.MOST_LAYERS), (256 << 10, int((68.7 - 1.05) / (0.4 + 8.6)))):
+    for length, layers in ((128 << 10, hopb.MAX_LAYERS), (256 << 10, int((68.7 - 1.05) / (0.4 + 8.6)))):
         fits = ["model.weights=fp8", f"model.config.num_hidden_layers={layers}"]
         assert hopb.cut("llama-3.1-405b", 8, [(64, length), (8, 8192)]) == fits
-    assert hopb.cut("qwen2.5-3b", 2, [(1, 8192)]) == [f"model.config.num_hidden_layers={hopb.MOST_LAYERS}"]
+    assert hopb.cut("qwen2.5-3b", 2, [(1, 8192)]) == [f"model.config.num_hidden_layers={hopb.MAX_LAYERS}"]
 
 
 def test_rows_come_while_a_job_measures(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -207,7 +207,7 @@ def test_points_come_as_they_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 # Of prompts alone.
-ELSEWHERE = {"_unpack_kernel", "_unpack_pages_kernel", "_inputs_kernel", "_systems_kernel", "_chunks_kernel"}
+ELSEWHERE = {"_unpack_kernel", "_dequantize_pages_kernel", "_inputs_kernel", "_systems_kernel", "_chunks_kernel"}
 
 
 def test_every_kernel_of_a_step_is_in_one_part() -> None:
@@ -223,7 +223,7 @@ def test_parts_are_the_kernels_sums() -> None:
     found = split(
         {
             "_flash_decode_kernel": 5.0,
-            "_merge_parts_kernel": 1.0,
+            "_merge_splits_kernel": 1.0,
             "nvjet_sm90_tst_64x8_64x16_2x1_v_bz_TNT": 3.0,
             "void cublasLt::splitKreduce_kernel<32, 16, int, float>": 0.5,
             "_replay_kernel": 0.25,
@@ -252,7 +252,7 @@ def test_edits_begin_a_copy_in_which_one_name_is_another(tmp_path: Path) -> None
 @pytest.mark.parametrize("model", timed.MODELS)
 def test_points_are_of_the_front_and_fit(model: str) -> None:
     hardware, spec = load_hardware("h100"), load_spec(model)
-    found = timed.chosen(model, hardware)
+    found = timed.pareto_layouts(model, hardware)
     works = [work for same in found.values() for work in same]
     assert {work.length for work in works} == {*timed.LENGTHS} and len(works) <= 12 and len(found) <= 6
     assert {layout.mode for layout in found} == {"helix", "tp"}
@@ -273,14 +273,14 @@ def test_jobs_have_gpus_of_their_own_in_the_order_of_the_list(tmp_path: Path) ->
         QueuedJob("both", 2, 90, f"{note}both"),
     ]
     jobs.append(QueuedJob("last", 1, 90, f"{note}last; exit 3"))
-    said = [line.split("s  ")[1] for line in Queue(jobs, 2, tmp_path).run(120)]
+    output = [line.split("s  ")[1] for line in Queue(jobs, 2, tmp_path).run(120)]
     assert {name: (tmp_path / "rows" / name).read_text().strip() for name in ("a", "b", "both", "last")} == {
         "a": "0", "b": "1", "both": "0,1", "last": "0",
     }  # fmt: skip
-    starts = [line.split()[0] for line in said if " on " in line]
+    starts = [line.split()[0] for line in output if " on " in line]
     assert starts == ["a", "b", "both", "last"]
-    assert said.index("both on 0, 1") > next(i for i, line in enumerate(said) if line.startswith("b: exit code 0"))
-    assert said[-1].startswith("last: exit code 3")
+    assert output.index("both on 0, 1") > next(i for i, line in enumerate(output) if line.startswith("b: exit code 0"))
+    assert output[-1].startswith("last: exit code 3")
 
 
 def test_a_job_of_all_gpus_starts_early_and_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,9 +302,9 @@ def test_late_jobs_are_ended_and_time_is_up(tmp_path: Path, monkeypatch: pytest.
     jobs = [
         QueuedJob("late", 1, 0.3, "sleep 600"), QueuedJob("cut", 1, 60, "sleep 600"), QueuedJob("never", 1, 60, "true")
     ]  # fmt: skip
-    said = [*Queue(jobs, 1, tmp_path).run(1.5)]
-    assert any("late: ended after its 0 s" in line for line in said)
-    assert "cut: time is up" in said[-2] and said[-1] == "not begun: never"
+    output = [*Queue(jobs, 1, tmp_path).run(1.5)]
+    assert any("late: ended after its 0 s" in line for line in output)
+    assert "cut: time is up" in output[-2] and output[-1] == "not begun: never"
     with pytest.raises(ValueError, match="wide takes 2 GPUs, and there are 1"):
         Queue([QueuedJob("wide", 2, 1, "true")], 1, tmp_path)
 
@@ -327,17 +327,21 @@ def test_lists(path: Path) -> None:
             points = own.pop("points").split(",")
             own.pop("keep", None)
             settings = [f"{key}={text}" for key, text in own.items()]
-            config = composed("bench=decode", f"bench.points=[{','.join(points)}]", "model.load=random", *settings)
+            config = compose_config(
+                "bench=decode", f"bench.points=[{','.join(points)}]", "model.load=random", *settings
+            )
             check(config)
             assert bench_points(config.bench) and make_layout(config.layout).world_size >= job.gpus
         elif words[:2] == ["helix", "bench"]:
             assert words[2] in BENCHMARKS
-            given(words[2], [word for word in words[3:] if not word.startswith(("models=", "ranks="))], job.gpus)
+            parse_context(
+                words[2], [word for word in words[3:] if not word.startswith(("models=", "ranks="))], job.gpus
+            )
 
 
-def seen(sent: float, came: list[float], new: int) -> HTTPSeen:
+def seen(sent: float, came: list[float], new: int) -> HTTPTiming:
     usage = {"completion_tokens": new, "prompt_tokens": 10, "prompt_tokens_details": {"cached_tokens": 5}}
-    return HTTPSeen(sent, came, usage)
+    return HTTPTiming(sent, came, usage)
 
 
 def test_figures_of_a_row() -> None:
@@ -354,11 +358,15 @@ def test_figures_of_a_row() -> None:
 
 def test_a_client_notes_each_piece(tmp_path: Path) -> None:
     async def check() -> None:
-        async with front(tmp_path) as made, asyncio.timeout(60):
+        async with api_server(tmp_path) as made, asyncio.timeout(60):
             client = HTTPClient(made.url, 4096)
             noted = await client.stream(client.tokens(7), 5)
             assert noted.usage["completion_tokens"] == 5 and noted.usage["prompt_tokens"] == 7
-            assert 1 <= len(noted.came) <= 5 and noted.sent < noted.came[0] and noted.came == sorted(noted.came)
+            assert (
+                1 <= len(noted.chunk_times) <= 5
+                and noted.sent < noted.chunk_times[0]
+                and noted.chunk_times == sorted(noted.chunk_times)
+            )
             with pytest.raises(jobs.JobError, match=r"400 Bad Request.*context_length_exceeded"):
                 await client.stream(client.tokens(5000), 5)
 
@@ -382,10 +390,10 @@ def test_gains_of_planted_steps() -> None:
 
 
 def test_turns_are_what_was_said_before_each_answer(tmp_path: Path) -> None:
-    said = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("user", "c"))]
+    output = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("user", "c"))]
     trace = tmp_path / "trace.jsonl"
-    trace.write_text(json.dumps({"messages": [*said, {"role": "assistant", "content": "d"}]}) + "\n")
-    assert agent_turns.turns(trace) == [(said[:1], "b"), (said, "d")]
-    trace.write_text(trace.read_text() + json.dumps({"messages": said}) + "\n")
+    trace.write_text(json.dumps({"messages": [*output, {"role": "assistant", "content": "d"}]}) + "\n")
+    assert agent_turns.turns(trace) == [(output[:1], "b"), (output, "d")]
+    trace.write_text(trace.read_text() + json.dumps({"messages": output}) + "\n")
     with pytest.raises(ValueError, match=r"trace.jsonl, line 2: the last message must be an answer"):
         agent_turns.turns(trace)

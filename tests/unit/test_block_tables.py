@@ -9,27 +9,29 @@ import numpy as np
 from helix.engine.block_tables import BlockTables
 from helix.engine.pages import PagePool
 from helix.engine.prefix import PrefixTree
+from helix.kv_placement import Stripes
 from helix.layout import HelixLayout
-from helix.placement import Stripes
-from tests.agents import Agents, replay
-from tests.scheduling import calls_of
+from tests.agent_traces import AgentTraces, replay
+from tests.simulated_engine import calls_of
 
 
-def small(pages: int, cost: float = 0.0, least: int = 1, caching: bool = True, most: int | None = None) -> BlockTables:
+def small(
+    pages: int, cost: float = 0.0, min_copied: int = 1, caching: bool = True, max_pages: int | None = None
+) -> BlockTables:
     stripes = Stripes(HelixLayout.create(kvp=2), 2, 2)
-    return BlockTables(PrefixTree(PagePool(pages), stripes, lambda depth: cost * depth, least), caching, most)
+    return BlockTables(PrefixTree(PagePool(pages), stripes, lambda depth: cost * depth, min_copied), caching, max_pages)
 
 
 def word(text: str) -> np.ndarray:
     return np.array([*map(ord, text)], dtype=np.int32)
 
 
-def serve(tables: BlockTables, text: str, start: int = 0, salt: Hashable = None) -> int:
+def serve(tables: BlockTables, text: str, start: int = 0, cache_salt: Hashable = None) -> int:
     """Admits a sequence, computes and ends it; the tokens that were known."""
-    held = tables.admit(word(text), len(text), start, salt)
+    held = tables.admit(word(text), len(text), start, cache_salt)
     assert held is not None
     tables.end(held, word(text))
-    return held.known
+    return held.num_cached_tokens
 
 
 def known(tables: BlockTables, text: str) -> int:
@@ -40,11 +42,11 @@ def test_a_sequence_goes_on_where_it_was_cut() -> None:
     tables = small(8)
     held = tables.admit(word("abcdefghijkl"), 12, 1)
     assert held is not None
-    tables.enter(held, word("abcdefgh"))
+    tables.insert(held, word("abcdefgh"))
     tables.end(held, word("abcdefghij"))
     again = tables.admit(word("abcdefghijkl"), 12, 0)
     assert again is not None
-    assert (again.known, again.start, again.entered) == (10, 1, 8)
+    assert (again.num_cached_tokens, again.start, again.num_inserted_tokens) == (10, 1, 8)
     assert again.pages[:2].tolist() == [0, 1]
     assert (again.copy_from.tolist(), again.copy_to.tolist()) == ([2], again.pages[2:].tolist())
 
@@ -56,7 +58,7 @@ def test_nothing_is_remembered_without_caching() -> None:
 
 
 def test_a_shared_page_counts_in_each_table_where_tables_are_bounded() -> None:
-    tables = small(8, most=5)
+    tables = small(8, max_pages=5)
     serve(tables, "abcdefghi")
     one = tables.admit(word("abcdefghi"), 9, 0)
     assert one is not None and tables.admit(word("abcdefghi"), 9, 0) is None, "6 pages in two tables"
@@ -74,7 +76,7 @@ def test_who_is_about_to_compute_the_same_stripe() -> None:
         found = []
         for text, table in zip(texts, held, strict=True):
             assert table is not None
-            tables.enter(table, word(entered))
+            tables.insert(table, word(entered))
             found.append(tables.next_stripe(table, word(text)))
         return found
 
@@ -94,8 +96,8 @@ def test_the_source_of_a_copy_stays_until_it_is_copied() -> None:
     serve(tables, "wxyz")
     serve(tables, "WXYZ")
     held = tables.admit(word("abc-----"), 12, 0)
-    assert held is not None and held.known == 3
-    assert held.copy_from.tolist() == [0] and 0 not in held.pages and tables.pool.cached == 1
+    assert held is not None and held.num_cached_tokens == 3
+    assert held.copy_from.tolist() == [0] and 0 not in held.pages and tables.pool.evictable == 1
     tables.end(held, word("abc-"))
     tables.tree.evict(4)
 
@@ -104,7 +106,7 @@ def test_a_copy_is_given_up_where_all_pages_are_needed() -> None:
     tables = small(3)
     serve(tables, "abc")
     held = tables.admit(word("abcdefghi"), 12, 0)
-    assert held is not None and (held.known, len(held.pages), tables.pool.used) == (0, 3, 3)
+    assert held is not None and (held.num_cached_tokens, len(held.pages), tables.pool.used) == (0, 3, 3)
 
 
 def test_what_was_used_last_goes_last_and_ends_go_before_beginnings() -> None:
@@ -112,7 +114,7 @@ def test_what_was_used_last_goes_last_and_ends_go_before_beginnings() -> None:
     for text in ("abcdefgh", "ABCDEFGH", "abcd----"):
         serve(tables, text)
     left = []
-    while tables.pool.cached:
+    while tables.pool.evictable:
         tables.tree.evict(tables.pool.free + 1)
         left.append([known(tables, text) for text in ("abcdefgh", "ABCDEFGH", "abcd----")])
     assert left == [[4, 8, 8], [4, 4, 8], [4, 0, 8], [4, 0, 4], [0, 0, 0]]
@@ -155,7 +157,7 @@ def test_a_million_tokens_are_matched_at_once() -> None:
 def test_what_is_costly_to_compute_again_is_worth_keeping() -> None:
     """Agents of which one has a very long context: the cost of what is computed again, where pages are scarce."""
     doubling = 38_000  # of Qwen2.5-7B: attention takes as many operations as the products at this depth
-    trace = [*Agents(turns=250, long=128_000).prompts(seed=0)]
+    trace = [*AgentTraces(turns=250, long=128_000).prompts(seed=0)]
     for tokens in (200_000, 300_000, 400_000):
         latest = replay(iter(trace), tokens, doubling, lambda depth: 1.0)
         costly = replay(iter(trace), tokens, doubling, lambda depth: 1 + depth / doubling)

@@ -13,17 +13,25 @@ from hypothesis import strategies as st
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.attention.dense import DenseAttention
 from helix.engine.prefill_time import PrefillTime, doubling_depth
+from helix.kv_placement import KVPlacement, PromptChunk
 from helix.layout import HelixLayout
 from helix.models.decoder import Decoder
-from helix.placement import Placement, PromptChunk
-from helix.setup.buffers import EXPERTS_SHARE, MOST, SHARE, fitting_slots, gathered_bytes, longest_chunk, token_buffers
+from helix.setup.buffers import (
+    EXPERTS_SHARE,
+    MAX_CHUNK_TOKENS,
+    SHARE,
+    fitting_slots,
+    gathered_bytes,
+    max_chunk,
+    token_buffers,
+)
 from helix.speculation import DraftBudget
 from helix.speculation.sparse import SparseDrafter
-from helix.worker.keeps import EngineSizes
 from helix.worker.kv_cache import KVCache
+from helix.worker.kv_cache_spec import EngineSizes
 from helix.worker.step import DecodeState
 from launch.inputs.shapes import spec_of
-from tests.sequences import admission, with_windows
+from tests.sequences import new_request, with_windows
 
 
 @pytest.mark.parametrize(
@@ -46,14 +54,14 @@ def test_gathered_sequences() -> None:
     spec, bf16 = spec_of("glm-5.2"), "bfloat16"
     layout = HelixLayout.create("helix", 8)
     assert gathered_bytes(spec, layout, 8192, 64 << 10, bf16) == 2 * (64 << 10) * 2 * (2 * (576 + 128) + 72)
-    most = gathered_bytes(spec, layout, 8192, 1 << 20, bf16)
-    assert most == gathered_bytes(spec, layout, 8192, 1 << 30, bf16) < 3e9, "longer ones are not gathered"
+    max_gathered = gathered_bytes(spec, layout, 8192, 1 << 20, bf16)
+    assert max_gathered == gathered_bytes(spec, layout, 8192, 1 << 30, bf16) < 3e9, "longer ones are not gathered"
     assert gathered_bytes(spec, HelixLayout.create("tp", 1, 8), 8192, 1 << 20, bf16) == 0
     assert gathered_bytes(spec_of("deepseek-r1"), layout, 8192, 1 << 20, bf16) == 0
 
 
 @pytest.mark.parametrize(
-    "model, weights, of_key",
+    "model, weights, num_keys",
     [  # numbers that a token is multiplied with, as published, less embedding and head; and those for each key
         ("qwen2.5-7b", 7.62e9 - 2 * 152064 * 3584, 28 * 28 * 2 * 128),
         ("llama-3.1-70b", 70.6e9 - 2 * 128256 * 8192, 80 * 64 * 2 * 128),
@@ -63,8 +71,8 @@ def test_gathered_sequences() -> None:
         ("deepseek-r1", 37e9 - 2 * 129280 * 7168, 61 * 128 * (192 + 128)),
     ],
 )
-def test_where_a_token_costs_twice(model: str, weights: float, of_key: int) -> None:
-    assert doubling_depth(spec_of(model)) == pytest.approx(weights / of_key, rel=0.02)
+def test_where_a_token_costs_twice(model: str, weights: float, num_keys: int) -> None:
+    assert doubling_depth(spec_of(model)) == pytest.approx(weights / num_keys, rel=0.02)
 
 
 def test_windows_cost_the_same_at_any_depth() -> None:
@@ -76,10 +84,10 @@ def test_windows_cost_the_same_at_any_depth() -> None:
 
 @given(st.integers(1, 1 << 24), st.integers(0, 1 << 38), st.booleans())
 def test_chunks_leave_memory_to_the_cache(token_bytes: int, free: int, experts: bool) -> None:
-    chunk, share = longest_chunk(token_bytes, free, experts), EXPERTS_SHARE if experts else SHARE
-    assert 1 <= chunk <= MOST and chunk.bit_count() == 1
+    chunk, share = max_chunk(token_bytes, free, experts), EXPERTS_SHARE if experts else SHARE
+    assert 1 <= chunk <= MAX_CHUNK_TOKENS and chunk.bit_count() == 1
     assert chunk == 1 or chunk * token_bytes * share <= free
-    assert chunk == MOST or 2 * chunk * token_bytes * share > free
+    assert chunk == MAX_CHUNK_TOKENS or 2 * chunk * token_bytes * share > free
 
 
 @pytest.mark.gpu
@@ -96,11 +104,13 @@ def test_a_step_takes_no_more(model: str) -> None:
             decoder = Decoder(spec, layout, comm, torch.bfloat16, device)
             for weight in decoder.weights.parameters:
                 weight.normal_(std=0.02)
-            placement = Placement(layout, 0, 16, 64)
-            cache = KVCache(spec.keeps(layout, rank, "bfloat16"), placement, EngineSizes(1, pages=tokens // 64), device)
+            placement = KVPlacement(layout, 0, 16, 64)
+            cache = KVCache(
+                spec.kv_cache_specs(layout, rank, "bfloat16"), placement, EngineSizes(1, pages=tokens // 64), device
+            )
             state = DecodeState(1, tokens // 64, placement, device)
             pages, prompt = np.arange(tokens // 64, dtype=np.int32), np.zeros(tokens, dtype=np.int32)
-            state.admit(admission(0, 0, pages, tokens, prompt))
+            state.admit(new_request(0, 0, pages, tokens, prompt))
             step = state.prefill_step([PromptChunk(0, 0, torch.zeros(tokens, dtype=torch.int64))])
             decoder.hidden(cache, step, DenseAttention())
             torch.cuda.reset_peak_memory_stats()
@@ -108,8 +118,8 @@ def test_a_step_takes_no_more(model: str) -> None:
             decoder.hidden(cache, step, DenseAttention())
             return torch.cuda.max_memory_allocated() - before
 
-    [taken] = run_ranks(1, body, timeout_s=120.0, device="cuda")
-    assert taken <= tokens * token_buffers(spec, layout, 0, "bfloat16")
+    [allocated_bytes] = run_ranks(1, body, timeout_s=120.0, device="cuda")
+    assert allocated_bytes <= tokens * token_buffers(spec, layout, 0, "bfloat16")
 
 
 @pytest.mark.parametrize("budget", [DraftBudget(), DraftBudget(sparsity=0.3)])
@@ -122,12 +132,12 @@ def test_tables_of_what_drafts_read(budget: DraftBudget, kvp: int, tpa: int) -> 
     def body(world: LoopbackWorld, rank: int) -> tuple[int, int]:
         comm = world.communicator(rank, layout.kvp_group(rank))
         decoder = Decoder(spec, layout, comm, torch.float32, torch.device("meta"))
-        placement = Placement(layout, layout.kvp_rank(rank), 16, 32)
+        placement = KVPlacement(layout, layout.kvp_rank(rank), 16, 32)
         sizes = EngineSizes(5, 9000, drafts=3, pages=4)
-        cache = KVCache(spec.keeps(layout, rank, "float32"), placement, sizes, device)
+        cache = KVCache(spec.kv_cache_specs(layout, rank, "float32"), placement, sizes, device)
         drafter = SparseDrafter(decoder, cache, sizes, budget, "own")
-        assert drafter.chosen is not None
-        return drafter.chosen.tables.nbytes, budget.table_bytes(spec, placement, rank, sizes)
+        assert drafter.selected is not None
+        return drafter.selected.tables.nbytes, budget.table_bytes(spec, placement, rank, sizes)
 
     for made, counted in run_ranks(layout.world_size, body, timeout_s=60.0):
         assert made == counted

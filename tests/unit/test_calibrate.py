@@ -21,7 +21,7 @@ from helix.planner.points import Options, Points
 from helix.planner.step import predict
 from launch.inputs.hardware import load_hardware, read_hardware
 from launch.inputs.shapes import load_spec
-from tests.e2e.cli import as_copies
+from tests.e2e.command_line import as_copies
 
 H200 = load_hardware("h200")
 CPU = torch.device("cpu")
@@ -57,7 +57,7 @@ def test_constants_of_planted_rows() -> None:
         assert "32 blocks, fit of 4, 6e+06 to 3.36e+08 B" in price.source, price.source
     cheap = constants.finding(found, [row | {"seconds": 5e-6 + row["bytes"] / 4.4e12} for row in rows])
     assert cheap.finding_s is not None and cheap.bounds_share is not None
-    assert (cheap.finding_s.value, cheap.bounds_share.value) == (constants.LEAST_S, pytest.approx(1.0)), (
+    assert (cheap.finding_s.value, cheap.bounds_share.value) == (constants.MIN_S, pytest.approx(1.0)), (
         "nothing costs less than nothing"
     )
 
@@ -188,8 +188,8 @@ def test_calibration_runs_without_a_gpu(
     as_copies(monkeypatch)
     path = tmp_path / "mine.yaml"
     main([f"output={path}"])
-    said = capsys.readouterr()
-    assert "mean nothing" in said.out and "failed" not in said.err, said.err
+    output = capsys.readouterr()
+    assert "mean nothing" in output.out and "failed" not in output.err, output.err
     hardware, data = load_hardware(str(path)), read_hardware(path)
     assert hardware.name == data["calibrated"]["device"] and hardware.gpus == 1
     assert set(hardware.product_s) == {1, 2} and set(hardware.product_s) <= set(ROWS)

@@ -27,7 +27,7 @@ def test_a_subject_that_names_an_area_and_what_to_do_is_fine(subject: str) -> No
 
 
 @pytest.mark.parametrize(
-    "subject, said",
+    "subject, problem",
     [
         ("loading: " + "a" * 64, "73 characters, 1 too many"),
         *((subject, "does not read") for subject in ("", "Tokens come of a table", "loading:obey it", "loading: ")),
@@ -36,8 +36,8 @@ def test_a_subject_that_names_an_area_and_what_to_do_is_fine(subject: str) -> No
         *((f"loading: {verb} the index", f"'{verb}' is no imperative") for verb in ("fixed", "reading", "obeys")),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_a_subject_is_said(subject: str, said: str) -> None:
-    assert said in (commits.fault(subject) or "")
+def test_what_is_wrong_with_a_subject_is_said(subject: str, problem: str) -> None:
+    assert problem in (commits.fault(subject) or "")
 
 
 def git(where: Path, *words: str) -> None:
@@ -74,8 +74,8 @@ def test_commits_after_the_check_was_added_are_checked_and_merges_are_not(reposi
     git(repository, "merge", "-q", "--no-ff", "side", "-m", "Merge branch 'side'")
     assert check(repository) == (0, "commits: 1 subjects are fine\n")
     git(repository, "commit", "-q", "--allow-empty", "-m", "Say why")
-    status, said = check(repository)
-    assert status == 1 and "'Say why': it does not read `area: imperative`" in said and "git rebase" in said
+    status, problem = check(repository)
+    assert status == 1 and "'Say why': it does not read `area: imperative`" in problem and "git rebase" in problem
 
 
 def test_where_history_is_missing_a_note_says_so(repository: Path, tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_where_history_is_missing_a_note_says_so(repository: Path, tmp_path: Pat
     shutil.copytree(tmp_path / "unpacked", repository / "vendored")
     git(tmp_path, "init", "-q", "fresh")
     shutil.copytree(tmp_path / "unpacked", tmp_path / "fresh", dirs_exist_ok=True)
-    for where, said, environment in (
+    for where, problem, environment in (
         (tmp_path / "shallow", "a shallow clone", {}),
         (tmp_path / "unpacked", "not a git repository", {"GIT_CEILING_DIRECTORIES": str(tmp_path)}),
         (repository / "vendored", "part of another repository", {}),
@@ -93,4 +93,4 @@ def test_where_history_is_missing_a_note_says_so(repository: Path, tmp_path: Pat
         (tmp_path / "fresh", "", {}),
     ):
         status, printed = check(where, **environment)
-        assert status == 0 and printed.startswith("commits: not checked: ") and said in printed, printed
+        assert status == 0 and printed.startswith("commits: not checked: ") and problem in printed, printed

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from launch.completion import candidates
-from tests.e2e.cli import ROOT
+from tests.e2e.command_line import ROOT
 
 
 @pytest.mark.parametrize(

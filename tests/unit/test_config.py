@@ -14,30 +14,30 @@ from hydra.core.global_hydra import GlobalHydra
 
 from helix.checks import check
 from helix.config import Config
-from launch.inputs import commands, compose, flags, front
+from launch.inputs import command_parser, commands, compose, flags
+from launch.inputs.command_parser import RUN
 from launch.inputs.compose import ROOT, points
-from launch.inputs.front import RUN
 from launch.inputs.keys import keys
 from tests.bad_inputs.tables import lines
 
 
-def composed(*overrides: str) -> Config:
-    return compose.composed(overrides)
+def compose_config(*overrides: str) -> Config:
+    return compose.compose_config(overrides)
 
 
 @pytest.mark.parametrize("group, option", [(g, option) for g in RUN.groups if g != "model" for option in RUN.groups[g]])
 def test_every_option_composes_into_the_schema(group: str, option: str) -> None:
-    config = composed(f"{group}={option}")
+    config = compose_config(f"{group}={option}")
     check(config)
     assert isinstance(config, Config)
 
 
-def told(*arguments: str) -> str | None:
-    return compose.told(front.read(arguments, commands.RUN), commands.RUN)
+def printed(*arguments: str) -> str | None:
+    return compose.info_text(command_parser.read(arguments, commands.RUN), commands.RUN)
 
 
 def test_info_names_every_group_and_key() -> None:
-    text = told("--info", "layout=tp")
+    text = printed("--info", "layout=tp")
     assert text is not None and "  layout: auto, dp, helix, medha, tp\n" in text and "mode: tp\n" in text
     assert all(f"\n  {group}: " in text for group in RUN.groups)
     assert all(f"\n  {key} ({default})\n" in text for key, default, _, _ in keys(Config))
@@ -45,15 +45,16 @@ def test_info_names_every_group_and_key() -> None:
 
 
 def test_the_composed_config_is_shown() -> None:
-    text = told("--cfg", "job", "layout.kvp=3")
+    text = printed("--cfg", "job", "layout.kvp=3")
     assert text is not None and "  kvp: 3\n" in text and "hydra" not in text and "${root:}" in text
-    assert told("layout.kvp=3") is None
+    assert printed("layout.kvp=3") is None
     assert (
-        told("--cfg", "job", "--package", "layout", "-tp", "2") == "mode: tp\nkvp: 1\ntpa: 2\ntpf: null\nep: 1\ndp: 1\n"
+        printed("--cfg", "job", "--package", "layout", "-tp", "2")
+        == "mode: tp\nkvp: 1\ntpa: 2\ntpf: null\nep: 1\ndp: 1\n"
     )
-    resolved = told("--cfg=job", "--resolve")
+    resolved = printed("--cfg=job", "--resolve")
     assert resolved is not None and "${root:}" not in resolved and str(ROOT) in resolved
-    points = told("-c", "job", "-m", "-p", "layout", "layout.kvp=1,2")
+    points = printed("-c", "job", "-m", "-p", "layout", "layout.kvp=1,2")
     assert points is not None and [line for line in points.splitlines() if "kvp" in line] == [
         "# point 0: layout.kvp=1", "kvp: 1", "# point 1: layout.kvp=2", "kvp: 2",
     ]  # fmt: skip
@@ -64,13 +65,13 @@ def test_groups_of_one_s_own(tmp_path: Path) -> None:
     (tmp_path / "layout" / "mine.yaml").write_text("mode: medha\nkvp: 3\n")
     (tmp_path / "night.yaml").write_text("defaults:\n  - config\n  - override layout: mine\n  - _self_\nseed: 7\n")
     given = "--config-dir", str(tmp_path)
-    shown = told("--cfg", "job", "-p", "layout", *given, "layout=mine")
+    shown = printed("--cfg", "job", "-p", "layout", *given, "layout=mine")
     assert shown is not None and "mode: medha" in shown and "kvp: 3" in shown
-    line = front.read([*given, "--config-name", "night", "layout.tpa=2"], commands.RUN)
-    config = compose.composed(line.overrides, line.settings)
+    line = command_parser.read([*given, "--config-name", "night", "layout.tpa=2"], commands.RUN)
+    config = compose.compose_config(line.overrides, line.settings)
     assert (config.layout.mode, config.layout.kvp, config.layout.tpa, config.seed) == ("medha", 3, 2, 7)
     assert line.arguments == [*given, "--config-name", "night", "layout.tpa=2"]
-    info = told("--info", *given)
+    info = printed("--info", *given)
     assert info is not None and "layout: auto, dp, helix, medha, mine, tp" in info and str(tmp_path) in info
     for wrong, said in (
         (["--config-dir", str(tmp_path / "none")], "none is not a directory"),
@@ -78,7 +79,7 @@ def test_groups_of_one_s_own(tmp_path: Path) -> None:
         (["--config-path", "x"], "--config-path is not taken: another folder of groups is --config-dir DIR"),
     ):
         with pytest.raises(ValueError, match=said):
-            told("--info", *wrong)
+            printed("--info", *wrong)
 
 
 @pytest.mark.parametrize(
@@ -97,17 +98,17 @@ def test_groups_of_one_s_own(tmp_path: Path) -> None:
     ],
 )
 def test_what_stands_for_keys(typed: str, meant: str) -> None:
-    line = front.read(typed.split(), commands.RUN)
-    assert composed(*line.overrides) == composed(*meant.split())
+    line = command_parser.read(typed.split(), commands.RUN)
+    assert compose_config(*line.overrides) == compose_config(*meant.split())
 
 
 @pytest.mark.parametrize("command", commands.COMMANDS.values(), ids=lambda command: command.name)
 def test_the_help_of_a_command_is_its_own(
-    command: front.Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: command_parser.Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(flags.API_KEY, "")  # examples set it, and servers of later tests would want a key
-    line = front.read(["--help"], command)
-    text = compose.told(line, command)
+    line = command_parser.read(["--help"], command)
+    text = compose.info_text(line, command)
     assert text is not None and command.about in text and all(example in text for example in command.examples)
     known = {key for key, _, _, _ in keys(Config)} | {*RUN.groups, "hydra.sweep.dir", flags.API_KEY}
     for flag in command.flags:
@@ -116,19 +117,19 @@ def test_the_help_of_a_command_is_its_own(
         assert {part.partition("=")[0] for part in named.split() if "=" in part} <= known | {"KEY"}, named
     for example in command.examples:
         typed = example.replace("./smollm2-135m-instruct", "demo").replace("./", "")
-        read = front.read(shlex.split(typed)[2:], command)
+        read = command_parser.read(shlex.split(typed)[2:], command)
         assert (" -m " in typed) == ("--multirun" in read.options)
         if command in (commands.SWEEP, commands.RUN) and not any("/" in text for text in read.overrides):
-            assert len(points(read, tmp_path)) > 1 if "," in typed else composed(*read.overrides)
+            assert len(points(read, tmp_path)) > 1 if "," in typed else compose_config(*read.overrides)
     assert max(map(len, text.splitlines())) <= 120
 
 
 def test_flags_of_others_are_none_of_ours() -> None:
     ours = {name for command in commands.COMMANDS.values() for flag in command.flags for name in flag.names}
     hydra = {name for flag in flags.HYDRA for name in flag.names}
-    assert not (ours | hydra) & flags.FLAGS_OF_OTHERS.keys()
+    assert not (ours | hydra) & flags.FOREIGN_FLAGS.keys()
     known = {key for key, _, _, _ in keys(Config)} | {*RUN.groups, "model.config.KEY", "model.config.rope_scaling.KEY"}
-    for flag, answer in flags.FLAGS_OF_OTHERS.items():
+    for flag, answer in flags.FOREIGN_FLAGS.items():
         named = re.findall(r"([a-zA-Z_.]+)=", answer)
         assert set(named) <= known and set(re.findall(r"(?<!\w)-[-\w]+", answer)) <= ours | hydra, flag
 
@@ -140,14 +141,14 @@ def test_flags_of_others_are_none_of_ours() -> None:
 def test_paths_are_taken_as_they_are(path: str, tmp_path: Path) -> None:
     """Paths in quotes already, and interpolations, are Hydra's to read."""
     wanted = {"x=${root:}y": f"x={ROOT}y", "'a b'": "a b"}.get(path, path)
-    assert composed(f"decode.prompts={path}").decode.prompts == wanted
+    assert compose_config(f"decode.prompts={path}").decode.prompts == wanted
     if "," not in path:
-        (point,) = points(front.Line([f"decode.prompts={path}"]), tmp_path)
+        (point,) = points(command_parser.CommandLine([f"decode.prompts={path}"]), tmp_path)
         assert point.config.decode.prompts == wanted
 
 
 def swept(*typed: str) -> list[tuple[list[str], Config, str]]:
-    line = front.read([*typed, "hydra.sweep.dir=d"] if "hydra" not in str(typed) else typed, commands.SWEEP)
+    line = command_parser.read([*typed, "hydra.sweep.dir=d"] if "hydra" not in str(typed) else typed, commands.SWEEP)
     return [(point.overrides, point.config, str(point.directory)) for point in points(line)]
 
 
@@ -191,16 +192,18 @@ def test_hydra_s_habits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         "/s/seed=2"
     )
     assert swept("hydra/launcher=basic", "hydra/sweeper=basic", "seed=1,2")[1][1].seed == 2
-    assert composed("++layout.kvp=3", "~layout.tpa", "+model.config.x=1", "++model.config.y=2").layout.kvp == 3
-    assert composed("~speculation").speculation == Config().speculation, "a group that is taken out has its defaults"
-    assert composed("model.config.x=1", "~model.config.x").model.config == {}
+    assert compose_config("++layout.kvp=3", "~layout.tpa", "+model.config.x=1", "++model.config.y=2").layout.kvp == 3
+    assert compose_config("~speculation").speculation == Config().speculation, (
+        "a group that is taken out has its defaults"
+    )
+    assert compose_config("model.config.x=1", "~model.config.x").model.config == {}
 
 
 def test_a_program_of_hydra_s_keeps_its_own(tmp_path: Path) -> None:
     (tmp_path / "app.yaml").write_text("a: 1\n")
     with initialize_config_dir(str(tmp_path), version_base="1.3", job_name="app"):
-        assert composed("layout.kvp=3").layout.kvp == 3
+        assert compose_config("layout.kvp=3").layout.kvp == 3
         assert compose_app("app", ["a=2"]).a == 2
     assert not GlobalHydra.instance().is_initialized()
     with ThreadPoolExecutor(4) as pool:
-        assert [c.seed for c in pool.map(lambda n: composed(f"seed={n}"), range(4))] == [*range(4)]
+        assert [c.seed for c in pool.map(lambda n: compose_config(f"seed={n}"), range(4))] == [*range(4)]

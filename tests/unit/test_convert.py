@@ -28,11 +28,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from launch import convert
-from launch.client.tokens import read_defaults
+from launch.client.chat_tokenizer import read_defaults
 from launch.inputs import conversion
-from launch.inputs.compose import composed
-from launch.inputs.gguf_tokenizer import SPLITTINGS, bytes_of_characters, make_tokenizer
-from launch.inputs.preflight import prepared
+from launch.inputs.compose import compose_config
+from launch.inputs.gguf_tokenizer import PRE_TOKENIZERS, byte_decoder, make_tokenizer
+from launch.inputs.preflight import prepare_run
 from tests.bad_inputs.tables import lines
 from tests.e2e.checkpoints import DEMO
 
@@ -195,8 +195,8 @@ def test_the_model_is_the_one_that_was_written(kind: str, tmp_path: Path) -> Non
         assert torch.equal(read(prompt).logits, model(prompt).logits)
     assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == [501, 0]
     assert json.loads((out / "config.json").read_text())["rms_norm_eps"] == 1e-5
-    config = composed([f"model.path={out}", "decode.prompts=assets/prompts.jsonl"])
-    assert prepared(config).layout.world_size == 1
+    config = compose_config([f"model.path={out}", "decode.prompts=assets/prompts.jsonl"])
+    assert prepare_run(config).layout.world_size == 1
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", "F16", "BF16"])
@@ -227,7 +227,9 @@ def test_many_weights_lie_in_several_files(tmp_path: Path, monkeypatch: pytest.M
     assert len(list(out.glob("*.safetensors"))) > 2
     read = AutoModelForCausalLM.from_pretrained(out).state_dict()
     assert all(torch.equal(t, read[name]) for name, t in model_of("qwen3moe").state_dict().items())
-    assert prepared(composed([f"model.path={out}", "decode.prompts=assets/prompts.jsonl"])).layout.world_size == 1
+    assert (
+        prepare_run(compose_config([f"model.path={out}", "decode.prompts=assets/prompts.jsonl"])).layout.world_size == 1
+    )
 
 
 def test_sampling_defaults_come_along_and_a_factor_without_a_type_is_linear(tmp_path: Path) -> None:
@@ -274,7 +276,7 @@ WORDS = {
         r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     ],
 }
-CHARACTERS = {byte: character for character, byte in bytes_of_characters().items()}
+CHARACTERS = {byte: character for character, byte in byte_decoder().items()}
 
 
 def words(pre: str, text: str) -> list[str]:
@@ -302,16 +304,16 @@ def tokenizer_of(pre: str) -> tuple[Any, dict[str, int], dict[tuple[str, str], i
     return make_tokenizer(known), vocab, ranks  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("pre", SPLITTINGS)
+@pytest.mark.parametrize("pre", PRE_TOKENIZERS)
 def test_texts_become_the_tokens_of_the_reference(pre: str) -> None:
     @given(st.one_of(st.text(), st.text("aZé '\n\r\t 19½,.!🙂\u3000", max_size=40), st.sampled_from(TEXTS)))
     def check(text: str) -> None:
         tokenizer, vocab, ranks = tokenizer_of(pre)
-        text_of_words = unicodedata.normalize("NFC", text) if SPLITTINGS[pre].nfc else text
+        text_of_words = unicodedata.normalize("NFC", text) if PRE_TOKENIZERS[pre].nfc else text
         wanted: list[int] = []
         for word in words(pre, text_of_words):
             whole = "".join(CHARACTERS[byte] for byte in word.encode())
-            pieces = [whole] if SPLITTINGS[pre].whole and whole in vocab else merged(word, ranks)
+            pieces = [whole] if PRE_TOKENIZERS[pre].ignore_merges and whole in vocab else merged(word, ranks)
             wanted += [vocab[piece] for piece in pieces]
         assert tokenizer.encode(text, add_special_tokens=False) == wanted
         assert tokenizer.decode(wanted) == text_of_words
@@ -386,9 +388,9 @@ def test_chat_templates_come_along(tmp_path: Path) -> None:
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     with pytest.raises(SystemExit) as ended:
         convert.main(list(arguments))
-    said = str(ended.value.code)
-    assert said.startswith("error: ") and "\n" not in said and "Traceback" not in capsys.readouterr().err
-    return said
+    error = str(ended.value.code)
+    assert error.startswith("error: ") and "\n" not in error and "Traceback" not in capsys.readouterr().err
+    return error
 
 
 def add(key: str, value: Any) -> Change:
@@ -432,8 +434,8 @@ def test_tensors_that_would_be_left_out_are_refused(
 
 def refuse(kind: str, change: Change, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write(tmp_path / "x.gguf", kind, change=change)
-    said = refused(capsys, str(file), str(tmp_path / "out"))
-    assert words in said and str(file) in said, said
+    error = refused(capsys, str(file), str(tmp_path / "out"))
+    assert words in error and str(file) in error, error
     assert [f.name for f in tmp_path.iterdir()] == ["x.gguf"]
 
 
@@ -517,8 +519,8 @@ def test_numbers_that_cannot_be_stored(
         writer.tensors[0]["output_norm.weight"].tensor[0] = value
 
     file = write(tmp_path / "x.gguf", "llama", change=change)
-    said = refused(capsys, str(file), str(tmp_path / "out"), "dtype=float16")
-    assert "output_norm.weight" in said and words in said
+    error = refused(capsys, str(file), str(tmp_path / "out"), "dtype=float16")
+    assert "output_norm.weight" in error and words in error
 
 
 @pytest.mark.parametrize("quantised", [None, GGMLQuantizationType.Q8_0])
@@ -527,8 +529,8 @@ def test_the_other_byte_order_is_refused(
 ) -> None:
     monkeypatch.setitem(globals(), "GGUFWriter", partial(GGUFWriter, endianess=gguf.GGUFEndian.BIG))
     file = write(tmp_path / "x.gguf", "llama", quantised=quantised)
-    said = refused(capsys, str(file), str(tmp_path / "out"))
-    assert f"is in big-endian byte order: convert it first with `gguf-convert-endian {file} little`" in said
+    error = refused(capsys, str(file), str(tmp_path / "out"))
+    assert f"is in big-endian byte order: convert it first with `gguf-convert-endian {file} little`" in error
 
 
 def test_without_the_package_one_line_says_what_to_install(

@@ -21,11 +21,11 @@ from benchmarks.program import PROGRAM
 from benchmarks.records.tables import PAGES, with_tables
 from helix.layout import HelixLayout
 from launch import cli
-from launch.inputs import front
+from launch.inputs import command_parser
+from launch.inputs.command_parser import Command
 from launch.inputs.commands import COMMANDS, SWEEP
-from launch.inputs.compose import composed, points
-from launch.inputs.front import Command
-from launch.inputs.work import RUNTIME
+from launch.inputs.compose import compose_config, points
+from launch.inputs.job_kinds import RUNTIME
 from tests.e2e.checkpoints import DEMO
 
 ROOT = Path(__file__).parents[2]
@@ -156,12 +156,12 @@ def test_what_code_names_is_there() -> None:
 
 def test_each_figure_is_shown_once() -> None:
     shown = Counter(Path(link).name for page in DOCS for link, _ in LINK.findall(read(page)) if link.endswith(".png"))
-    drawn = {
+    plotted = {
         file.name
         for folder in ("assets", "benchmarks/figures", "docs/images")
         for file in (ROOT / folder).rglob("*.png")
     }
-    assert drawn == set(shown)
+    assert plotted == set(shown)
     assert set(shown.values()) == {1}
 
 
@@ -194,9 +194,9 @@ def test_commands_are_understood(
         words = [word for word in shlex.split(command) if not re.match(r"[A-Z][A-Z0-9_]*=", word)]
         if program := next((program for name, program in RUNS.items() if name in words), None):
             at = max(i for i, word in enumerate(words) if word in RUNS)
-            _composes(words[at + 1 :], program.typed, tmp_path)
+            _composes(words[at + 1 :], program.cli_command, tmp_path)
         elif words[:2] == ["helix", "bench"] and any(word.startswith("bench=") for word in words):
-            _composes(words[2:], PROGRAM.typed, tmp_path)
+            _composes(words[2:], PROGRAM.cli_command, tmp_path)
         elif words[0] == "helix" and words[1] in COMMANDS:
             _composes(words[2:], COMMANDS[words[1]], tmp_path)
         elif words[0] == "helix" and words[1] in cli.COMMANDS | cli.LABORATORY:
@@ -219,11 +219,15 @@ def test_commands_are_understood(
 
 
 def _composes(words: list[str], command: Command, directory: Path) -> None:
-    line = front.read([str(DEMO) if word in ("DIR", "./model") else word for word in words], command)
-    if {"--help", "--info", "--url"} & {*line.options, *line.own}:
+    line = command_parser.read([str(DEMO) if word in ("DIR", "./model") else word for word in words], command)
+    if {"--help", "--info", "--url"} & {*line.options, *line.flag_values}:
         return
     sweeps = "--multirun" in line.options or command is SWEEP
-    found = [point.config for point in points(line, directory)] if sweeps else [composed(line.overrides, line.settings)]
+    found = (
+        [point.config for point in points(line, directory)]
+        if sweeps
+        else [compose_config(line.overrides, line.settings)]
+    )
     for config in found:
         assert config.model.path is not None or config.model.load == "random", "a shape has no weights"
 

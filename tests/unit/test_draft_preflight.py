@@ -15,23 +15,23 @@ from hypothesis import strategies as st
 from comm.loopback import LoopbackWorld
 from helix.config import Config
 from helix.errors import ConfigError
+from helix.kv_placement import KVPlacement
 from helix.layout import HelixLayout
 from helix.models import spec_from_config
 from helix.models.checkpoint import read_config
 from helix.models.decoder import Decoder
-from helix.placement import Placement
 from helix.setup import engine as build
-from helix.setup.buffers import longest_chunk, token_buffers
+from helix.setup.buffers import max_chunk, token_buffers
 from helix.setup.drafts import CheckedDraft
 from helix.speculation import DraftModel, ModelDrafter
-from helix.worker.keeps import EngineSizes, token_bytes
 from helix.worker.kv_cache import KVCache
+from helix.worker.kv_cache_spec import EngineSizes, token_bytes
+from tests.benchmark_config import compose_config, preflight
 from tests.e2e.checkpoints import DEMO, checkpoint
-from tests.laboratory import composed, preflight
 
 
 def config(draft: Path | str, *overrides: str, target: Path | None = None) -> Config:
-    return composed(*typed(draft, *overrides, target=target))
+    return compose_config(*typed(draft, *overrides, target=target))
 
 
 def typed(draft: Path | str, *overrides: str, target: Path | None = None) -> list[str]:
@@ -47,7 +47,7 @@ def draft_of(config: Config, world: int) -> CheckedDraft:
 
 def problem(overrides: list[str], world: int) -> str:
     with pytest.raises(ValueError) as caught:
-        preflight(composed(*overrides), world)
+        preflight(compose_config(*overrides), world)
     return str(caught.value)
 
 
@@ -117,12 +117,12 @@ def test_both_caches_fit_the_memory(
     layout, world = HelixLayout.create(), LoopbackWorld(1)
     draft = DraftModel(model_of(family, layout), layout, world.communicator(0, [0]))
     target = model_of("qwen3", layout)
-    sizes = composed("speculation=model", f"kv.append_block={block}", "kv.page_size=32")
+    sizes = compose_config("speculation=model", f"kv.append_block={block}", "kv.page_size=32")
     monkeypatch.setattr(build, "free_bytes", lambda device: free)
-    placement = Placement(layout, 0, block, 32)
-    page = 32 * sum(token_bytes(kept) for kept in target.spec.keeps(layout, 0, "float32"))
+    placement = KVPlacement(layout, 0, block, 32)
+    page = 32 * sum(token_bytes(kept) for kept in target.spec.kv_cache_specs(layout, 0, "float32"))
     page += draft.page_bytes(placement)
-    chunk = longest_chunk(token_buffers(target.spec, layout, 0, "float32"), free)
+    chunk = max_chunk(token_buffers(target.spec, layout, 0, "float32"), free)
     beside = draft.slot_bytes(placement, EngineSizes(max_batch, chunk=chunk, drafts=sizes.speculation.gamma))
     if page + beside > int(free * sizes.kv.memory_fraction):
         with pytest.raises(ConfigError, match="holds no page"):
@@ -150,7 +150,7 @@ def test_a_draft_models_tokens_are_in_the_pages_of_the_targets(
     kvp: int, own: int, block: int, page: int, length: int, stripes: int
 ) -> None:
     """Any tokens need no page beyond the target's, and whole stripes fill the same ones: they can be shared."""
-    target = Placement(HelixLayout.create("helix", kvp), 0, block, page * own)
+    target = KVPlacement(HelixLayout.create("helix", kvp), 0, block, page * own)
     layout = HelixLayout.create("helix", own)
     draft = DraftModel(model_of("qwen3", HelixLayout.create()), layout, LoopbackWorld(own).communicator(0, range(own)))
     found, wanted = draft.placement(target).stripes, target.stripes

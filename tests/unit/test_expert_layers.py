@@ -30,7 +30,7 @@ SPECS = {
     ),
     "shared": MoESpec(
         experts=12, top_k=3, width=10, shared_width=29, scoring="sigmoid", normalise=True, scale=2.5,
-        groups=4, top_groups=2, group_score=2, choice_bias="gate.e_score_correction_bias",
+        groups=4, top_groups=2, group_score=2, score_correction_bias="gate.e_score_correction_bias",
     ),
     "shared-as-wide": MoESpec(experts=7, top_k=2, width=11, shared_width=22, scale=0.3),  # as two of the routed ones
 }  # fmt: skip
@@ -65,7 +65,7 @@ def expected(spec: MoESpec, x: Tensor, experts: range) -> Tensor:
     logits = x @ tensor(f"mlp.{spec.router}.weight", (E, HIDDEN)).T
     if spec.router_bias:
         logits += tensor(f"mlp.{spec.router}.bias", (E,))
-    bias = tensor("mlp.gate.e_score_correction_bias", (E,)).float() if spec.choice_bias else None
+    bias = tensor("mlp.gate.e_score_correction_bias", (E,)).float() if spec.score_correction_bias else None
     options: dict[str, Any] = dict(scoring=spec.scoring, bias=bias, normalise=spec.normalise, scale=spec.scale)
     ids, scores = route(
         logits, spec.top_k, groups=spec.groups, top_groups=spec.top_groups, group_score=spec.group_score, **options
@@ -173,7 +173,7 @@ def test_a_router_that_is_not_rounded_chooses_as_transformers_does_in_bf16(exact
     """DeepSeek's logits are fp32 products of bf16 numbers; rounded to bf16 (planted), some tokens go elsewhere."""
     spec = MoESpec(
         experts=64, top_k=6, width=2, scoring="sigmoid", normalise=True, scale=2.5, groups=8, top_groups=4,
-        group_score=2, choice_bias="gate.e_score_correction_bias", exact_router=exact,
+        group_score=2, score_correction_bias="gate.e_score_correction_bias", exact_router=exact,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(5)
     config = DeepseekV3Config(hidden_size=HIDDEN, n_routed_experts=64, num_experts_per_tok=6, n_group=8, topk_group=4)
@@ -186,8 +186,8 @@ def test_a_router_that_is_not_rounded_chooses_as_transformers_does_in_bf16(exact
     for parameter in weights.parameters:
         parameter.zero_()
     built.router.weight.copy_(router.weight.data)
-    assert built.choice_bias is not None
-    built.choice_bias.copy_(router.e_score_correction_bias)
+    assert built.score_correction_bias is not None
+    built.score_correction_bias.copy_(router.e_score_correction_bias)
     x = torch.randn(2000, HIDDEN, generator=generator).bfloat16()
     with torch.no_grad():
         _, _, wanted = router(x)

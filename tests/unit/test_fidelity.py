@@ -14,16 +14,16 @@ from torch import Tensor
 
 from benchmarks import fidelity
 from benchmarks.fidelity import measure
-from benchmarks.quality import fidelity_tasks, haystacks, prefilled
+from benchmarks.quality import fidelity_tasks, haystacks, prefill
 from benchmarks.quality.agreement import common_prefix, compare, mcnemar, wilson
-from benchmarks.quality.forced import Policy, run
-from benchmarks.quality.haystacks import Haystack, texts
-from benchmarks.quality.hits import HitMeter
-from benchmarks.quality.prefilled import Subject
+from benchmarks.quality.haystacks import Haystack, source_windows
+from benchmarks.quality.hit_meter import HitMeter
+from benchmarks.quality.prefill import EvalSetup
+from benchmarks.quality.teacher_forcing import Policy, run
 from helix.attention.block_sparse import BlockSparseAttention
 from helix.attention.dense import DenseAttention
+from helix.kv_placement import BlockBudget, KVPlacement
 from helix.layout import HelixLayout
-from helix.placement import BlockBudget, Placement
 from helix.tokenizer import load_tokenizer
 from helix.worker.kv_cache import LayerCache
 from helix.worker.step import Step
@@ -88,8 +88,8 @@ def tokenizer() -> Any:
     return load_tokenizer(DEMO)
 
 
-def setting(kvp: int = 1) -> Subject:
-    return Subject(DEMO, HelixLayout.create("helix", kvp), torch.float32, "cpu")
+def setting(kvp: int = 1) -> EvalSetup:
+    return EvalSetup(DEMO, HelixLayout.create("helix", kvp), torch.float32, "cpu")
 
 
 def known(monkeypatch: pytest.MonkeyPatch, *others: Policy) -> None:
@@ -120,18 +120,18 @@ def test_policies_over_one_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_prompts_of_any_length_stand_for_themselves(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch of prompts of several lengths gives what each of them gives alone, forced and free."""
-    ids = texts(tokenizer, 2, 200)
+    ids = source_windows(tokenizer, 2, 200)
     prompts = [ids[0, :180], ids[1, :101]]
-    monkeypatch.setattr(prefilled, "CHUNK", 64)
-    chosen = [Policy("dense", page=16), FEW]
+    monkeypatch.setattr(prefill, "CHUNK", 64)
+    selected = [Policy("dense", page=16), FEW]
     for given_tokens in (ids[:, -3:], None):
-        both = run(setting(), prompts, 3, chosen, given_tokens)
+        both = run(setting(), prompts, 3, selected, given_tokens)
         for i, prompt in enumerate(prompts):
-            alone = run(setting(), [prompt], 3, chosen, None if given_tokens is None else given_tokens[i : i + 1])
+            alone = run(setting(), [prompt], 3, selected, None if given_tokens is None else given_tokens[i : i + 1])
             for name in both:
                 assert torch.allclose(both[name].logits[i], alone[name].logits[0], atol=1e-3), name
-    monkeypatch.setattr(Subject, "fitting", lambda self, length: 1)
-    batches = run(setting(), prompts, 3, chosen)
+    monkeypatch.setattr(EvalSetup, "fitting", lambda self, length: 1)
+    batches = run(setting(), prompts, 3, selected)
     assert torch.allclose(batches["few"].logits, both["few"].logits, atol=1e-3)
     assert batches["few"].blocks_read == pytest.approx(both["few"].blocks_read)
 
@@ -151,7 +151,7 @@ def test_a_window_never_retrieves(monkeypatch: pytest.MonkeyPatch, task: str, pr
 
 def test_hits_and_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first layer has no guess; behind the others' a cache that holds little has more, and more comes."""
-    monkeypatch.setattr(fidelity_tasks, "HOT", (0.8,))
+    monkeypatch.setattr(fidelity_tasks, "RESIDENT_SHARES", (0.8,))
     known(monkeypatch, FEW)
     few = rows(task="hits", steps=8)["few"]
     first, *others = few["named_by_layer"]
@@ -165,7 +165,7 @@ class Wrong(DenseAttention):
 
     def attend(self, q: Tensor, *args: Any, **more: Any) -> PartialAttention:
         found = super().attend(q, *args, **more)
-        return PartialAttention(-found.merge()[0], found.merge()[1]) if args[1].cu_q is None else found
+        return PartialAttention(-found.merge_states()[0], found.merge_states()[1]) if args[1].cu_q is None else found
 
 
 def test_a_policy_that_errs_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,11 +179,11 @@ def test_hidden_lines(tokenizer: Any) -> None:
     """Prompts are as long as whole lines allow, hold each line once, at its depth, and the answers follow."""
     for kind in haystacks.KINDS:
         found = Haystack(tokenizer, kind, 900).hide([0.1, 0.6, 0.9], 900, seed=4)
-        prompt, follows = tokenizer.decode(found.prompt), tokenizer.decode(found.follows)
-        assert 850 < len(found.prompt) + len(found.follows) <= 900
+        prompt, follows = tokenizer.decode(found.prompt), tokenizer.decode(found.target_ids)
+        assert 850 < len(found.prompt) + len(found.target_ids) <= 900
         asks = [prompt.rsplit("\n", 1)[1], *follows.split("\n")[1:]]
         for ask, answer, depth in zip(asks, found.answers, found.depths, strict=True):
-            line = "\n" + ask.partition(" is")[0] + " is" + tokenizer.decode(found.follows[answer]) + "."
+            line = "\n" + ask.partition(" is")[0] + " is" + tokenizer.decode(found.target_ids[answer]) + "."
             assert prompt.count(line + "\n") == 1
             assert len(tokenizer.encode(prompt[: prompt.index(line)])) / 850 == pytest.approx(depth, abs=0.08)
 
@@ -216,7 +216,7 @@ def test_hits_are_those_of_a_cache_that_forgets_what_was_chosen_longest_ago(monk
     tables = torch.stack([torch.randperm(pages - 1, generator=gen)[:6] for _ in range(30)]).int().view(30, 1, 1, 6)
     tables = torch.cat([tables, torch.full_like(tables[..., :1], pages - 1)], -1)  # the unfinished page last
     position = torch.tensor([pages * 4 - 2])
-    place = Placement(HelixLayout.create("helix", 1), 0, 4, 4)
+    place = KVPlacement(HelixLayout.create("helix", 1), 0, 4, 4)
     here = position, torch.tensor([0]), torch.tensor([True])
     table = torch.arange(pages, dtype=torch.int32)[None]
     cache = layer_cache(torch.zeros(pages, 4, 1, 8))
@@ -227,12 +227,12 @@ def test_hits_are_those_of_a_cache_that_forgets_what_was_chosen_longest_ago(monk
     first, last = held * 0 + 1, held - 1
     monkeypatch.setattr(meter, "ranges", lambda step, budget: (first, last, held, hi, held))
     guesses = [tables[i // 2 * 2] for i in range(len(tables))]
-    for chosen, guess in zip(tables, guesses, strict=True):
-        monkeypatch.setattr(BlockSparseAttention, "choose", lambda *args, chosen=chosen: chosen)
-        monkeypatch.setattr(BlockSparseAttention, "named", lambda *args, guess=guess: guess)
+    for selected, guess in zip(tables, guesses, strict=True):
+        monkeypatch.setattr(BlockSparseAttention, "select", lambda *args, selected=selected: selected)
+        monkeypatch.setattr(BlockSparseAttention, "select_for_prefetch", lambda *args, guess=guess: guess)
         step = Step(place, torch.tensor([0]), *here, torch.tensor([0]), {None: table}, {}, cu_q=None, max_q=1)
-        meter.guess(lambda: torch.zeros(1, 1, 8), cache, step)
-        assert torch.equal(meter.choose(torch.zeros(1, 1, 8), cache, step, 1), chosen)
+        meter.prefetch(lambda: torch.zeros(1, 1, 8), cache, step)
+        assert torch.equal(meter.select(torch.zeros(1, 1, 8), cache, step, 1), selected)
     wanted = {}
     listed, guessed = (([row[0, 0, :-1].tolist() for row in rows]) for rows in (tables, guesses))
     named = sum(len({*a[1:]} & {*b[1:]}) for a, b in zip(listed, guessed, strict=True))
@@ -243,17 +243,17 @@ def test_hits_are_those_of_a_cache_that_forgets_what_was_chosen_longest_ago(monk
                 -1 - i for i in range(int(share * pages))
             ]  # the least recently chosen first; of one choice, the last
             hits = there = 0
-            for chosen, guess in zip(listed, guessed, strict=True):
+            for selected, guess in zip(listed, guessed, strict=True):
                 if ahead:
                     came = [page for page in guess if page not in known]
                     there += len(guess) - len(came)
                     free = [i for i, page in enumerate(known) if page not in guess]
                     for i, page in zip(free, came, strict=False):
                         known[i] = page
-                hot = [page for page in known if page in chosen]
-                came = [page for page in chosen if page not in known]
+                hot = [page for page in known if page in selected]
+                came = [page for page in selected if page not in known]
                 hits += len(hot)
-                known = [*[page for page in known if page not in chosen][len(came) :], *hot[::-1], *came[::-1]]
+                known = [*[page for page in known if page not in selected][len(came) :], *hot[::-1], *came[::-1]]
             counts += [hits, 180 - hits]
         wanted[share] = [[*counts, there, 180 - there, named, 150]]
     assert meter.hits() == wanted and wanted[few] < wanted[many] and wanted[few][0][2] > wanted[few][0][0]

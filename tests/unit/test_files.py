@@ -51,16 +51,16 @@ def special(tmp_path: Path) -> Iterator[dict[str, Path]]:
 
 @pytest.mark.timeout(20)  # a FIFO that is opened waits for ever
 def test_what_is_no_file_is_neither_read_nor_written(tmp_path: Path, special: dict[str, Path]) -> None:
-    for i, (said, path) in enumerate(special.items()):
+    for i, (error, path) in enumerate(special.items()):
         link = tmp_path / f"link{i}"
         link.symlink_to(path)
         for name in (path, link):
-            with pytest.raises(OSError, match=said):
+            with pytest.raises(OSError, match=error):
                 check_file(name)
-            with pytest.raises(ValueError, match=f"{name} cannot be read: {said}"):
+            with pytest.raises(ValueError, match=f"{name} cannot be read: {error}"):
                 read_text(name)
             before = os.lstat(path)
-            with pytest.raises(ValueError, match=f"record={name} cannot be written: {said}"):
+            with pytest.raises(ValueError, match=f"record={name} cannot be written: {error}"):
                 check_writable("record", name)
             assert os.path.samestat(os.lstat(path), before) and link.is_symlink()
 
@@ -90,7 +90,7 @@ def as_nobody(path: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    "content, said",
+    "content, error",
     [
         (b"{", r"a\.json: not JSON: Expecting property name .* at character 2"),
         (b'{"a":\n}', r"a\.json: not JSON: Expecting value at line 2, character 1"),
@@ -102,10 +102,10 @@ def as_nobody(path: Path) -> Iterator[None]:
         (b"", r"a\.json: not JSON"),
     ],
 )
-def test_what_is_wrong_with_json_is_said(tmp_path: Path, content: bytes, said: str) -> None:
+def test_what_is_wrong_with_json_is_said(tmp_path: Path, content: bytes, error: str) -> None:
     path = tmp_path / "a.json"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=said) as caught:
+    with pytest.raises(ValueError, match=error) as caught:
         read_json(path)
     assert "\n" not in str(caught.value)
 

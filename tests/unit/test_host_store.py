@@ -15,7 +15,7 @@ import torch
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.errors import ConfigError
 from helix.worker import host_store as module
-from helix.worker.host_store import HostStore, host_store, numa_node, place_on
+from helix.worker.host_store import HostStore, host_store, numa_node, prefer_numa_node
 
 GPU = torch.device("cuda", 0)
 MIB = 1 << 20
@@ -96,10 +96,10 @@ def test_every_rank_hears_of_one_that_gets_none(monkeypatch: pytest.MonkeyPatch)
             host_store((1 << (62 if rank == 1 else 10),), torch.int8, comm)
         return str(error.value)
 
-    said = run_ranks(3, body, timeout_s=30.0)
-    assert len(set(said)) == 1 and closed == [1024, 1024]
-    for part in ("rank 1", f"{1 << 62} bytes", "65536 bytes", "lower kv.host_bytes"):
-        assert part in said[0]
+    messages = run_ranks(3, body, timeout_s=30.0)
+    assert len(set(messages)) == 1 and closed == [1024, 1024]
+    for part in ("rank 1", f"{1 << 62} bytes", "65536 bytes", "lower kv.offload_host_bytes"):
+        assert part in messages[0]
 
 
 @pytest.mark.parametrize("text, node", [("1\n", 1), ("-1\n", None), (None, None)])
@@ -117,6 +117,6 @@ def test_memory_is_asked_of_a_node() -> None:
     """Or of any, where Linux refuses; either way it can be written."""
     memory = mmap.mmap(-1, MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for node in (0, 63, 64):
-        place_on(node, ctypes.addressof(ctypes.c_char.from_buffer(memory)), MIB)
+        prefer_numa_node(node, ctypes.addressof(ctypes.c_char.from_buffer(memory)), MIB)
     memory[:5] = b"hello"
     assert memory[:5] == b"hello"

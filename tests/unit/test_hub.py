@@ -83,11 +83,11 @@ def hub() -> Iterator[Hub]:
 def resolved(hub: str, home: Path, name: str, weights: bool = True, offline: bool = False) -> tuple[Path | None, str]:
     """Looks a name up as in a process that was started with HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE."""
     address = hub + "/{repo_id}/resolve/{revision}/{filename}"
-    of_process = {"ENDPOINT": hub, "HUGGINGFACE_CO_URL_TEMPLATE": address, "HF_HUB_OFFLINE": offline}
+    process_environment = {"ENDPOINT": hub, "HUGGINGFACE_CO_URL_TEMPLATE": address, "HF_HUB_OFFLINE": offline}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_TOKEN", "mine")
         patch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)  # between attempts
-        for constant, value in (of_process | {"HF_HUB_CACHE": str(home / "hub")}).items():
+        for constant, value in (process_environment | {"HF_HUB_CACHE": str(home / "hub")}).items():
             patch.setattr(constants, constant, value)
         try:
             return local_directory(name, weights), ""
@@ -125,7 +125,7 @@ def test_a_shape_needs_no_weights(hub: Hub, tmp_path: Path) -> None:
 
 def test_what_cannot_be_had_is_said_in_a_line(hub: Hub, tmp_path: Path) -> None:
     none = "http://127.0.0.1:9"  # nobody listens there
-    for at, name, offline, said in (
+    for at, name, offline, error in (
         (none, "org/tiny", True, "hub lacks config.json of org/tiny, and HF_HUB_OFFLINE=1 forbids"),
         (none, "org/tiny", False, "hub lacks config.json of org/tiny, and http://127.0.0.1:9 cannot be reached"),
         (hub.url, "org/nothing", False, "org/nothing is not a directory here, nor a model at"),
@@ -133,7 +133,7 @@ def test_what_cannot_be_had_is_said_in_a_line(hub: Hub, tmp_path: Path) -> None:
         (hub.url, "org/gated", False, "org/gated is for those who agreed to its terms"),
     ):
         path, line = resolved(at, tmp_path, name, offline=offline)
-        assert path is None and said in line, line
+        assert path is None and error in line, line
     hub.files = {name: data for name, data in hub.files.items() if not name.endswith("safetensors")}
     path, line = resolved(hub.url, tmp_path, "org/tiny")
     assert path is None and "has no model" in line and "safetensors alone are read" in line, line

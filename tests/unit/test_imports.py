@@ -14,8 +14,8 @@ import pytest
 from benchmarks import program, schema
 from benchmarks.schema import BenchConfig
 from helix.packages import import_package
-from helix.schema import choices, types
-from launch.inputs.work import DECODE, SERVE
+from helix.schema import choices, field_types
+from launch.inputs.job_kinds import DECODE, SERVE
 
 ROOT = Path(__file__).parents[2]
 OURS = ("kernels", "comm", "helix", "launch", "torchrun_entry", "benchmarks")
@@ -37,30 +37,30 @@ KERNELS_LIBRARIES = {"torch", "triton"}
 # Files of a room that are named have a level of their own: what layers use of a worker, and what of it uses layers.
 LEVELS = {
     "kernels": [
-        {"ahead", "dispatch", "hot_blocks", "overlap", "scaled", "scaled_keys", "sm90"},
+        {"precompile", "dispatch", "resident_blocks", "overlap", "scaled", "scaled_keys", "sm90"},
         {"gated_delta", "paged_keys"},
         {"dense.reference"},
         {f"{family}.reference" for family in ("attention", "indexer", "moe", "recurrent", "sparse", "tokens")},
-        {"mla.reference", "tier.reference"},
+        {"mla.reference", "offload.reference"},
         {"attention"},
-        {"indexer", "mla", "peers", "recurrent", "sparse", "tier"},
+        {"indexer", "mla", "peers", "recurrent", "sparse", "offload"},
         {"dense", "tokens"},
         {"moe"},
     ],
     "helix": [
-        {"errors", "files", "layout", "library", "packages", "sampling_params", "schema"},
+        {"errors", "files", "layout", "packages", "sampling_params", "schema", "transformers_import"},
         {"config"},
-        {"hub", "place", "placement", "tokenizer"},
+        {"hub", "rank_info", "kv_placement", "tokenizer"},
         {"devices"},
         {"engine.request", "worker.graph_keys"},
-        {"engine.decision"},
+        {"engine.scheduler_output"},
         {"worker"},
         {"attention"},
         {"layers"},
         {"models"},
         {"speculation"},
         {"worker.model_runner", "worker.prompt_scores"},
-        {"worker.warm_up"},
+        {"worker.warmup"},
         {"engine"},
         {"checks"},
         {"setup"},
@@ -166,7 +166,7 @@ def test_imports_point_one_way() -> None:
     [
         ("kernels/x.py", "import torch"),
         ("kernels/moe/x.py", "import numpy"),
-        ("kernels/attention/x.py", "from kernels.peers.mailbox import turn"),
+        ("kernels/attention/x.py", "from kernels.peers.ll_protocol import turn"),
         ("comm/x.py", "from helix.layout import HelixLayout"),
         ("helix/__init__.py", "from launch.llm import LLM"),
         ("helix/layout.py", "def f():\n    from launch.llm import LLM"),
@@ -223,7 +223,7 @@ def test_clients_reach_neither_torch_nor_kernels(client: str) -> None:
 
 def test_each_kind_of_work_is_a_module_that_is_imported_where_it_is_done() -> None:
     work = [DECODE.module, SERVE.module, *program.MODULES.values()]
-    kinds = {*choices(types(BenchConfig)["kind"])}
+    kinds = {*choices(field_types(BenchConfig)["kind"])}
     assert {"none", *program.MODULES} == kinds == {f.stem for f in (schema.CONF / "bench").glob("*.yaml")}
     assert all(module in MODULES and "run" in definitions(module) for module in work), work
 

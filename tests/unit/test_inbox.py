@@ -16,7 +16,7 @@ def test_things_come_out_in_order_and_once() -> None:
     for item in (first, second):
         inbox.submit(item)
     inbox.abort(0)
-    assert inbox.take() == [first, second, Abort(0)] and inbox.take() == []
+    assert inbox.drain() == [first, second, Abort(0)] and inbox.drain() == []
 
 
 def test_whoever_sleeps_on_it_wakes() -> None:
@@ -35,4 +35,4 @@ def test_what_was_submitted_before_it_was_closed_comes_out() -> None:
     with pytest.raises(RuntimeError, match="request 'late' comes after the inbox was closed"):
         inbox.submit(Request("late", (1,), 1))
     inbox.abort(0)
-    assert len(inbox.take()) == 2 and inbox.ended
+    assert len(inbox.drain()) == 2 and inbox.ended

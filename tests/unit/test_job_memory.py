@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from launch.inputs.compose import composed
+from launch.inputs.compose import compose_config
 from launch.job import memory
 from launch.job.memory import shortage
 
@@ -14,7 +14,7 @@ CPU = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to all
 NUMPY = MemoryError("Unable to allocate 1.50 KiB for an array with shape")
 TRITON = RuntimeError("Triton Error [CUDA]: out of memory")
 CUBLAS = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
-HOST = "kv.tier=host kv.gpu_bytes=9"
+HOST = "kv.offload=host kv.offload_gpu_bytes=9"
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ HOST = "kv.tier=host kv.gpu_bytes=9"
         (CPU, "kv.tokens=64", True, False, "making the KV cache (4,096 bytes wanted, 7 free): lower kv.tokens=64, dec"),
         (GPU, "decode.max_batch=4", True, True, "running steps (20,971,520 bytes wanted, 7 free): lower kv.memory_fr"),
         (GPU, "decode.max_batch=4", True, True, "decode.max_batch=4 or decode.prefill_chunk=auto, or take a larger"),
-        (GPU, HOST, True, True, "lower kv.gpu_bytes=9, decode.max_batch=auto or decode.prefill_chunk=auto"),
+        (GPU, HOST, True, True, "lower kv.offload_gpu_bytes=9, decode.max_batch=auto or decode.prefill_chunk=auto"),
         (NUMPY, "", True, True, "(1,536 bytes wanted, 7 free)"),
         (TRITON, "", True, True, "(an unknown number of bytes wanted, 7 free)"),
         (CUBLAS, "", True, True, "(an unknown number of bytes wanted, 7 free)"),
@@ -42,5 +42,5 @@ def test_the_line(
     error: Exception, overrides: str, loaded: bool, built: bool, words: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "free_bytes", lambda device: 7)
-    found = shortage(error, composed(overrides.split()), 1, torch.device("cpu"), loaded, built)
+    found = shortage(error, compose_config(overrides.split()), 1, torch.device("cpu"), loaded, built)
     assert (found is None) if words is None else (words in str(found) and "\n" not in str(found)), found

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from comm.solo import SoloCommunicator
 from helix.attention.dense import DenseAttention
+from helix.kv_placement import KVPlacement
 from helix.layout import HelixLayout
-from helix.placement import Placement
 from helix.speculation import LayerDrafter
-from helix.worker.follower import Span, Taken
-from helix.worker.graph_keys import StepKind
-from helix.worker.keeps import EngineSizes
+from helix.worker.graph_keys import DecodeGraphKey
+from helix.worker.kv_cache_spec import EngineSizes
+from helix.worker.sequence_observer import Span, StepCommitted
 from helix.worker.step import Step
 
 WIDTH, WINDOW = 8, 4
@@ -42,13 +42,13 @@ class Parts:
 
 
 class Layer:
-    read = width = WIDTH
-    vocab_rows, window, choice = range(16), WINDOW, 0
+    target_width = width = WIDTH
+    vocab_rows, window, shared_topk = range(16), WINDOW, 0
 
     def __init__(self, events: list[str]) -> None:
         self.events = events
 
-    def append(self, cache: Any, step: Step, states: Tensor, *, own: bool) -> tuple[Any, Any]:
+    def append(self, cache: Any, step: Step, states: Tensor, *, from_draft: bool) -> tuple[Any, Any]:
         self.events.append("append")
         return Parts(self.events, len(step.tokens)), Parts(self.events, len(step.tokens))
 
@@ -64,21 +64,21 @@ class Layer:
 def test_a_launch_is_between_bounds_and_attention() -> None:
     events: list[str] = []
     cpu = torch.device("cpu")
-    placement = Placement(HelixLayout.create("helix", 1), 0, 16, 16)
+    placement = KVPlacement(HelixLayout.create("helix", 1), 0, 16, 16)
     model = SimpleNamespace(comm=SoloCommunicator(cpu), weights=SimpleNamespace(dtype=torch.float32))
-    cache = SimpleNamespace(device=cpu, rings={}, lacking=0.0, placement=placement)
+    cache = SimpleNamespace(device=cpu, rings={}, recomputed_tokens=0.0, placement=placement)
     drafter = LayerDrafter(Layer(events), model, cache, EngineSizes(2, 32, drafts=2), "shared")
     drafter.policy = Logged(events)
     state = drafter.sequences
     state.limits.fill_(30)
     state.active.fill_(True)
     state.lengths.fill_(5)
-    drafter.propose(state, StepKind(rows=2, drafts=2))
+    drafter.propose(state, DecodeGraphKey(rows=2, drafts=2))
     assert events == ["bounds", "append", "attend"]
     events.clear()
     before, after = torch.tensor([5, 5]), torch.tensor([7, 6])
     span = Span(state.block_tables, state.starts, before, after, 3)
     tokens = torch.tensor([[1, 2, -(1 << 40)], [3, -(1 << 40), -(1 << 40)]])
-    kind = StepKind(rows=2, drafts=2)
-    drafter.taken(Taken(kind, span, torch.ones(2, dtype=torch.bool), torch.zeros(6, WIDTH), tokens))
+    kind = DecodeGraphKey(rows=2, drafts=2)
+    drafter.on_step(StepCommitted(kind, span, torch.ones(2, dtype=torch.bool), torch.zeros(6, WIDTH), tokens))
     assert events == ["append", "bounds", "choose", "choose", "attend"]

@@ -15,14 +15,14 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 import helix.models.checkpoint as files
 from comm.loopback import LoopbackWorld
 from helix.hub import missing_files
-from helix.layers.specs import Formats, unpacked
+from helix.layers.specs import Formats, unquantized
 from helix.layers.weights import Slice, Weights
 from helix.layout import HelixLayout
 from helix.models import spec_from_config
-from helix.models.checkpoint import read_config, rounded
+from helix.models.checkpoint import fp8_format, read_config
 from helix.models.decoder import Decoder
 from helix.models.loading import Checkpoint, from_mxfp4, randomize
-from kernels.scaled import ScaledMatrix, quantised
+from kernels.scaled import ScaledMatrix, quantize_fp8
 from tests.e2e.checkpoints import checkpoint, write_fp8
 from tests.unit.test_files import as_nobody
 
@@ -37,7 +37,7 @@ def decoder(
     rank: int,
     config: dict[str, Any] = CONFIG,
     dtype: torch.dtype = torch.float32,
-    formats: Formats = unpacked,
+    formats: Formats = unquantized,
 ) -> Decoder:
     comm = LoopbackWorld(layout.world_size).communicator(rank, layout.kvp_group(rank))
     return Decoder(spec_from_config(config), layout, comm, dtype, torch.device("cpu"), formats)
@@ -49,7 +49,7 @@ def load(
     rank: int,
     config: dict[str, Any] = CONFIG,
     dtype: torch.dtype = torch.float32,
-    formats: Formats = unpacked,
+    formats: Formats = unquantized,
 ) -> Decoder:
     """A rank's model, checked and read."""
     model, opened = decoder(layout, rank, config, dtype, formats), Checkpoint(path)
@@ -125,7 +125,7 @@ def test_one_file_beside_an_index_that_does_not_name_it_is_what_is_read(director
     else:
         save_file({name: tensor + 1 for name, tensor in whole.items()}, directory / "model.safetensors")
     expected = whole["model.norm.weight"] + (not named)
-    assert torch.equal(load(directory, HelixLayout.create(), 0).norm.read.weight, expected)
+    assert torch.equal(load(directory, HelixLayout.create(), 0).norm.pre_norm.weight, expected)
     assert missing_files(directory) == []
 
 
@@ -199,8 +199,8 @@ def test_a_packed_checkpoint_lacks_what_it_lacks(tmp_path: Path) -> None:
     message = problem(copy, read_config(copy))
     assert "2 missing: model.layers.0.self_attn.sinks, model.layers.1.mlp.experts.down_proj_scales" in message
     # Without its key in the config it is an ordinary checkpoint, whose tensors have other names.
-    unpacked = {k: v for k, v in read_config(copy).items() if k != "quantization_config"}
-    assert "gate_up_proj_blocks" in problem(copy, unpacked)
+    unquantized = {k: v for k, v in read_config(copy).items() if k != "quantization_config"}
+    assert "gate_up_proj_blocks" in problem(copy, unquantized)
 
 
 def blocks(*size: int) -> dict[str, Any]:
@@ -255,7 +255,7 @@ def test_every_slice_is_that_of_the_unpacked_whole(
         whole = load_file(checkpoint(family.removesuffix("-mxfp4")) / "model.safetensors")
     else:
         whole = write_fp8(checkpoint(family), tmp_path, section, block, scaled_in=scaled_in, decades=True)
-    formats = {"unpacked": unpacked, "kept": Checkpoint(path).kept, "rounded": rounded}[held]
+    formats = {"unpacked": unquantized, "kept": Checkpoint(path).matrix_format, "rounded": fp8_format}[held]
     widest, cuts = 1 if "deepseek" in family else 2, set()
     for mode, kvp, tpa, ep in GRIDS if "moe" in family or "gpt" in family else GRIDS[:3]:
         layout = HelixLayout.create(mode, kvp, min(tpa, widest), ep=ep)
@@ -266,8 +266,8 @@ def test_every_slice_is_that_of_the_unpacked_whole(
                 tensor, target = whole[s.name].mT if s.mxfp4 else whole[s.name], s.target
                 if isinstance(target, ScaledMatrix):
                     cuts.add((s.name.split(".")[-2], target.begin))
-                    tensor = quantised(tensor).unpacked() if held == "rounded" else tensor
-                    target = target.unpacked()
+                    tensor = quantize_fp8(tensor).dequantize() if held == "rounded" else tensor
+                    target = target.dequantize()
                 assert torch.equal(target, part(tensor, s).to(target.dtype)), s.name
                 read += target.numel() * target.itemsize
             assert held == "unpacked" or "gpt" in family or weights.bytes < 0.6 * read
@@ -390,15 +390,17 @@ def test_the_index_says_which_copy_of_a_tensor_is_read(directory: Path, of: str)
         save_file({"model.norm.weight": whole["model.norm.weight"]}, directory / other)
         reassign(directory, {"model.norm.weight": other})
     model = load(directory, HelixLayout.create(), 0)
-    assert torch.equal(model.norm.read.weight, whole["model.norm.weight"])
+    assert torch.equal(model.norm.pre_norm.weight, whole["model.norm.weight"])
     assert torch.equal(Checkpoint(directory).whole("model.norm.weight"), whole["model.norm.weight"])
 
 
 def test_a_tensor_that_is_there_twice_is_refused(directory: Path) -> None:
     nested = {"model.language_model.norm.weight": torch.ones(24)}
     save_file(tensors() | nested, directory / "model.safetensors")
-    said = problem(directory)
-    assert "has model.norm.weight twice" in said and "model.language_model.norm.weight in model.safetensors" in said
+    message = problem(directory)
+    assert (
+        "has model.norm.weight twice" in message and "model.language_model.norm.weight in model.safetensors" in message
+    )
     save_file(tensors(), directory / "model.safetensors")
     shard(directory, 2)
     for file in ("model-0.safetensors", "model-1.safetensors"):  # the index names neither

@@ -18,15 +18,15 @@ import torch
 import torch.distributed as dist
 
 from comm.emulated import EmulatedTransport
-from helix.devices import EMULATED_LINK, KINDS, choose_backend, gpu_facts
-from helix.place import Place
+from helix.devices import COMMUNICATORS, EMULATED_LINK, choose_backend, gpu_facts
+from helix.rank_info import RankInfo
 from launch import agent
 from launch.inputs.compose import ROOT
 from launch.job import membership
 from launch.job.lifeline import identity, kill
 from launch.job.membership import Job
 
-ONE_HOST, TWO_HOSTS = Place(0, 4, 0, 4), Place(0, 8, 0, 4)
+ONE_HOST, TWO_HOSTS = RankInfo(0, 4, 0, 4), RankInfo(0, 8, 0, 4)
 
 
 def facts(*gpus: int, peers: bool = True) -> list[dict[str, Any]]:
@@ -34,19 +34,19 @@ def facts(*gpus: int, peers: bool = True) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "place, found, chosen",
+    "place, found, selected",
     [
         (ONE_HOST, facts(4, 4, 4, 4), "symm_mem"),
         (ONE_HOST, facts(4, 4, 4, 4, peers=False), "nccl"),
         (ONE_HOST, facts(4, 4, 4) + facts(4, peers=False), "nccl"),  # one without a way to its peers decides for all
         (ONE_HOST, facts(3, 3, 3, 3, peers=False), "gloo"),
         (TWO_HOSTS, 8 * facts(4, peers=False), "nccl"),
-        (Place(0, 1, 0, 1), facts(1), "nccl"),  # nobody to reach
-        (Place(0, 1, 0, 1), facts(0, peers=False), "gloo"),
+        (RankInfo(0, 1, 0, 1), facts(1), "nccl"),  # nobody to reach
+        (RankInfo(0, 1, 0, 1), facts(0, peers=False), "gloo"),
     ],
 )
-def test_auto_is_the_first_that_can_be(place: Place, found: list[dict[str, Any]], chosen: str) -> None:
-    assert choose_backend("auto", place, found) == choose_backend(chosen, place, found) == chosen
+def test_auto_is_the_first_that_can_be(place: RankInfo, found: list[dict[str, Any]], selected: str) -> None:
+    assert choose_backend("auto", place, found) == choose_backend(selected, place, found) == selected
     assert choose_backend("gloo", place, found) == "gloo"
 
 
@@ -64,9 +64,9 @@ def test_backends_that_cannot_be(backend: str, found: list[dict[str, Any]], word
 
 
 def test_gpus_apart_emulate_over_their_link() -> None:
-    assert choose_backend("emulated", Place(0, 1, 0, 1), facts(1)) == "emulated"
-    assert choose_backend("emulated", Place(0, 2, 0, 2), facts(2, 2, peers=False)) == EMULATED_LINK
-    assert KINDS[EMULATED_LINK] is EmulatedTransport
+    assert choose_backend("emulated", RankInfo(0, 1, 0, 1), facts(1)) == "emulated"
+    assert choose_backend("emulated", RankInfo(0, 2, 0, 2), facts(2, 2, peers=False)) == EMULATED_LINK
+    assert COMMUNICATORS[EMULATED_LINK] is EmulatedTransport
 
 
 def test_peers_that_the_user_keeps_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,8 +74,8 @@ def test_peers_that_the_user_keeps_apart(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: True)
     for disabled, peers in (("0", True), ("1", False)):
         monkeypatch.setenv("NCCL_P2P_DISABLE", disabled)
-        assert gpu_facts(Place(0, 2, 0, 2))["peers"] is peers
-        assert gpu_facts(Place(0, 1, 0, 1))["peers"] is True
+        assert gpu_facts(RankInfo(0, 2, 0, 2))["peers"] is peers
+        assert gpu_facts(RankInfo(0, 1, 0, 1))["peers"] is True
     assert gpu_facts(TWO_HOSTS)["peers"] is False
 
 
@@ -94,7 +94,7 @@ class Ended(Exception):
 def test_the_watchdog_sees_a_rank_that_is_gone(fate: str, turn: int, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And takes neither one that works for it, nor one that left when it was done; in turns of a second each."""
     store, killed, turns = dist.HashStore(), list[str](), count(1)
-    watchdog, peer = (membership.Watchdog(store, Place(rank, 2, rank, 2)) for rank in range(2))
+    watchdog, peer = (membership.Watchdog(store, RankInfo(rank, 2, rank, 2)) for rank in range(2))
 
     def end(self: membership.Watchdog, why: str) -> None:
         raise Ended(why)
@@ -105,7 +105,7 @@ def test_the_watchdog_sees_a_rank_that_is_gone(fate: str, turn: int, why: str, m
         if now <= 20:
             store.add("alive/1", 1)
         elif fate == "failed":
-            peer.tell("rank 1 failed: RuntimeError: no")
+            peer.report_failure("rank 1 failed: RuntimeError: no")
         elif fate == "left":
             store.set("left/1", "")
         return now > 100
@@ -126,24 +126,24 @@ RANKS |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 def test_places_come_of_what_a_launcher_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable, text in RANKS.items():
         monkeypatch.setenv(variable, text)
-    assert Place.from_environment() == Place(1, 4, 1, 2)
+    assert RankInfo.from_environment() == RankInfo(1, 4, 1, 2)
     monkeypatch.setenv("RANK", "9" * 5000)
     with pytest.raises(ValueError, match=r"RANK=9+ must be an integer from 0 to 3 .* start ranks with torchrun"):
-        Place.from_environment()
+        RankInfo.from_environment()
 
 
 def test_a_store_that_cannot_be_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as taken:
-        taken.bind(("localhost", 0))
-        taken.listen()
-        for variable, text in (RANKS | {"RANK": "0", "MASTER_PORT": str(taken.getsockname()[1])}).items():
+    with socket.socket() as occupied:
+        occupied.bind(("localhost", 0))
+        occupied.listen()
+        for variable, text in (RANKS | {"RANK": "0", "MASTER_PORT": str(occupied.getsockname()[1])}).items():
             monkeypatch.setenv(variable, text)
         with pytest.raises(RuntimeError, match=r"MASTER_PORT=\d+: this rank cannot listen there, set another port"):
-            Job(Place(0, 4, 0, 2))
+            Job(RankInfo(0, 4, 0, 2))
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setattr(membership, "SILENCE_S", 0.5)
     with pytest.raises(RuntimeError, match=r"the launcher did not answer there within 0 s"):
-        Job(Place(0, 4, 0, 2))
+        Job(RankInfo(0, 4, 0, 2))
 
 
 def test_only_the_process_that_is_meant_is_killed() -> None:
@@ -168,9 +168,9 @@ def agents(*nodes: int) -> list[dict[str, str]]:
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What agents launch that meet at one store."""
     store, found = dist.HashStore(), list[Any]()
-    monkeypatch.setattr(agent, "meeting_store", lambda endpoint: store)
+    monkeypatch.setattr(agent, "rendezvous_store", lambda endpoint: store)
     monkeypatch.setattr(agent, "elastic_launch", lambda config, program: lambda *given: found.append(given))
-    monkeypatch.setattr(agent, "LOOK_S", 0.01)
+    monkeypatch.setattr(agent, "POLL_S", 0.01)
     monkeypatch.setattr(agent.socket, "gethostname", lambda: "a")
     return found
 
@@ -187,9 +187,9 @@ def test_agents_run_once_all_are_there_with_the_same_number_of_hosts(
 ) -> None:
     with ThreadPoolExecutor(len(nodes)) as pool:
         codes = [*pool.map(partial(agent.main, []), agents(*nodes))]
-    said = capsys.readouterr().err
-    assert codes == [1 if words else 0] * 2 and len(launched) == (0 if words else 2), said
-    assert all(line in said for line in words), said
+    output = capsys.readouterr().err
+    assert codes == [1 if words else 0] * 2 and len(launched) == (0 if words else 2), output
+    assert all(line in output for line in words), output
 
 
 def test_agents_do_not_wait_for_ever(

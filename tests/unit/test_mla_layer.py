@@ -25,7 +25,7 @@ from helix.models.decoder import Decoder
 from helix.models.loading import Checkpoint, randomize
 from helix.planner.points import Options, Points
 from helix.planner.step import predict
-from helix.worker.keeps import Keeps, token_bytes
+from helix.worker.kv_cache_spec import KVCacheSpec, token_bytes
 from launch.inputs.hardware import load_hardware
 from launch.inputs.shapes import spec_of
 from tests.e2e.checkpoints import checkpoint
@@ -45,15 +45,15 @@ def test_a_token_stores_one_latent() -> None:
     r1 = spec_of("deepseek-r1")
     for layout in (HelixLayout.create("helix", 8), HelixLayout.create("tp", 1, 8)):
         for rank in range(8):
-            keeps = r1.keeps(layout, rank, "bfloat16")
-            assert {kept for layer in keeps for kept in layer} == {Keeps("latents", (576,), "bfloat16")}
-            assert sum(token_bytes(layer) for layer in keeps) == 61 * 1152
-    few = r1.keeps(HelixLayout.create("helix", 8), 0, "bfloat16", "fp8")
+            cache_specs = r1.kv_cache_specs(layout, rank, "bfloat16")
+            assert {kept for layer in cache_specs for kept in layer} == {KVCacheSpec("latents", (576,), "bfloat16")}
+            assert sum(token_bytes(layer) for layer in cache_specs) == 61 * 1152
+    few = r1.kv_cache_specs(HelixLayout.create("helix", 8), 0, "bfloat16", "fp8")
     assert sum(token_bytes(layer) for layer in few) == 61 * (512 + 4 * 4 + 64 * 2)
 
 
 @pytest.mark.parametrize(
-    "travels, wider", [(mla.exchanges_values, {"value": 512}), (mla.gathers_first, {"nope": 600})]
+    "travels, wider", [(mla.exchanges_values, {"value": 512}), (mla.gathers_before_absorption, {"nope": 600})]
 )  # fmt: skip
 def test_values_travel_from_nine_rows_on(travels: Any, wider: dict[str, int]) -> None:
     """512 x 128 weights at 4.2 TB/s against 384 values a row at 0.2 TB/s; never of heads wider than a latent."""
@@ -97,7 +97,7 @@ def test_ranks_without_heads_know_all_tensors(monkeypatch: pytest.MonkeyPatch, f
     layout = HelixLayout.create("helix", 12)
     for rank in (0, 11):
         Checkpoint(checkpoint(family)).check(decoder(s, layout, rank).weights.slices, s.unused)
-    assert decoder(s, layout, 11).layers[0].mixer.makes == 0
+    assert decoder(s, layout, 11).layers[0].mixer.num_computed_heads == 0
 
 
 def test_random_queries_do_not_depend_on_who_makes_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,12 +131,12 @@ def test_the_published_shapes_with_indexers() -> None:
     glm52, v = spec_of("glm-5.2"), spec_of("deepseek-v3.2")
     assert choosing(glm52) == [0, 1, *range(2, 78, 4)] and len(glm52.indexers) == 21
     assert choosing(v) == [*range(61)]
-    of_glm, of_v = glm52.attention, v.attention
-    assert isinstance(of_glm, mla.MLASpec) and isinstance(of_v, mla.MLASpec)
-    assert of_glm.topk == of_v.topk == 2048 and of_glm.interleaved and of_v.interleaved
+    glm_attention, v_attention = glm52.attention, v.attention
+    assert isinstance(glm_attention, mla.MLASpec) and isinstance(v_attention, mla.MLASpec)
+    assert glm_attention.topk == v_attention.topk == 2048 and glm_attention.interleaved and v_attention.interleaved
     assert glm52.indexers[0].interleaved and not v.indexers[0].interleaved
     assert (glm52.indexers[0].heads, v.indexers[0].heads) == (32, 64)
-    assert (glm52.brought_choice, v.brought_choice) == (2048, 0)
+    assert (glm52.nextn_shared_topk, v.nextn_shared_topk) == (2048, 0)
 
 
 @pytest.mark.parametrize(
@@ -156,23 +156,23 @@ def test_layers_that_choose(more: dict[str, Any], full: list[int]) -> None:
 def test_a_token_keeps_index_keys_where_layers_choose() -> None:
     glm52 = spec_of("glm-5.2")
     few = 512 + 4 * 4 + 128
-    for kv, of_latent, of_index in (("auto", 1152, 256), ("fp8", few, 256), ("fp8_all", few, 132)):
-        keeps = glm52.keeps(KVP_8, 3, "bfloat16", kv)
-        assert sum(map(token_bytes, keeps)) == 78 * of_latent + 21 * of_index
+    for kv, latent_bytes, index_bytes in (("auto", 1152, 256), ("fp8", few, 256), ("fp8_all", few, 132)):
+        cache_specs = glm52.kv_cache_specs(KVP_8, 3, "bfloat16", kv)
+        assert sum(map(token_bytes, cache_specs)) == 78 * latent_bytes + 21 * index_bytes
 
 
 def test_a_plan_counts_what_is_kept_and_read() -> None:
     glm52, hardware = spec_of("glm-5.2"), load_hardware("h200")
     options = Options(weights="e4m3", experts="e4m3", other="bf16", messages="bf16", kv="bf16", arithmetic="bf16")
     found = predict(glm52, hardware, Points.of("helix", 1, kvp=8), M, options)
-    kept = sum(map(token_bytes, glm52.keeps(KVP_8, 0, "bfloat16"))) * M / 8
+    kept = sum(map(token_bytes, glm52.kv_cache_specs(KVP_8, 0, "bfloat16"))) * M / 8
     assert found.memory.kv_bytes[0] == pytest.approx(kept, rel=0.001) and found.fits.all()
     assert not predict(glm52, hardware, Points.of("tp", 1, tpa=8), M, options).fits.any()
     phases = {phase.name: phase for phase in found.phases}
     assert phases["index scores"].bytes[0] == 21 * M / 8 * 256
     assert phases["attention"].bytes[0] == 78 * 2048 / 8 * 1152
     few = predict(glm52, hardware, Points.of("helix", 1, kvp=8), M, replace(options, kv="e4m3_all"))
-    kept = sum(map(token_bytes, glm52.keeps(KVP_8, 0, "bfloat16", "fp8_all"))) * M / 8
+    kept = sum(map(token_bytes, glm52.kv_cache_specs(KVP_8, 0, "bfloat16", "fp8_all"))) * M / 8
     assert few.memory.kv_bytes[0] == pytest.approx(kept, rel=0.001)
     assert {phase.name: phase for phase in few.phases}["index scores"].bytes[0] == 21 * M / 8 * 132
     # Dense attention of the same shape reads all latents.

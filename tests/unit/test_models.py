@@ -17,7 +17,7 @@ from helix.models import FAMILIES, DecoderSpec, spec_from_config
 from helix.models.checkpoint import WeightFormat
 from helix.models.decoder import Decoder
 from helix.setup.parts import make_spec
-from tests.unit.test_config import composed
+from tests.unit.test_config import compose_config
 from tests.unit.test_overrides import at
 
 
@@ -85,7 +85,7 @@ BILLIONS = {
 
 @pytest.mark.parametrize("model, billions", BILLIONS.items())
 def test_the_shapes_have_the_published_number_of_parameters(model: str, billions: float) -> None:
-    s = make_spec(composed(f"model={model}"))
+    s = make_spec(compose_config(f"model={model}"))
     comm = LoopbackWorld(1).communicator(0, (0,))
     decoder = Decoder(s, HelixLayout.create(), comm, torch.bfloat16, torch.device("meta"))
     assert round(sum(p.numel() for p in decoder.weights.parameters) / 1e9, 2) == billions
@@ -141,7 +141,7 @@ def test_the_scale_of_gemma_s_embedding_is_of_the_model_s_type(dtype: torch.dtyp
     decoder.embedding.weight.copy_(theirs.embed_tokens.weight.detach())
     tokens = torch.arange(9)
     with torch.no_grad():
-        assert torch.equal(decoder._embedded(tokens), theirs.embed_tokens(tokens))
+        assert torch.equal(decoder._embed(tokens), theirs.embed_tokens(tokens))
 
 
 # Without these, the defaults are no model.
@@ -192,9 +192,9 @@ VALUES = st.sampled_from(
 def test_whatever_a_key_holds_is_read_or_refused_by_its_name(config: dict[str, Any], data: st.DataObject) -> None:
     spec_from_config(config)
     key = data.draw(st.sampled_from(sorted({*config, *MORE_KEYS})))
-    said = key
+    message = key
     try:
         spec_from_config(config | {key: data.draw(VALUES)})
     except ValueError as error:
-        said = str(error)
-    assert key in said and "\n" not in said and len(said) < 600, said
+        message = str(error)
+    assert key in message and "\n" not in message and len(message) < 600, message

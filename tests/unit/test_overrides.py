@@ -17,8 +17,8 @@ from helix.config import Config
 from helix.models import FAMILIES, spec_from_config
 from helix.models.overrides import BESIDES, check_overrides, ignored_overrides, overridden
 from helix.setup.parts import ignored, make_spec, models_of, resolved_config
-from launch.inputs.compose import composed
-from launch.inputs.front import RUN
+from launch.inputs.command_parser import RUN
+from launch.inputs.compose import compose_config
 from tests.bad_inputs.tables import lines
 
 SIZES: dict[str, Any] = dict(
@@ -156,7 +156,7 @@ def test_keys_that_a_family_ignores_are_reported(
 
 @pytest.mark.parametrize("preset", [name for name in RUN.groups["model"] if name != "demo"])
 def test_presets_have_only_keys_that_are_read(preset: str) -> None:
-    config = composed([f"model={preset}"])
+    config = compose_config([f"model={preset}"])
     assert make_spec(config) == spec_from_config(config.model.config) and ignored(config) == []
 
 
@@ -164,7 +164,7 @@ def test_overrides_of_a_command_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(NEW))
 
     def of(*overrides: str) -> Config:
-        return composed([f"model.path={tmp_path}", *overrides])
+        return compose_config([f"model.path={tmp_path}", *overrides])
 
     config = of("model.config.rope_parameters={rope_type:yarn,factor:4}", "model.config.rope_scaling.factor=8")
     assert resolved_config(config.model)["rope_parameters"] == {"rope_type": "yarn", "rope_theta": 1e6, "factor": 8}
@@ -179,14 +179,14 @@ def test_overrides_of_a_command_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^model\.config\.architectures=\['LlamaForCausalLM'\] cannot replace"):
         make_spec(of("model.config.architectures=[LlamaForCausalLM]"))
     with pytest.raises(ValueError, match=r"architectures=\['LlamaForCausalLM'\]\) knows this key"):
-        make_spec(composed(["model=deepseek-r1", "model.config.architectures=[LlamaForCausalLM]"]))
+        make_spec(compose_config(["model=deepseek-r1", "model.config.architectures=[LlamaForCausalLM]"]))
 
 
 def test_keys_that_families_read_are_known() -> None:
     """Whatever helix/models asks a config object for is a field of every class, of some class, or listed."""
     sources = [file.read_text() for file in (Path(__file__).parents[2] / "helix" / "models").glob("*.py")]
     asked = {name for text in sources for name in re.findall(r'getattr\(config, "(\w+)"', text)}
-    calls = [call for text in sources for call in re.findall(r"check_only\((.*)\)", text)]
+    calls = [call for text in sources for call in re.findall(r"check_supported\((.*)\)", text)]
     asked |= {name for call in calls for name in re.findall(r"(\w+)=\(", call)}
     kinds = [CONFIG_MAPPING[kind] for kind, _ in FAMILIES.values()]
     fields = {name for kind in kinds for name in (*kind.__dataclass_fields__, *kind.attribute_map)}

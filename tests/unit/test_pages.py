@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helix.engine.pages import PagePool
+from helix.kv_placement import Stripes
 from helix.layout import HelixLayout
-from helix.placement import Stripes
 
 grids = st.builds(
     lambda kvp, block, page: Stripes(HelixLayout.create(kvp=kvp), block, page),
@@ -28,8 +28,8 @@ def test_a_sequence_takes_what_its_fullest_rank_needs(stripes: Stripes, length: 
 
 @given(grids, st.integers(0, 40))
 def test_pages_hold_so_many_tokens_and_no_more(stripes: Stripes, pages: int) -> None:
-    most = stripes.tokens_in(pages)
-    assert stripes.pages_for(most) <= pages < stripes.pages_for(most + 1)
+    max_tokens = stripes.tokens_in(pages)
+    assert stripes.pages_for(max_tokens) <= pages < stripes.pages_for(max_tokens + 1)
 
 
 @given(grids, st.integers(0, 3), st.integers(0, 7))
@@ -57,7 +57,7 @@ def test_users_and_marks_decide_where_a_page_is(data: st.DataObject, count: int)
         every = range(count)
         match data.draw(st.sampled_from(["take", "share", "release", "keep", "drop"])):
             case "take":
-                pages = pool.take(data.draw(st.integers(0, pool.free)))
+                pages = pool.allocate(data.draw(st.integers(0, pool.free)))
                 assert not any(users[page] or kept[page] for page in pages)
                 change = 1
             case "share":
@@ -68,32 +68,32 @@ def test_users_and_marks_decide_where_a_page_is(data: st.DataObject, count: int)
                 pool.release(pages)
             case "keep":
                 pages, change = some([page for page in every if users[page] and not kept[page]]), 0
-                pool.keep(pages)
+                pool.mark_cached(pages)
                 for page in pages:
                     kept[page] = True
             case "drop":
                 pages, change = some([page for page in every if kept[page]]), 0
-                pool.drop(pages)
+                pool.unmark_cached(pages)
                 for page in pages:
                     kept[page] = False
         for page in pages:
             users[page] += change
         free = sum(not users[page] and not kept[page] for page in every)
         cached = sum(not users[page] and kept[page] for page in every)
-        assert (pool.free, pool.cached, pool.used) == (free, cached, count - free - cached)
-        assert [pool.users(page) for page in every] == users
-        assert pool.idle(np.arange(count)) == users.count(0)
+        assert (pool.free, pool.evictable, pool.used) == (free, cached, count - free - cached)
+        assert [pool.ref_count(page) for page in every] == users
+        assert pool.count_unused(np.arange(count)) == users.count(0)
 
 
 def test_what_cannot_be_is_refused() -> None:
     pool = PagePool(3)
-    pages = pool.take(2)
-    for wrong in (lambda: pool.take(2), lambda: pool.share(np.array([2])), lambda: pool.drop(pages)):
+    pages = pool.allocate(2)
+    for wrong in (lambda: pool.allocate(2), lambda: pool.share(np.array([2])), lambda: pool.unmark_cached(pages)):
         with pytest.raises(AssertionError):
             wrong()
-    pool.keep(pages)
+    pool.mark_cached(pages)
     with pytest.raises(AssertionError):
-        pool.keep(pages)
+        pool.mark_cached(pages)
     pool.release(pages)
     with pytest.raises(AssertionError):
         pool.release(pages)

@@ -36,8 +36,8 @@ def test_means_are_those_of_what_is_stored() -> None:
     for layer in range(layers):
         for number in range(pages):
             for head in range(heads):
-                of_head = keys[layer, number, :, head] * scales[layer, number, head][:, None]
-                both = of_head.mean(0).expand(2, -1)
+                head_keys = keys[layer, number, :, head] * scales[layer, number, head][:, None]
+                both = head_keys.mean(0).expand(2, -1)
                 assert kept["bounds"][layer, number, head].equal(both)
-                halves = of_head.view(2, -1, dim).mean(1)
+                halves = head_keys.view(2, -1, dim).mean(1)
                 assert kept["part_bounds"][layer, number, head].equal(halves[:, None].expand(-1, 2, -1))

@@ -12,12 +12,12 @@ from benchmarks.bench import BENCHMARKS
 from benchmarks.papers.__main__ import PAGE, PAPERS, main, with_items
 from benchmarks.papers.items import NOT_RECORDED, Item, lines_of, span
 from benchmarks.papers.verification_figures import CAPTIONS, drawable
-from benchmarks.records import sparse_gates, style
+from benchmarks.records import sparse_criteria, style
 from benchmarks.records.rows import results
 from benchmarks.records.tables import TABLES
 from launch import cli
 from launch.inputs.compose import ROOT
-from tests.legible import illegible
+from tests.figure_legibility import illegible
 
 HERE = ("done", "partly", "out of reach", "not done", "simulated", "not in the paper")
 
@@ -55,9 +55,9 @@ def test_a_paper_is_printed_with_its_tables_and_drawn(
     assert "| Figure 2, F2: divergence over alpha |" in said
     for title, table in PAPERS["verification"].tabled().items():
         assert f"{title}: `{table.command}`" in said
-    drawn = drawable(PAPERS["verification"].records())
-    assert {png.stem for png in tmp_path.iterdir()} == {f"verify-{name}" for name in drawn}
-    assert {*drawn} == {*CAPTIONS}
+    plotted = drawable(PAPERS["verification"].records())
+    assert {png.stem for png in tmp_path.iterdir()} == {f"verify-{name}" for name in plotted}
+    assert {*plotted} == {*CAPTIONS}
     for figure in figures:
         assert not illegible(figure)
         assert any("better" in f"{panel.get_xlabel()} {panel.get_ylabel()}" for panel in figure.axes)
@@ -86,9 +86,9 @@ def test_a_gate_passes_from_what_it_asks_on(monkeypatch: pytest.MonkeyPatch) -> 
     """By planted steps: twice as fast passes at 128K and not at 1M, and parts that are not recorded are not judged."""
 
     def verdicts(over: float) -> dict[str, list[bool]]:
-        monkeypatch.setattr(sparse_gates, "over_dense", lambda *_: over)
-        monkeypatch.setattr(sparse_gates, "parts_over_dense", lambda *_: None)
-        return {gate.name: [passed for _, passed in gate.ours] for gate in sparse_gates.listed()}
+        monkeypatch.setattr(sparse_criteria, "over_dense", lambda *_: over)
+        monkeypatch.setattr(sparse_criteria, "parts_over_dense", lambda *_: None)
+        return {gate.name: [passed for _, passed in gate.ours] for gate in sparse_criteria.listed()}
 
     short, long = "GATE-3: steps at 128K at least 2 x", "GATE-3: steps at 1M at least 5 x"
     assert verdicts(2.0)[short] == [True] * 4 and verdicts(2.0)[long] == [False] * 2

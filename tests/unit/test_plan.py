@@ -18,18 +18,18 @@ from benchmarks.program import PROGRAM
 from helix.devices import ranks
 from helix.layout import HelixLayout
 from helix.planner.hardware import Hardware
-from helix.planner.plan import PlannedLayout, Question, Ranking, plan
-from helix.planner.points import Options, Points, Sparse, Tier
+from helix.planner.plan import PlannedLayout, PlanQuery, Ranking, plan
+from helix.planner.points import Offload, Options, Points, Sparse
 from helix.planner.step import memory_of, predict
-from helix.setup.buffers import longest_chunk, prompt_bytes, token_buffers
+from helix.setup.buffers import max_chunk, prompt_bytes, token_buffers
 from launch.inputs.auto_layout import choose, workload
-from launch.inputs.comparing import compare_sparse, sparse_pays_from, ttl_s
+from launch.inputs.break_even import compare_sparse, sparse_pays_from, ttl_s
 from launch.inputs.hardware import HARDWARE, device_here, hardware_of, load_hardware, read_hardware
 from launch.inputs.planning import pick_hardware
-from launch.inputs.prompts import PromptLine
+from launch.inputs.prompt_files import PromptLine
 from launch.inputs.shapes import load_spec
 from launch.job.sweep import skip_reason
-from tests.laboratory import composed
+from tests.benchmark_config import compose_config
 
 M = 1 << 20
 H200 = load_hardware("h200")
@@ -38,7 +38,7 @@ BF16 = Options(weights="bf16", kv="bf16", messages="bf16", hopb=False)
 
 def ask(model: str = "qwen2.5-7b", hardware: Hardware = H200, **more: Any) -> Ranking:
     asked = {"gpus": 8, "context": M, "batch": 8} | more
-    return plan(Question(load_spec(model), hardware, **asked))
+    return plan(PlanQuery(load_spec(model), hardware, **asked))
 
 
 def test_states_are_counted() -> None:
@@ -46,21 +46,21 @@ def test_states_are_counted() -> None:
     spec, one = load_spec("qwen3.5-27b"), Points.of("tp", 1)
     short, long = (predict(spec, H200, one, length, BF16) for length in (1, 1 + M // 8))
     states = next(phase for phase in short.phases if phase.name == "states")
-    of_states = 48 * 48 * 128 * 128 * 4
-    assert states.bytes[0] == 2 * of_states and states.launches[0] == 48
-    tokens = short.memory.kv_bytes[0] - of_states
+    state_bytes = 48 * 48 * 128 * 128 * 4
+    assert states.bytes[0] == 2 * state_bytes and states.launches[0] == 48
+    tokens = short.memory.kv_bytes[0] - state_bytes
     assert tokens == pytest.approx(16 * 64 * 2 * 4 * 256 * 2)  # a page
-    assert long.memory.kv_bytes[0] == pytest.approx(of_states + (M // 8 / 64 + 1) * tokens)
+    assert long.memory.kv_bytes[0] == pytest.approx(state_bytes + (M // 8 / 64 + 1) * tokens)
     assert short.memory.weight_bytes[0] == pytest.approx(2 * 26.896e9, rel=2e-3)
     sparse = replace(BF16, sparse=Sparse())
-    for options in (sparse, replace(sparse, tier=Tier(0.9))):  # of the layers with attention alone
+    for options in (sparse, replace(sparse, offload=Offload(0.9))):  # of the layers with attention alone
         few = predict(spec, H200, one, 1 + M // 8, options)
-        assert next(phase for phase in few.phases if phase.name == "states").bytes[0] == 2 * of_states
+        assert next(phase for phase in few.phases if phase.name == "states").bytes[0] == 2 * state_bytes
     tiered, without = (
         predict(replace(spec, layers=layers), H200, one, 1 + M // 8, options).memory.kv_bytes[0]
-        for layers in (spec.layers, tuple(layer for layer in spec.layers if layer.mixer.attends))
+        for layers in (spec.layers, tuple(layer for layer in spec.layers if layer.mixer.is_attention))
     )
-    assert tiered - without == pytest.approx(of_states)
+    assert tiered - without == pytest.approx(state_bytes)
     with pytest.raises(ValueError, match="layers keep states"):
         predict(spec, H200, Points.of("dp", 2, dp=2), 1, BF16)
 
@@ -71,7 +71,7 @@ def test_room_for_kv_is_what_the_engine_leaves_to_it(model: str) -> None:
     spec, bf16 = load_spec(model), "bfloat16"
     choice = ask(model, batch=1, context=M, options=replace(BF16, weights="fp8")).choices[0]
     free = int(choice.free_bytes + choice.kv_bytes)
-    chunk = longest_chunk(token_buffers(spec, choice.layout, 0, bf16), free, spec.experts is not None)
+    chunk = max_chunk(token_buffers(spec, choice.layout, 0, bf16), free, spec.experts is not None)
     prompts = prompt_bytes(spec, choice.layout, 0, chunk, M, bf16, captured=True)
     assert (prompts > 0.1 * free) == (model != "llama-3.1-8b")
     assert choice.largest_batch == min(0.9 * free, free - prompts) // choice.kv_bytes
@@ -103,14 +103,16 @@ def test_every_layout_of_the_runtime_is_ranked_by_its_prediction() -> None:
     found = ask("qwen3-30b-a3b", context=M // 8, batch=3)
     names = {choice.name for choice in found.choices}
     assert len(names) == len(found.choices) and {"tp tpa=8", "helix kvp=8", "helix kvp=8 tpf=1 ep=8"} <= names
-    assert {c.layout.mode for c in found.choices} == {"tp", "medha", "helix"} and not found.refused
+    assert {c.layout.mode for c in found.choices} == {"tp", "medha", "helix"} and not found.rejected
     times = [choice.ttl_s for choice in found.choices]
     # Chunks cost 9 us each on this hardware: none are cut, and a choice is the plain prediction of its layout.
     assert times == pytest.approx([predicted(c, "qwen3-30b-a3b", M // 8) for c in found.choices], rel=1e-9)
     assert times == sorted(times) and {choice.chunks for choice in found.choices} == {1}
     for choice in found.choices:
         assert sum(choice.phases.values()) == pytest.approx(choice.ttl_s, rel=1e-9)
-        assert choice.user == pytest.approx(1 / choice.ttl_s) and choice.gpu == pytest.approx(3 * choice.user / 8)
+        assert choice.tokens_per_s_user == pytest.approx(1 / choice.ttl_s) and choice.tokens_per_s_gpu == pytest.approx(
+            3 * choice.tokens_per_s_user / 8
+        )
 
 
 @settings(deadline=None, max_examples=8)
@@ -126,8 +128,10 @@ def test_what_is_said_to_fit_fits_and_no_more(gpus: int, length: int, batch: int
 
         points = Points.of(layout.mode, batch, kvp=layout.kvp, tpa=layout.tpa)
         assert largest(points, length) == choice.largest_batch >= batch
-        assert largest(points, choice.longest) >= batch
-        assert largest(points, choice.longest + 1) < batch or choice.longest == 2 * M  # the model's context
+        assert largest(points, choice.longest_context) >= batch
+        assert (
+            largest(points, choice.longest_context + 1) < batch or choice.longest_context == 2 * M
+        )  # the model's context
         assert choice.weight_bytes + choice.kv_bytes + choice.free_bytes == pytest.approx(H200.memory_bytes.value)
         assert choice.free_bytes > 0
 
@@ -142,13 +146,15 @@ def test_the_append_block_shrinks_until_ranks_hold_alike() -> None:
 
 def test_batches_and_limits() -> None:
     found = ask(batch=None, ttl_s=0.020)
-    assert all(found.in_time(c) for c in found.choices)
-    assert [c.gpu for c in found.choices] == sorted((c.gpu for c in found.choices), reverse=True)
+    assert all(found.meets_ttl(c) for c in found.choices)
+    assert [c.tokens_per_s_gpu for c in found.choices] == sorted(
+        (c.tokens_per_s_gpu for c in found.choices), reverse=True
+    )
     for choice in found.choices:  # a third more sequences (the grid's next but one) are too many, or have no room
         more = replace(choice, batch=int(np.ceil(1.5 * choice.batch)))
         assert predicted(more, "qwen2.5-7b", M) > 0.020 or more.batch > choice.largest_batch
     late = ask(ttl_s=0.020)
-    assert late.choices[-1].name == "tp tpa=8" and not late.in_time(late.choices[-1])
+    assert late.choices[-1].name == "tp tpa=8" and not late.meets_ttl(late.choices[-1])
     assert "where 20.00 ms are allowed" in late.verdict and "No layout keeps" not in found.reason + late.reason
     for more in ({}, {"batch": None}):
         never = ask(ttl_s=1e-4, **more)
@@ -209,7 +215,7 @@ def test_sparse_attention_is_planned_as_it_would_run() -> None:
         options = replace(BF16, sparse=Sparse(), append_block=128)
         expected = predict(load_spec("qwen2.5-7b"), H200, points, M // 8, options).ttl_s[0]
         assert choice.ttl_s == pytest.approx(float(expected))
-        assert ttl_s(ranking.question, choice, M // 8) == pytest.approx(predicted(choice, "qwen2.5-7b", M // 8))
+        assert ttl_s(ranking.query, choice, M // 8) == pytest.approx(predicted(choice, "qwen2.5-7b", M // 8))
         assert choice.append_block == 128, "a block is a page, and one rank's run of tokens"
     slow = replace(scaled(H200, link=1e-3), chunk_s=replace(H200.chunk_s, value=0.0))
     for choice, cut in (("local", True), ("global", False)):  # whose exchange chunks would cut
@@ -220,7 +226,7 @@ def test_sparse_attention_is_planned_as_it_would_run() -> None:
 
 def test_where_dense_attention_is_faster() -> None:
     """To the token; sooner where more sequences share the batch; nowhere where finding takes longer than all keys."""
-    question = ask(gpus=1, batch=1, options=replace(BF16, sparse=Sparse(from_tokens=99))).question
+    question = ask(gpus=1, batch=1, options=replace(BF16, sparse=Sparse(from_tokens=99))).query
     found = {batch: plan(replace(question, batch=batch, context=4096)).choices[0] for batch in (1, 8)}
     from_tokens = {batch: sparse_pays_from(question, choice) for batch, choice in found.items()}
     assert from_tokens[1] is not None and from_tokens[8] is not None and from_tokens[8] < from_tokens[1] / 2
@@ -258,8 +264,8 @@ def test_records_that_are_not_there_are_named() -> None:
 
 
 def auto(*overrides: str, prompts: tuple[PromptLine, ...] = (), world: int = 8, device: str | None = H200.name) -> str:
-    config = composed("model=qwen2.5-7b", "layout=auto", *overrides)
-    layout, reason = choose(config, load_spec("qwen2.5-7b"), prompts, world, device, PROGRAM.work(config).load)
+    config = compose_config("model=qwen2.5-7b", "layout=auto", *overrides)
+    layout, reason = choose(config, load_spec("qwen2.5-7b"), prompts, world, device, PROGRAM.select(config).load)
     assert reason
     return str(layout)
 
@@ -277,7 +283,7 @@ def test_auto_counts_sparse_attention() -> None:
     options = replace(BF16, sparse=Sparse(from_tokens=32768))
     assert auto(*sparse, f"bench.points=[1x{M}]") == str(ask(batch=1, options=options).choices[0].layout)
     assert auto(*sparse, f"attention.from_tokens={M + 1}", f"bench.points=[1x{M}]").startswith("helix ")
-    config = composed("model=qwen2.5-7b", "layout=auto", *sparse, f"bench.points=[1x{M}]")
+    config = compose_config("model=qwen2.5-7b", "layout=auto", *sparse, f"bench.points=[1x{M}]")
     assert ", block_sparse attention: " in choose(config, load_spec("qwen2.5-7b"), (), 8, H200.name, (1, M))[1]
     config.attention.from_tokens = M + 1
     assert "block_sparse" not in choose(config, load_spec("qwen2.5-7b"), (), 8, H200.name, (1, M))[1]
@@ -285,7 +291,7 @@ def test_auto_counts_sparse_attention() -> None:
 
 def test_auto_counts_the_longest_prompt_and_the_slots() -> None:
     ids, text = PromptLine("a", None, tuple(range(100)), {"max_tokens": 7}), PromptLine("b", "x" * 401, None, {})
-    config = composed("decode.max_tokens=5", "decode.max_batch=2")
+    config = compose_config("decode.max_tokens=5", "decode.max_batch=2")
     assert workload(config, [ids]) == (1, 107) and workload(config, [ids, text, ids]) == (2, 107)
     assert workload(config, [text]) == (1, 101 + 5)  # four bytes a token
     odd = PromptLine("c", None, (1, 2), {"max_tokens": "many"})  # refused when it is served
@@ -294,7 +300,7 @@ def test_auto_counts_the_longest_prompt_and_the_slots() -> None:
 
 def test_auto_on_cpus_and_where_it_cannot_be() -> None:
     assert auto(world=6, device=None) == "helix kvp=3 tpa=2 -> tpf=6 ep=1"  # four KV heads: tpa 2, of 1, 2, 3, 6
-    _, why = choose(composed("layout=auto"), load_spec("qwen2.5-7b"), (), 6, None, (1, 1))
+    _, why = choose(compose_config("layout=auto"), load_spec("qwen2.5-7b"), (), 6, None, (1, 1))
     assert why.endswith("the largest tpa that divides 4 KV heads and 6 ranks; kvp is the rest")
     assert why.count("the rest") == 1
     for overrides, device, words in (
@@ -304,8 +310,10 @@ def test_auto_on_cpus_and_where_it_cannot_be() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             auto(*overrides, device=device)
-    assert skip_reason(composed("model=qwen2.5-7b", "layout=auto")) is None  # in a sweep its job says what is wrong
-    assert ranks(composed("layout.kvp=3")) == 3 and ranks(composed("layout=auto", "comm.backend=gloo")) == 1
+    assert (
+        skip_reason(compose_config("model=qwen2.5-7b", "layout=auto")) is None
+    )  # in a sweep its job says what is wrong
+    assert ranks(compose_config("layout.kvp=3")) == 3 and ranks(compose_config("layout=auto", "comm.backend=gloo")) == 1
 
 
 def test_a_calibrated_profile_comes_before_the_shipped_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,17 +16,17 @@ from benchmarks.records.planner_check import drafted_errors
 from benchmarks.records.recorded_steps import RECORDED, read_cells
 from helix.models import eagle3
 from helix.planner.hardware import EXTRAPOLATED, Constant
-from helix.planner.plan import Question, Ranking, plan
+from helix.planner.plan import PlanQuery, Ranking, plan
 from helix.planner.points import LayerDrafts, Points, Speculation
 from helix.planner.step import StepCost, memory_of, predict
 from helix.setup.parts import make_spec
 from launch.inputs import auto_layout
 from launch.inputs.auto_layout import layer_drafts
-from launch.inputs.comparing import compare_drafts, drafts_pay_from
+from launch.inputs.break_even import compare_drafts, drafts_pay_from
 from launch.inputs.hardware import load_hardware
 from launch.inputs.shapes import load_spec
 from launch.plan import main
-from tests.laboratory import answered, composed, preflight
+from tests.benchmark_config import answered, compose_config, preflight
 from tests.sequences import with_windows
 
 K, M = 1 << 10, 1 << 20
@@ -51,9 +51,9 @@ def phases(found: StepCost) -> dict[str, float]:
     return {phase.name: float(phase.seconds[0]) for phase in found.phases}
 
 
-def check_question(**more: Any) -> Ranking:
+def check_query(**more: Any) -> Ranking:
     given = {"gpus": 8, "context": M, "batch": 8, "acceptance": 0.9, "sparsity": 0.07} | more
-    return plan(Question(load_spec("qwen2.5-7b"), H200, **given))
+    return plan(PlanQuery(load_spec("qwen2.5-7b"), H200, **given))
 
 
 def test_an_iteration_is_its_drafts_its_verification_and_the_choice() -> None:
@@ -109,44 +109,44 @@ def test_scores_and_tables_take_memory() -> None:
     assert drafted.kv_bytes[0] - plain.kv_bytes[0] == pytest.approx(scores + tables, rel=2e-3)
     assert scores == pytest.approx(plain.kv_bytes[0] / 256, rel=1e-3), "1/256 of the KV at head dim 128"
     assert drafted.largest_batch[0] <= plain.largest_batch[0]
-    for choice in check_question(sparsity=1.0).choices:
+    for choice in check_query(sparsity=1.0).choices:
         points = Points.of(choice.layout.mode, 8, kvp=choice.layout.kvp, tpa=choice.layout.tpa)
-        assert choice.longest <= 2 * M and len(points) == 1
+        assert choice.longest_context <= 2 * M and len(points) == 1
 
 
 # ---- the planner
 
 
 def test_the_planner_picks_gamma_and_says_what_it_gains() -> None:
-    found = check_question()
+    found = check_query()
     first = found.choices[0]
-    plain = check_question(acceptance=None, sparsity=None).choices[0]
+    plain = check_query(acceptance=None, sparsity=None).choices[0]
     assert first.name == plain.name == "helix kvp=2 tpa=4" and first.gamma == 8
-    said = compare_drafts(found)
-    assert said.startswith(f"Drafting pays here, {plain.ttl_s / first.ttl_s:.2f} times: ")
-    assert "8 drafts over 0.07 of the keys" in said
-    tokens = drafts_pay_from(found.question, first)
-    assert tokens is not None and tokens < 128 * K and f"plain decoding is faster below {tokens:,} tokens" in said
-    assert check_question(gamma=3).choices[0].gamma == 3
+    report = compare_drafts(found)
+    assert report.startswith(f"Drafting pays here, {plain.ttl_s / first.ttl_s:.2f} times: ")
+    assert "8 drafts over 0.07 of the keys" in report
+    tokens = drafts_pay_from(found.query, first)
+    assert tokens is not None and tokens < 128 * K and f"plain decoding is faster below {tokens:,} tokens" in report
+    assert check_query(gamma=3).choices[0].gamma == 3
 
 
 def test_where_drafts_do_not_pay_plain_decoding_comes_first() -> None:
-    found = check_question(batch=1, context=128 * K)
+    found = check_query(batch=1, context=128 * K)
     assert (
         found.choices[0].gamma == 0
-        and found.choices[0] == check_question(batch=1, context=128 * K, acceptance=None, sparsity=None).choices[0]
+        and found.choices[0] == check_query(batch=1, context=128 * K, acceptance=None, sparsity=None).choices[0]
     )
-    said = compare_drafts(found)
-    assert said.startswith("Drafting does not pay here: 1.39 ms a token") and "1.42 ms a token with" in said
+    report = compare_drafts(found)
+    assert report.startswith("Drafting does not pay here: 1.39 ms a token") and "1.42 ms a token with" in report
 
 
 def test_the_command_runs_what_was_planned(capsys: pytest.CaptureFixture[str]) -> None:
     question = "qwen2.5-7b gpus=8 context=1M batch=8 speculation=sparse acceptance=0.9 hardware=h200"
     ranking, checked = answered(question)
-    settings = checked.runtime(ranking.choices[0])
+    settings = checked.runtime_overrides(ranking.choices[0])
     assert {"speculation=sparse", "speculation.gamma=8"} <= {*settings}
     assert not any("append_block" in word for word in settings), "64, as the drafter has it"
-    preflight(composed("model=qwen2.5-7b", "model.load=random", "bench=decode", *settings), 8)
+    preflight(compose_config("model=qwen2.5-7b", "model.load=random", "bench=decode", *settings), 8)
     main(question.split())
     shown = capsys.readouterr().out
     assert "gamma" in shown and "Drafting pays here" in shown and "counted as free" not in shown
@@ -199,8 +199,8 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> LayerDrafts:
     target = load_spec("qwen2.5-7b")
     own = eagle3.read(LAYER, {"lm_head.weight": (32000, 3584), "midlayer.x": ()}, target)
     monkeypatch.setattr(auto_layout, "make_eagle3", lambda config, spec: own)
-    config = composed("model=qwen2.5-7b", "speculation=eagle3", "speculation.path=DIR")
-    found = layer_drafts(config.speculation, eagle3.drafted_by(target, own))
+    config = compose_config("model=qwen2.5-7b", "speculation=eagle3", "speculation.path=DIR")
+    found = layer_drafts(config.speculation, eagle3.with_eagle3(target, own))
     assert found is not None
     return found
 
@@ -261,9 +261,9 @@ def test_the_planner_names_gain_and_command(
 
 
 def test_a_layer_by_its_spec_is_the_model_s_own_last_one() -> None:
-    config = composed("model=deepseek-r1", "speculation=mtp")
+    config = compose_config("model=deepseek-r1", "speculation=mtp")
     spec = make_spec(config)
     layer = layer_drafts(config.speculation, spec)
     assert layer is not None and layer.spec.layers == (spec.layers[-1],) and layer.shared_head
     with pytest.raises(ValueError, match="a layer that drafts needs acceptance"):
-        plan(Question(spec, MEASURED, 8, K, layer=layer))
+        plan(PlanQuery(spec, MEASURED, 8, K, layer=layer))

@@ -36,10 +36,10 @@ def test_regret_is_measured_time_lost() -> None:
     (row,) = regrets(cells, SHIPPED)
     assert row["chosen"] == best.layout and row["best"] == "tp kvp=1 tpa=4"
     assert row["regret"] == pytest.approx(best.ttl_us / 100 - 1)
-    said = summary([row, row | {"measured_us": {"tp kvp=1 tpa=4": 106.0, "helix kvp=2 tpa=2": 104.0}}])
-    assert "always helix kvp=2 tpa=2: 1 of 2 within 5% of the best measured, the worst 10.0% off" in said
-    assert "always tp kvp=1 tpa=4: 1 of 2 within 5% of the best measured, the worst 6.0% off" in said
-    assert "medha" not in said  # not measured everywhere
+    report = summary([row, row | {"measured_us": {"tp kvp=1 tpa=4": 106.0, "helix kvp=2 tpa=2": 104.0}}])
+    assert "always helix kvp=2 tpa=2: 1 of 2 within 5% of the best measured, the worst 10.0% off" in report
+    assert "always tp kvp=1 tpa=4: 1 of 2 within 5% of the best measured, the worst 6.0% off" in report
+    assert "medha" not in report  # not measured everywhere
     spread = [
         replace(cells[0], model="qwen3-30b-a3b", layout=f"helix kvp=2 tpa=2 -> tpf={4 // ep} ep={ep}") for ep in (1, 4)
     ]

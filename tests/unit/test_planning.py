@@ -12,21 +12,21 @@ import pytest
 from matplotlib.figure import Figure
 
 from helix.config import Config
-from helix.planner.plan import NothingFits, plan
+from helix.planner.plan import NoLayoutFits, plan
 from helix.planner.points import Points, Sparse
 from helix.planner.step import memory_of
-from launch.inputs import front, pictures
+from launch.inputs import command_parser, plots
 from launch.inputs.commands import SERVE
 from launch.inputs.hardware import HARDWARE, load_hardware
 from launch.inputs.keys import keys
-from launch.inputs.planning import check_question, remedies
-from launch.inputs.questions import PLAN, PlanConfig
+from launch.inputs.planner_commands import PLAN, PlanConfig
+from launch.inputs.planning import check_query, remedies
 from launch.inputs.rankings import as_text
 from launch.inputs.tables import command_line, table
 from launch.plan import main
+from tests.benchmark_config import answered, compose_config, preflight
 from tests.e2e.checkpoints import checkpoint
-from tests.laboratory import answered, composed, preflight
-from tests.legible import illegible
+from tests.figure_legibility import illegible
 
 M = 1 << 20
 H200 = load_hardware("h200")
@@ -37,9 +37,11 @@ QUESTIONS = (
     "deepseek-v2-lite gpus=4 context=128K speculation=ngram acceptance=0.8",
     "glm-5.2 gpus=8 context=1M",
     "gpt-oss-20b gpus=6 context=8K batch=2 comm.backend=nccl",
-    "llama-3.1-8b gpus=4 context=128K batch=8 attention=block_sparse attention.topk=16 speculation=ngram acceptance=.8",
-    "qwen2.5-7b gpus=2 context=1M batch=3 attention=block_sparse kv.tier=host hits=0.8 kv.ahead=true guessed=0.7 "
-    "kv.gpu_bytes=6e9",
+    "llama-3.1-8b gpus=4 context=128K batch=8 attention=block_sparse attention.num_blocks=16 "
+    "speculation=ngram acceptance=.8",
+    "qwen2.5-7b gpus=2 context=1M batch=3 attention=block_sparse kv.offload=host hits=0.8 "
+    "kv.offload_prefetch=true guessed=0.7 "
+    "kv.offload_gpu_bytes=6e9",
     "qwen3-30b-a3b gpus=8 context=128K batch=8 modes=tp,helix,dp --quantization fp8 --kv-cache-dtype fp8 ttl_ms=5",
     "llama-3.1-8b gpus=4 context=100 batch=1 serve.port=0",
 )
@@ -65,35 +67,43 @@ def shown_as(name: str) -> str:
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_commands_pass_the_runtime_s_preflight(question: str) -> None:
     ranking, checked = answered(question)
-    q, config = ranking.question, checked.config
+    q, config = ranking.query, checked.config
     assert ranking.choices
     for choice in ranking.choices[:2]:
         program, verb, directory, *settings = checked.command(choice)
         assert [program, verb, directory] == ["helix", "serve", "DIR"]
-        line = front.read([checked.model, *shlex.split(" ".join(settings))], SERVE)
-        config = composed("model.load=random", "bench=decode", *line.overrides)
+        line = command_parser.read([checked.model, *shlex.split(" ".join(settings))], SERVE)
+        config = compose_config("model.load=random", "bench=decode", *line.overrides)
         run = preflight(config, q.gpus)
-        assert run.layout == choice.layout and replace(run.spec, draft=None, taps=()) == q.spec
+        assert run.layout == choice.layout and replace(run.spec, draft=None, aux_hidden_state_layers=()) == q.spec
         assert config.blocks.append == choice.append_block
         assert config.speculation.drafter == ("suffix" if choice.gamma else "none")
         free = "batch=" not in question and q.ttl_s is None
         assert config.decode.max_batch == ("auto" if free else choice.batch)
-        for key in ("model.weights", "kv.dtype", "kv.tier", "kv.ahead", "comm.backend", "serve.port", "attention.topk"):
+        for key in (
+            "model.weights",
+            "kv.dtype",
+            "kv.offload",
+            "kv.offload_prefetch",
+            "comm.backend",
+            "serve.port",
+            "attention.num_blocks",
+        ):
             group, name = key.split(".")
             assert getattr(getattr(config, group), name) == getattr(getattr(checked.config, group), name), key
 
 
 def test_a_checkpoint_of_one_s_own(tmp_path: Path) -> None:
     (model := tmp_path / "my model").symlink_to(checkpoint("mixtral"))
-    checked = check_question([f"model.path={model}", "gpus=4", "context=512", "batch=2"])
-    for choice in plan(checked.question).choices[:2]:
+    checked = check_query([f"model.path={model}", "gpus=4", "context=512", "batch=2"])
+    for choice in plan(checked.query).choices[:2]:
         *words, directory = checked.command(choice)[:3]
         assert words == ["helix", "serve"] and directory == f"'{model}'"
-        config = composed(f"model.path={model}", "bench=decode", *checked.runtime(choice))
+        config = compose_config(f"model.path={model}", "bench=decode", *checked.runtime_overrides(choice))
         assert preflight(config, 4).layout == choice.layout and config.decode.max_batch == 2
-    assert "model.dtype=bfloat16" in checked.runtime(choice)  # the checkpoint is fp32, which is not predicted
+    assert "model.dtype=bfloat16" in checked.runtime_overrides(choice)  # the checkpoint is fp32, which is not predicted
     with pytest.raises(ValueError, match=r"context=513 exceeds .*context of 512"):
-        check_question([f"model.path={model}", "gpus=4", "context=513"])
+        check_query([f"model.path={model}", "gpus=4", "context=513"])
 
 
 def test_widths_and_modes_that_are_asked_for() -> None:
@@ -104,31 +114,39 @@ def test_widths_and_modes_that_are_asked_for() -> None:
     with pytest.raises(ValueError, match=r"modes=tp layout.tpa=4 have no layout of 8 GPUs for this question$"):
         answered("qwen2.5-7b gpus=8 context=1M -tp 4")
     off = answered("qwen2.5-7b gpus=8 context=1M hopb.chunks=none")[0]
-    assert off.question.chunks == (1,) and {c.chunks for c in off.choices} == {1}
+    assert off.query.chunks == (1,) and {c.chunks for c in off.choices} == {1}
 
 
 def test_keys_of_a_run_mean_what_they_mean_there() -> None:
     ranking, _ = answered("llama-3.1-8b gpus=1 context=128K -q fp8 kv.dtype=k16v8 kv.memory_fraction=.5")
-    options = ranking.question.options
+    options = ranking.query.options
     assert (options.weights, options.kv, options.memory_fraction) == ("e4m3", "k16v8", 0.5)
-    sparse = answered("qwen2.5-7b gpus=1 context=1M attention=quest attention.topk=7")[0].question.options.sparse
+    sparse = answered("qwen2.5-7b gpus=1 context=1M attention=quest attention.num_blocks=7")[0].query.options.sparse
     assert sparse == Sparse(7, 1, 32, 16)
     drafts = answered("qwen2.5-7b gpus=8 context=1M speculation=sparse speculation.sparsity=0.1 acceptance=0.9")
-    assert drafts[0].question.sparsity == 0.1 and "speculation.sparsity=0.1" in drafts[1].runtime(drafts[0].choices[0])
+    assert drafts[0].query.sparsity == 0.1 and "speculation.sparsity=0.1" in drafts[1].runtime_overrides(
+        drafts[0].choices[0]
+    )
     late = answered("qwen2.5-7b gpus=1 context=1M attention=block_sparse attention.from_tokens=4M")
-    assert late[0].question.options.sparse.from_tokens == 4 * M  # type: ignore[union-attr]
+    assert late[0].query.options.sparse.from_tokens == 4 * M  # type: ignore[union-attr]
     assert not any("speculation" in word for word in answered("demo gpus=1 context=1K speculation=ngram acceptance=0")[
         1
-    ].runtime(answered("demo gpus=1 context=1K")[0].choices[0]))  # fmt: skip
-    tiered, _ = answered("qwen2.5-7b gpus=1 context=1M attention=block_sparse kv.tier=host hits=.8 kv.host_bytes=9e10")
+    ].runtime_overrides(answered("demo gpus=1 context=1K")[0].choices[0]))  # fmt: skip
+    tiered, _ = answered(
+        "qwen2.5-7b gpus=1 context=1M attention=block_sparse kv.offload=host hits=.8 kv.offload_host_bytes=9e10"
+    )
     choice = tiered.choices[0]
-    at = replace(tiered.question.options, append_block=choice.append_block)
+    at = replace(tiered.query.options, append_block=choice.append_block)
 
     def largest(length: int) -> int:
-        return int(memory_of(tiered.question.spec, H200, Points.of("tp"), length, at).largest_batch[0])
+        return int(memory_of(tiered.query.spec, H200, Points.of("tp"), length, at).largest_batch[0])
 
     assert choice.largest_batch == 1 and choice.host_bytes == pytest.approx(60.1e9, rel=0.01)
-    assert largest(choice.longest) == 1 and largest(choice.longest + 1) == 0 and 1.4 * M < choice.longest < 1.6 * M
+    assert (
+        largest(choice.longest_context) == 1
+        and largest(choice.longest_context + 1) == 0
+        and 1.4 * M < choice.longest_context < 1.6 * M
+    )
 
 
 @pytest.mark.parametrize("old", sorted(PlanConfig.RENAMED.keys() - Config.RENAMED))
@@ -165,7 +183,7 @@ def test_everything_is_shown_and_fits(question: str) -> None:
         assert [line for line in shown.splitlines() if len(line) > width] == []
         for choice in ranking.choices:
             sizes = (choice.weight_bytes, choice.kv_bytes, choice.free_bytes)
-            numbers = f"{choice.longest:,}", *(f"{size / 1e9:.1f}" for size in sizes)
+            numbers = f"{choice.longest_context:,}", *(f"{size / 1e9:.1f}" for size in sizes)
             assert all(text in shown for text in (choice.name, choice.provenance, *numbers))
         words = " ".join(shown.split())
         assert ranking.reason in words and ranking.verdict in words
@@ -186,14 +204,14 @@ def test_tables() -> None:
 
 def test_json_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, picture = tmp_path / "plan.json", tmp_path / "plan.png"
-    asked = "qwen2.5-7b gpus=4 context=128K ttl_ms=5.1 batch=8 attention=block_sparse attention.topk=32"
+    asked = "qwen2.5-7b gpus=4 context=128K ttl_ms=5.1 batch=8 attention=block_sparse attention.num_blocks=32"
     question = asked.split()
     main([*question, "--json", str(path), "--plot", str(picture)])
     out, found = " ".join(capsys.readouterr().out.split()), json.loads(path.read_text())
     for choice in found["choices"]:
-        assert choice["command"].startswith("helix serve DIR attention=block_sparse attention.topk=32 ")
+        assert choice["command"].startswith("helix serve DIR attention=block_sparse attention.num_blocks=32 ")
         assert f" attention.from_tokens={choice['pays_from']} " in choice["command"]
-        assert f" {1e3 * choice['ttl_s']:.2f} " in out and choice["in_time"] == (choice["ttl_s"] <= 5.1e-3)
+        assert f" {1e3 * choice['ttl_s']:.2f} " in out and choice["meets_ttl"] == (choice["ttl_s"] <= 5.1e-3)
         assert f" {1e3 * choice['dense_ttl_s']:.2f} " in out and choice["dense_ttl_s"] > choice["ttl_s"]
     assert all(found[key] in out for key in ("reason", "verdict", "compared", "hardware"))
     assert 10_000 < picture.stat().st_size < 150_000
@@ -207,24 +225,24 @@ def test_json_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_pictures() -> None:
     fixed = answered("qwen3-30b-a3b gpus=8 context=128K batch=8 modes=tp,helix,dp ttl_ms=6")[0]
-    bars = pictures.times(fixed, "qwen3-30b-a3b")
+    bars = plots.times(fixed, "qwen3-30b-a3b")
     (axes,) = bars.axes
     assert axes.get_xlabel() == "time per token (ms)" and "ttl_ms=6" in _legend(bars)
     assert [label.get_text() for label in axes.get_yticklabels()] == [c.name for c in fixed.choices]
     longest = max(bar.get_x() + bar.get_width() for bar in axes.patches if bar.get_y() < 0.5)
     assert longest == pytest.approx(1e3 * fixed.choices[0].ttl_s), "phases add up"
     found = answered("qwen2.5-7b gpus=8 context=1M ttl_ms=20")[0]
-    fronts = pictures.fronts(found, "qwen2.5-7b")
+    fronts = plots.fronts(found, "qwen2.5-7b")
     (axes,) = fronts.axes
     assert axes.get_xlabel().startswith("tokens/s of one user") and axes.get_ylabel() == "tokens/s of one GPU"
     for choice, (line, star) in zip(found.choices, zip(axes.lines[::2], axes.lines[1::2], strict=False), strict=False):
-        at = int((abs(line.get_xdata() - choice.user)).argmin())  # type: ignore[operator, union-attr]
-        assert line.get_ydata()[at] == pytest.approx(choice.gpu) == star.get_ydata()[0]  # type: ignore[index]
-    few = pictures.fronts(answered("qwen3-30b-a3b gpus=8 context=64K ttl_ms=40 modes=tp,helix,dp")[0], "qwen3-30b-a3b")
+        at = int((abs(line.get_xdata() - choice.tokens_per_s_user)).argmin())  # type: ignore[operator, union-attr]
+        assert line.get_ydata()[at] == pytest.approx(choice.tokens_per_s_gpu) == star.get_ydata()[0]  # type: ignore[index]
+    few = plots.fronts(answered("qwen3-30b-a3b gpus=8 context=64K ttl_ms=40 modes=tp,helix,dp")[0], "qwen3-30b-a3b")
     assert {"dp dp=8 (and 3 level)", "tp tpa=8 (and 3 level)"} <= {*_legend(few)}
     for figure in (bars, fronts, few):
         assert not illegible(figure)
-        pictures.plt.close(figure)
+        plots.plt.close(figure)
 
 
 def _legend(figure: Figure) -> list[str]:
@@ -235,19 +253,20 @@ def _legend(figure: Figure) -> list[str]:
 
 
 def test_what_would_fit_fits() -> None:
-    checked = check_question(["model=qwen3-30b-a3b", "gpus=1", "context=128K", "batch=8"])
+    checked = check_query(["model=qwen3-30b-a3b", "gpus=1", "context=128K", "batch=8"])
     found = {" ".join(change): ranking for change, ranking in remedies(checked)}
     least = list(found)
     assert least == [
-        "kv.dtype=fp8", "model.weights=fp8", "gpus=2", "kv.tier=host attention=block_sparse", "batch=6", "context=98K",
+        "kv.dtype=fp8", "model.weights=fp8", "gpus=2", "kv.offload=host attention=block_sparse", "batch=6",
+        "context=98K",
     ]  # fmt: skip
     for change, ranking in found.items():
         same, _ = answered(f"qwen3-30b-a3b gpus=1 context=128K batch=8 {change}")
         assert ranking.choices == same.choices
     for more in ("batch=7", "context=99K"):
-        with pytest.raises(NothingFits):
+        with pytest.raises(NoLayoutFits):
             answered(f"qwen3-30b-a3b gpus=1 context=128K batch=8 {more}")
-    both = check_question(["model=llama-3.1-70b", "gpus=2", "context=128K", "batch=3", "hardware=h100"])
+    both = check_query(["model=llama-3.1-70b", "gpus=2", "context=128K", "batch=3", "hardware=h100"])
     assert remedies(both)[0][0] == ["kv.dtype=fp8", "model.weights=fp8"], "neither alone"
 
 
@@ -255,9 +274,9 @@ def test_where_nothing_fits_it_is_said_what_would(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as refused:
         main(["qwen2.5-7b", "gpus=1", "context=1M", "batch=8"])
-    said = str(refused.value)
-    assert max(map(len, said.splitlines())) <= 80 and f"{said}\n".endswith(shown_as("plan-fit"))
-    assert " ".join(said.split()).startswith("error: no layout of 1 x NVIDIA H200 (149 GB each) has memory for 8 ")
+    message = str(refused.value)
+    assert max(map(len, message.splitlines())) <= 80 and f"{message}\n".endswith(shown_as("plan-fit"))
+    assert " ".join(message.split()).startswith("error: no layout of 1 x NVIDIA H200 (149 GB each) has memory for 8 ")
     monkeypatch.delenv("COLUMNS")
     with pytest.raises(SystemExit, match="Neither FP8, more GPUs, host memory nor less work would do"):
         main(["deepseek-r1", "gpus=8", "context=1M", "hardware=h100"])

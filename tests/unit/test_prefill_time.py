@@ -33,7 +33,7 @@ def test_what_fits_is_predicted_to_fit(seen: dict[float, float], seconds: float)
     times = PrefillTime(1000)
     for work, took in seen.items():
         times.observe(work, took)
-    assert times.seconds(times.within(seconds)) <= max(seconds, times.seconds(0)) * 1.000001
+    assert times.seconds(times.max_work(seconds)) <= max(seconds, times.seconds(0)) * 1.000001
 
 
 @given(SEEN, st.lists(st.floats(0, 1e7), min_size=2, max_size=2))
@@ -48,13 +48,13 @@ def test_more_work_takes_no_less(seen: dict[float, float], works: list[float]) -
 def test_a_prediction_lies_between_what_was_seen() -> None:
     """A small chunk takes longer for its work, and none less than the smallest."""
     times = PrefillTime(1000)
-    assert times.seconds(100) == times.within(0.05) == 0
+    assert times.seconds(100) == times.max_work(0.05) == 0
     times.observe(64, 0.010)
     times.observe(1024, 0.040)
     assert times.seconds(64) == times.seconds(1) == pytest.approx(0.010) and times.seconds(1024) == pytest.approx(0.040)
-    assert times.seconds(544) == pytest.approx(0.025) and times.within(0.025) == pytest.approx(544)
+    assert times.seconds(544) == pytest.approx(0.025) and times.max_work(0.025) == pytest.approx(544)
     assert times.seconds(4096) == pytest.approx(0.160)
-    assert times.within(0.05) == pytest.approx(1280) and times.within(0.005) == pytest.approx(32)
+    assert times.max_work(0.05) == pytest.approx(1280) and times.max_work(0.005) == pytest.approx(32)
 
 
 def test_what_was_held_up_once_is_forgotten_at_once() -> None:
@@ -72,9 +72,9 @@ def test_one_token_deep_in_a_context_does_not_make_chunks_small() -> None:
     times = PrefillTime(32_768)
     times.observe(5, 0.040)
     times.observe(16_384, 0.600)
-    assert 250 < times.within(0.050) < 350
+    assert 250 < times.max_work(0.050) < 350
     times.observe(1024, 0.0505)
-    assert 950 < times.within(0.050) < 1024
+    assert 950 < times.max_work(0.050) < 1024
 
 
 def test_it_follows_what_chunks_take_now() -> None:
@@ -88,10 +88,10 @@ def test_it_follows_what_chunks_take_now() -> None:
 def test_one_slow_chunk_does_not_keep_later_ones_short() -> None:
     """By size alone, chunks would stay below the one that was held up, and never see what it takes now."""
     times = PrefillTime(1000)
-    assert times.longest(2.0) == 0
+    assert times.max_idle_work(2.0) == 0
     times.observe(512, 0.01)
     times.observe(16_384, 10.0)
     for _ in range(5):
-        work = min(times.longest(2.0), 16_384)
+        work = min(times.max_idle_work(2.0), 16_384)
         times.observe(work, work * 2e-5)
-    assert times.longest(2.0) > 16_384
+    assert times.max_idle_work(2.0) > 16_384

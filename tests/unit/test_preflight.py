@@ -12,19 +12,19 @@ from comm.loopback import LoopbackWorld
 from helix.attention.policies import make_policy
 from helix.config import AttentionConfig, Config, KVConfig
 from helix.errors import ConfigError
+from helix.kv_placement import KVPlacement
 from helix.layout import HelixLayout
-from helix.placement import Placement
 from helix.tokenizer import load_tokenizer
-from kernels.sparse.select_blocks import MOST_PAGES
+from kernels.sparse.select_blocks import MAX_PAGES
 from launch.inputs.compose import RUN
 from launch.job import spawn
 from launch.run import main
+from tests.benchmark_config import compose_config, preflight
 from tests.e2e import mtp
 from tests.e2e.checkpoints import DEMO, checkpoint
-from tests.laboratory import composed, preflight
 
 DP = "layout.mode=dp layout.kvp=1 layout.dp=2"
-HOST = "kv.tier=host kv.host_bytes=1e9"
+HOST = "kv.offload=host kv.offload_host_bytes=1e9"
 SPARSE = "attention=block_sparse"
 SHAPES = [name for name in RUN.groups["model"] if name != "demo"]
 NO_WEIGHTS = r"set model\.path=DIR .* or model\.load=random for random weights"
@@ -41,7 +41,7 @@ def plan(prompts: Path, overrides: str = "", family: str = "qwen3", world: int =
     """The config of a run over two KV ranks that passes; `qwen3` has 12 query and 6 KV heads, and no tokenizer."""
     model = mtp.with_layer(family[4:]) if family.startswith("mtp ") else checkpoint(family)
     given = [f"model.path={model}", f"decode.prompts={prompts}", "layout.kvp=2", *overrides.split()]
-    config = composed(*given)
+    config = compose_config(*given)
     preflight(config, world)
     return config
 
@@ -52,8 +52,8 @@ def test_a_shape_has_no_weights_until_somebody_says_which(name: str, tmp_path: P
     text.write_text('{"prompt": "a"}\n')  # for which it has no tokenizer, either
     for wanted in ("bench=decode", f"decode.prompts={text}"):
         with pytest.raises(ValueError, match=NO_WEIGHTS):
-            preflight(composed(f"model={name}", wanted), 1)
-    assert preflight(composed(f"model={name}", "model.load=random", "bench=decode"), 1).checkpoint is None
+            preflight(compose_config(f"model={name}", wanted), 1)
+    assert preflight(compose_config(f"model={name}", "model.load=random", "bench=decode"), 1).checkpoint is None
 
 
 @pytest.mark.parametrize(
@@ -84,29 +84,31 @@ def test_random_weights_need_the_config_alone(prompts: Path, tmp_path: Path) -> 
     (model / "model.safetensors").unlink()
     given = f"model.path={model}", f"decode.prompts={prompts}"
     with pytest.raises(ValueError, match="has no weights"):
-        preflight(composed(*given), 1)
-    preflight(composed(*given, "model.load=random"), 1)
+        preflight(compose_config(*given), 1)
+    preflight(compose_config(*given, "model.load=random"), 1)
 
 
 @pytest.mark.parametrize("key", ["decode.output", "record"])
 def test_outputs_are_rank_0s_to_check(key: str, prompts: Path, tmp_path: Path) -> None:
-    config = composed(f"model.path={checkpoint('qwen3')}", f"decode.prompts={prompts}", f"{key}={tmp_path}/no/file")
+    config = compose_config(
+        f"model.path={checkpoint('qwen3')}", f"decode.prompts={prompts}", f"{key}={tmp_path}/no/file"
+    )
     with pytest.raises(ValueError, match=f"{key}=.*cannot be written"):
         preflight(config, 1)
     preflight(config, 1, writes=False)
 
 
 @pytest.mark.parametrize(
-    "file, content, said",
+    "file, content, error",
     [
         ("tokenizer.json", "{}", "the tokenizer in .*demo cannot be read: "),
         ("tokenizer_config.json", '{"added_tokens_decoder": 5}', "tokenizer in .* cannot be read: AttributeError: "),
     ],
 )
-def test_a_broken_tokenizer_is_named(tmp_path: Path, file: str, content: str, said: str) -> None:
+def test_a_broken_tokenizer_is_named(tmp_path: Path, file: str, content: str, error: str) -> None:
     demo = shutil.copytree(DEMO, tmp_path / "demo")
     (demo / file).write_text(content)
-    with pytest.raises(ValueError, match=said) as caught:
+    with pytest.raises(ValueError, match=error) as caught:
         load_tokenizer(demo)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
 
@@ -139,8 +141,8 @@ def test_a_sweep_is_sent_where_it_belongs(flag: str, monkeypatch: Any, capsys: A
     for name, value in (ranks | {"MASTER_PORT": 1}).items():
         monkeypatch.setenv(name, str(value))
     assert main([flag, "layout.kvp=1,2"]) == 1
-    said = capsys.readouterr().err
-    assert "-m under torchrun would run the whole sweep on every rank: type `helix run layout.kvp=1,2 -m`" in said
+    error = capsys.readouterr().err
+    assert "-m under torchrun would run the whole sweep on every rank: type `helix run layout.kvp=1,2 -m`" in error
 
 
 @pytest.mark.parametrize(
@@ -163,7 +165,7 @@ def test_more_pages_than_a_rank_chooses_among() -> None:
     layout = HelixLayout.create("helix", 2)
     config = AttentionConfig(policy="block_sparse")
     comm = LoopbackWorld(2).communicator(0, layout.kvp_group(0))
-    most = 2 * MOST_PAGES
-    assert make_policy(config, Placement(layout, 0, 1, 1), most, comm, KVConfig()) is not None
+    max_length = 2 * MAX_PAGES
+    assert make_policy(config, KVPlacement(layout, 0, 1, 1), max_length, comm, KVConfig()) is not None
     with pytest.raises(ConfigError, match=r"524288 pages of a rank.* 1048577 tokens .*set kv\.page_size=2 or more"):
-        make_policy(config, Placement(layout, 0, 1, 1), most + 1, comm, KVConfig())
+        make_policy(config, KVPlacement(layout, 0, 1, 1), max_length + 1, comm, KVConfig())

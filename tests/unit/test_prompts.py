@@ -17,9 +17,9 @@ from helix.config import AttentionConfig, Config, DecodeConfig, KVConfig, Layout
 from helix.errors import RankError
 from launch.client.answer import CompletionOutput, RequestOutput
 from launch.client.options import LINE_OPTIONS
-from launch.client.sampling import sampling_of
+from launch.client.sampling import make_sampling_params
 from launch.client.schemas import Chat, Completion
-from launch.inputs.prompts import PromptFile, PromptLine, ResultFile, body_of, digest, kept_results
+from launch.inputs.prompt_files import PromptFile, PromptLine, ResultFile, digest, existing_results, make_body
 from tests.unit.test_files import largest_file
 
 BATCH = {"custom_id": "b", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "max_tokens": 4}}
@@ -41,25 +41,25 @@ def test_ids_default_to_the_number_and_blank_lines_do_not_count(tmp_path: Path) 
 
 def test_a_request_takes_the_line_before_the_config() -> None:
     defaults = DecodeConfig(max_tokens=9, temperature=0.5, stop=["\n"], seed=3)
-    body = body_of(PromptLine("a", None, (1, 2), {"temperature": 0, "top_k": 5, "stop": "x"}), defaults)
+    body = make_body(PromptLine("a", None, (1, 2), {"temperature": 0, "top_k": 5, "stop": "x"}), defaults)
     assert (body.max_tokens, body.stop, body.prompt.tolist()) == (9, ["x"], [1, 2])  # type: ignore[union-attr]
     assert (body.temperature, body.top_k, body.seed) == (0, 5, 3)
-    plain = body_of(PromptLine("a", None, (1,), {}), defaults)
+    plain = make_body(PromptLine("a", None, (1,), {}), defaults)
     assert plain.stop == ["\n"] and plain.temperature == 0.5
-    chat = body_of(
+    chat = make_body(
         PromptLine("a", None, None, {"logprobs": 2}, {"messages": [{"role": "user", "content": "x"}]}), defaults
     )
     assert isinstance(chat, Chat) and (chat.logprobs, chat.top_logprobs, chat.max_tokens) == (True, 2, 9)
 
 
 def test_what_a_line_wants_of_the_logits(tmp_path: Path) -> None:
-    wishes = {
+    sampling_params = {
         "logit_bias": {"5": -100, "07": 0.5}, "min_tokens": 3, "repetition_penalty": 1.2, "frequency_penalty": 0.1,
         "presence_penalty": -1, "stop_token_ids": [4, 9], "ignore_eos": True, "logprobs": 2,
     }  # fmt: skip
-    (prompt,) = PromptFile(write(tmp_path, {"prompt_ids": [1], **wishes}))
-    sampling = sampling_of(body_of(prompt, DecodeConfig()), {}, 4096, 0)
-    assert {key: getattr(sampling, key) for key in wishes} == wishes | {
+    (prompt,) = PromptFile(write(tmp_path, {"prompt_ids": [1], **sampling_params}))
+    sampling = make_sampling_params(make_body(prompt, DecodeConfig()), {}, 4096, 0)
+    assert {key: getattr(sampling, key) for key in sampling_params} == sampling_params | {
         "logit_bias": {5: -100, 7: 0.5}, "stop_token_ids": (4, 9)
     }  # fmt: skip
 
@@ -96,7 +96,7 @@ def test_lines_come_as_requests_finish_and_are_ordered_at_the_end(tmp_path: Path
     results.close()
     assert ids(path) == ["a", "b", "c"]
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    keys = ["id", "prompt_tokens", "output_ids", "text", "finish_reason", "request"]
+    keys = ["id", "prompt_tokens", "token_ids", "text", "finish_reason", "request"]
     assert list(lines[1]) == keys and list(lines[0]) == [*keys, "reason"]
 
 
@@ -112,7 +112,8 @@ def test_results_of_block_sparse_attention_say_so_and_are_no_others(tmp_path: Pa
     four = LayoutConfig(kvp=4)
     over_all = replace(sparse, attention=AttentionConfig("block_sparse", choice="global"))
     others = [
-        dense, sparse, replace(sparse, attention=AttentionConfig("block_sparse", topk=8)), replace(sparse, layout=four),
+        dense, sparse, replace(sparse, attention=AttentionConfig("block_sparse", num_blocks=8)),
+        replace(sparse, layout=four),
         replace(sparse, kv=KVConfig(page_size=16)), over_all,
     ]  # fmt: skip
     (prompt,) = prompts("a")
@@ -158,7 +159,7 @@ def test_what_a_run_would_lose_is_refused(tmp_path: Path) -> None:
     results.add(*output("a"))
     results.close()
     held = path.read_text()
-    for config, wanted, said in (
+    for config, wanted, error in (
         (asked, prompts("a", "b"), "exists: decode.resume=true keeps"),
         (again, prompts("b"), "holds a result 'a', which decode.prompts has not"),
         (again, [PromptLine("a", "another", None, {})], "holds a result 'a' of another prompt"),
@@ -166,13 +167,13 @@ def test_what_a_run_would_lose_is_refused(tmp_path: Path) -> None:
         (replace(again, model=ModelConfig(path="b")), prompts("a", "b"), "or another model:"),
         (replace(again, model=ModelConfig(path="a", load="random")), prompts("a", "b"), "or another model:"),
     ):
-        with pytest.raises(ValueError, match=said):
-            kept_results(config, wanted)
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=error):
+            existing_results(config, wanted)
+        with pytest.raises(ValueError, match=error):
             ResultFile(config, wanted)
         assert path.read_text() == held
     path.write_text("")
-    assert kept_results(asked, prompts("a")).tolist() == [-1]
+    assert existing_results(asked, prompts("a")).tolist() == [-1]
 
 
 def test_only_random_weights_are_told_apart_by_the_seed() -> None:
@@ -250,12 +251,12 @@ def test_a_full_disk_says_how_many_results_are_safe(tmp_path: Path) -> None:
     results.add(*output("a", "error"))
     results.add(*output("b"))
     held = path.read_bytes()
-    said = r"out\.jsonl cannot be written: File too large; 2 of 4 results are safe in it, and decode\.resume=true runs"
-    with largest_file(len(held) + 9), pytest.raises(RankError, match=said):
+    error = r"out\.jsonl cannot be written: File too large; 2 of 4 results are safe in it, and decode\.resume=true runs"
+    with largest_file(len(held) + 9), pytest.raises(RankError, match=error):
         results.add(*output("d"))
     torn = path.read_bytes()
     assert len(torn) == len(held) + 9 and torn.startswith(held)
-    with largest_file(9), pytest.raises(RankError, match=said):
+    with largest_file(9), pytest.raises(RankError, match=error):
         results.close()
     assert path.read_bytes() == torn and list(tmp_path.iterdir()) == [path]
     copy.write_bytes(torn)  # the first one is this process's
@@ -291,6 +292,6 @@ def test_memory_does_not_grow_with_prompts_and_results(tmp_path: Path) -> None:
 def test_tokens_of_what_is_not_read_yet_are_bounded_by_its_bytes(tmp_path: Path) -> None:
     path = write(tmp_path, {"prompt": "x" * 100}, {"prompt": "y", "max_tokens": 50}, {"prompt": "z" * 900})
     prompts = PromptFile(path)
-    assert prompts.most_tokens(16, 512, 1) == 512 and 512 + 150 <= prompts.most_tokens(16, 512, 2) < 512 + 200
+    assert prompts.max_total_tokens(16, 512, 1) == 512 and 512 + 150 <= prompts.max_total_tokens(16, 512, 2) < 512 + 200
     chat = PromptFile(write(tmp_path, BATCH | {"url": "/v1/chat/completions", "body": {"messages": []}}))
-    assert chat.most_tokens(16, 512, 4) == 512, "no limit of its own"
+    assert chat.max_total_tokens(16, 512, 4) == 512, "no limit of its own"

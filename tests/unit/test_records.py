@@ -14,15 +14,15 @@ from matplotlib.figure import Figure
 
 from benchmarks.models.speculate import with_gains
 from benchmarks.ranks.hopb import PEER_MEMORY
-from benchmarks.records import draft_gains, figures, fronts, rows, style
-from benchmarks.records.declared import cells, columns_of, declared, said
+from benchmarks.records import draft_gains, figures, pareto, rows, style
+from benchmarks.records.declared import cells, columns_of, declared, render_cell
 from benchmarks.records.declared import rows_of as rows_of_table
 from benchmarks.records.figures import DRAWINGS, footer, main, rows_of
 from benchmarks.records.rows import newest
 from benchmarks.records.step_tables import largest_batch
-from benchmarks.records.tables import TABLES, some
+from benchmarks.records.tables import TABLES, shorten_table
 from launch.inputs.compose import ROOT
-from tests.legible import illegible
+from tests.figure_legibility import illegible
 
 Row = dict[str, Any]
 Records = dict[str, list[Row]]
@@ -69,12 +69,12 @@ def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plant:
     ],
 )
 def test_a_column_says(template: str, row: Row, wanted: str | None) -> None:
-    assert said(template, row) == wanted
+    assert render_cell(template, row) == wanted
 
 
 def test_a_mistake_in_a_column_is_no_dash() -> None:
     with pytest.raises(TypeError):
-        said("us + 'x'", {"us": 1.0})
+        render_cell("us + 'x'", {"us": 1.0})
 
 
 def test_every_column_is_of_fields_that_records_have() -> None:
@@ -89,8 +89,8 @@ def test_every_column_is_of_fields_that_records_have() -> None:
 def test_long_tables_of_a_page_have_eight_rows() -> None:
     table = ["| n |", "|---|", *(f"| {n} |" for n in range(15)), "", "Rows of 2 commits: a, b."]
     shown = [f"| {n} |" for n in (0, 2, 4, 6, 8, 10, 12, 14)]
-    assert some("x", table) == [*table[:2], *shown, "", "8 of 15 rows; all: `helix tables x`", *table[-2:]]
-    assert some("x", table[:14]) == table[:14]
+    assert shorten_table("x", table) == [*table[:2], *shown, "", "8 of 15 rows; all: `helix tables x`", *table[-2:]]
+    assert shorten_table("x", table[:14]) == table[:14]
 
 
 # ---- tables of planted records
@@ -333,11 +333,11 @@ def test_measured_points_stand_beside_the_simulated_ones(plant: Plant) -> None:
     plant({"fronts": [row if "failed" not in row else {**row, "ttl_p50_us": None} for row in front_rows()]})
     table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in TABLES["fronts"]()]
     assert len(table) == 2 + 7 and table[-1][4] == "does not fit"
-    first = fronts.predicted_us(front_rows()[0])
+    first = pareto.predicted_us(front_rows()[0])
     assert table[2][5] == f"{first / 1e3:.2f} ms" and table[2][6] == f"{first / 8e3 - 1:+.0%}"
     budgets = [[cell.strip() for cell in line.split("|")[1:-1]] for line in TABLES["fronts-budgets"]()]
-    of_helix = next(line for line in budgets if line[1:4] == ["128K", "1 H100", "helix"])
-    assert [cell.split()[0] for cell in of_helix[4:]] == ["1", "8", "8"]
+    helix_row = next(line for line in budgets if line[1:4] == ["128K", "1 H100", "helix"])
+    assert [cell.split()[0] for cell in helix_row[4:]] == ["1", "8", "8"]
 
 
 # ---- which lines of a record count
@@ -377,16 +377,16 @@ RECORDED = [name for name in DRAWINGS if rows_of(name, ROOT / "benchmarks" / "re
 @pytest.mark.parametrize("name", RECORDED)
 def test_every_figure_can_be_read(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a page shows: drawn from the kept records."""
-    drawn: list[Figure] = []
-    monkeypatch.setattr(style.plt, "close", drawn.append)
+    plotted: list[Figure] = []
+    monkeypatch.setattr(style.plt, "close", plotted.append)
     main([name, f"figures={tmp_path}"])
     monkeypatch.undo()
     (png,) = tmp_path.iterdir()
     height, width, _ = plt.imread(png).shape
     assert png.name == f"{name}.png" and width <= 1500 and height <= 1500
-    assert not illegible(drawn[0])
-    assert any("better" in f"{panel.get_xlabel()} {panel.get_ylabel()}" for panel in drawn[0].axes)
-    plt.close(drawn[0])
+    assert not illegible(plotted[0])
+    assert any("better" in f"{panel.get_xlabel()} {panel.get_ylabel()}" for panel in plotted[0].axes)
+    plt.close(plotted[0])
 
 
 def test_a_page_says_under_its_figures_what_is_better() -> None:

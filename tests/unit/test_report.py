@@ -19,18 +19,18 @@ from helix.errors import RankError
 from helix.layout import HelixLayout
 from launch.inputs.files import check_record
 from launch.inputs.preflight import preflight
-from launch.inputs.terminal import OneAtATime, PromptsTerminal
+from launch.inputs.terminal import PromptsTerminal, SequentialOutput
 from launch.job.membership import Job
 from launch.job.report import Phases, percentile_us, summary, write_record
-from tests.unit.test_config import composed
+from tests.unit.test_config import compose_config
 from tests.unit.test_files import largest_file
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_one_text_at_a_time_and_none_lost() -> None:
-    said: list[str] = []
-    text = OneAtATime(said.append)
+    messages: list[str] = []
+    text = SequentialOutput(messages.append)
     assert not text.started
     for name, piece, ended in (
         ("a", "one ", False), ("b", "uno ", False), ("a", "two ", False), ("b", "dos", True), ("c", "eins ", False),
@@ -38,9 +38,9 @@ def test_one_text_at_a_time_and_none_lost() -> None:
     ):  # fmt: skip
         text.push(name, piece, ended)
     assert text.started
-    assert "".join(said) == "[a] one two three\n[b] uno dos\n[c] eins zwei\n[d] \n"
+    assert "".join(messages) == "[a] one two three\n[b] uno dos\n[c] eins zwei\n[d] \n"
     # The first one is shown as it comes, not at its end.
-    assert said[0] == "[a] one " and "two " in said
+    assert messages[0] == "[a] one " and "two " in messages
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -111,7 +111,7 @@ def test_what_became_of_drafts() -> None:
 
 def test_a_record_is_known_for_one_and_a_full_disk_is_a_line(tmp_path: Path) -> None:
     path, output = tmp_path / "record.json", tmp_path / "out.jsonl"
-    config = composed("decode.prompts=assets/prompts.jsonl", f"decode.output={output}", f"record={path}")
+    config = compose_config("decode.prompts=assets/prompts.jsonl", f"decode.output={output}", f"record={path}")
     plan = preflight(config, 1)
     job = cast(Job, SimpleNamespace(backend="gloo", device=torch.device("cpu")))
     for _ in range(2):  # over nothing, and over a record
@@ -119,8 +119,8 @@ def test_a_record_is_known_for_one_and_a_full_disk_is_a_line(tmp_path: Path) -> 
         write_record(path, plan, job, Phases(), {"measured": 1})
     held = path.read_text()
     assert json.loads(held)["measured"] == 1
-    said = rf"record={path} cannot be written: File too large; decode\.output={output} has all results"
-    with largest_file(100), pytest.raises(RankError, match=said):
+    messages = rf"record={path} cannot be written: File too large; decode\.output={output} has all results"
+    with largest_file(100), pytest.raises(RankError, match=messages):
         write_record(path, plan, job, Phases(), {"measured": 2})
     assert path.read_text() == held and list(tmp_path.iterdir()) == [path]
 

@@ -85,9 +85,9 @@ def draw(
     state = params if isinstance(params, SamplingState) else state_of(params)
     positions = torch.arange(B) if positions is None else positions
     if flags is None:
-        drawn = state.temperature > 0
-        filtered = drawn & ((state.top_k > 0) | (state.top_p < 1))
-        flags = dict(stochastic=bool(drawn.any()), filtered=bool(filtered.any()))
+        sampled = state.temperature > 0
+        filtered = sampled & ((state.top_k > 0) | (state.top_p < 1))
+        flags = dict(stochastic=bool(sampled.any()), filtered=bool(filtered.any()))
 
     def rank_tokens(ranks: LoopbackWorld, rank: int) -> Tensor:
         ids = share(V, world, rank)
@@ -214,9 +214,11 @@ class TestParams:
             dict(logit_bias={1: 0.0}), dict(presence_penalty=0.1), dict(frequency_penalty=-0.1), dict(min_tokens=1),
             dict(repetition_penalty=1.1), dict(masked=True),
         ):  # fmt: skip
-            assert SamplingParams(**changes).changes_logits and SamplingParams(**changes).is_shaped, changes
-        assert SamplingParams(logprobs=0).is_shaped and not SamplingParams(logprobs=0).changes_logits
-        assert not SamplingParams(1.0, 5, 0.5, 0.1, 3, stop_token_ids=[1], ignore_eos=True).is_shaped
+            assert SamplingParams(**changes).changes_logits and SamplingParams(**changes).needs_logits_processor, (
+                changes
+            )
+        assert SamplingParams(logprobs=0).needs_logits_processor and not SamplingParams(logprobs=0).changes_logits
+        assert not SamplingParams(1.0, 5, 0.5, 0.1, 3, stop_token_ids=[1], ignore_eos=True).needs_logits_processor
 
     @pytest.mark.parametrize(
         "given",
@@ -406,13 +408,13 @@ class TestDistribution:
     V = 60
     PARAMS = SamplingParams(temperature=1.5, top_k=40, top_p=0.95, min_p=0.004, seed=11)
 
-    def statistic(self, drawn: Tensor, params: SamplingParams) -> tuple[float, float]:
+    def statistic(self, sampled: Tensor, params: SamplingParams) -> tuple[float, float]:
         """Chi-square of tokens [N] against the filtered distribution under `params`, and its limit."""
         logits = word_logits(1, self.V)[0]
         kept = oracle_kept(logits, params)
         assert 10 < int(kept.sum()) < 40, "each filter should do some work"
         weights = (logits.double() / params.temperature)[kept].softmax(0)
-        counts = torch.bincount(drawn, minlength=self.V)
+        counts = torch.bincount(sampled, minlength=self.V)
         assert counts[~kept].sum() == 0
         return chi_square(counts[kept], self.N * weights), chi_square_limit(int(kept.sum()))
 
@@ -423,15 +425,15 @@ class TestDistribution:
         return torch.cat([sample(logits, 0, at, state, Alone(), stochastic=True, filtered=True) for at in positions])
 
     def test_over_positions(self) -> None:
-        drawn = self.draws()
-        statistic, limit = self.statistic(drawn, self.PARAMS)
+        sampled = self.draws()
+        statistic, limit = self.statistic(sampled, self.PARAMS)
         assert statistic < limit
-        pairs = torch.bincount((drawn[1:] % 4) * 4 + drawn[:-1] % 4, minlength=16).view(4, 4).double()
+        pairs = torch.bincount((sampled[1:] % 4) * 4 + sampled[:-1] % 4, minlength=16).view(4, 4).double()
         independent = pairs.sum(0) * pairs.sum(1, keepdim=True) / pairs.sum()
         assert chi_square(pairs, independent) < chi_square_limit(10)  # (4 - 1)^2 = 9 degrees of freedom
         # The test has the power to tell a temperature that is 10% higher, with the same kept set.
         kept = int(oracle_kept(word_logits(1, self.V)[0], self.PARAMS).sum())
-        statistic, limit = self.statistic(drawn, SamplingParams(self.PARAMS.temperature * 1.1, top_k=kept))
+        statistic, limit = self.statistic(sampled, SamplingParams(self.PARAMS.temperature * 1.1, top_k=kept))
         assert statistic > limit
 
     def test_a_planted_bias_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:

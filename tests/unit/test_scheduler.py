@@ -11,12 +11,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from helix.engine.decision import Decision, StepPlan
 from helix.engine.prefill_time import PrefillTime
 from helix.engine.request import Request
 from helix.engine.scheduler import LOOK_AHEAD
+from helix.engine.scheduler_output import SchedulerOutput, StepPlan
 from helix.sampling_params import SamplingParams
-from tests.scheduling import DOUBLING, TOKEN_S, Serving, calls_of
+from tests.simulated_engine import DOUBLING, TOKEN_S, SimulatedEngine, calls_of
 
 
 def words(count: int, seed: int = 0) -> list[int]:
@@ -30,12 +30,12 @@ class AnyRequests(RuleBasedStateMachine):
         homes=st.sampled_from([1, 1, 2, 3]),
         grid=st.sampled_from([(1, 1, 2), (2, 1, 1), (2, 2, 2), (2, 4, 2), (3, 2, 3), (4, 2, 4)]),
         pages=st.integers(12, 60),
-        ahead=st.integers(0, 2),
+        lookahead=st.integers(0, 2),
         caching=st.booleans(),
         max_batch=st.integers(1, 5),
         prefill_chunk=st.sampled_from([7, 40, 4096]),
         run_steps=st.integers(1, 6),
-        lease=st.sampled_from([1, 8, 30]),
+        lookahead_tokens=st.sampled_from([1, 8, 30]),
         drafts=st.sampled_from([0, 0, 3]),
         patience_s=st.sampled_from([0.0, 0.05, 30.0]),
         chunk_sizes=st.sampled_from([(), (8, 12, 16, 24, 32)]),
@@ -44,56 +44,62 @@ class AnyRequests(RuleBasedStateMachine):
     )
     def begin(self, grid: tuple[int, int, int], pages: int, bounds: dict[str, float], **options: Any) -> None:
         kvp, append_block, page_size = grid
-        self.serving = Serving(
-            pages, kvp=kvp, append_block=append_block, page_size=page_size, kept=(0, 3, 1, 2, 0), **bounds, **options
+        self.engine = SimulatedEngine(
+            pages,
+            kvp=kvp,
+            append_block=append_block,
+            page_size=page_size,
+            accepted_drafts=(0, 3, 1, 2, 0),
+            **bounds,
+            **options,
         )
         self.texts = [words(200, seed) for seed in range(2)]
 
     @rule(
         text=st.integers(0, 1),
         shared=st.integers(0, 60),
-        own=st.integers(1, 20),
+        suffix_length=st.integers(1, 20),
         new=st.integers(1, 40),
         stops=st.integers(1, 60),
         priority=st.sampled_from([0, 0, 0, 1]),
-        salt=st.sampled_from([None, None, "a"]),
+        cache_salt=st.sampled_from([None, None, "a"]),
         guided=st.sampled_from([False, False, True]),
     )
-    def submit(self, text: int, shared: int, own: int, new: int, **of_request: Any) -> None:
-        serving = self.serving
-        prompt = self.texts[text][:shared] + words(own, len(serving.served))
-        if serving.stripes.pages_for(len(prompt) + new + serving.drafts) <= serving.pool.pages:
-            serving.submit(prompt, new, **of_request)
+    def submit(self, text: int, shared: int, suffix_length: int, new: int, **options: Any) -> None:
+        engine = self.engine
+        prompt = self.texts[text][:shared] + words(suffix_length, len(engine.served))
+        if engine.stripes.pages_for(len(prompt) + new + engine.drafts) <= engine.pool.pages:
+            engine.submit(prompt, new, **options)
 
-    @precondition(lambda self: self.serving.served)
+    @precondition(lambda self: self.engine.served)
     @rule(data=st.data())
     def again(self, data: st.DataObject) -> None:
         """A further turn of a conversation, or what was aborted once more."""
-        serving = self.serving
-        before = data.draw(st.sampled_from(list(serving.served.values())[-4:]))
+        engine = self.engine
+        before = data.draw(st.sampled_from(list(engine.served.values())[-4:]))
         prompt = [*before.request.prompt.tolist(), *before.drawn, *words(data.draw(st.integers(0, 6)))]
-        if serving.stripes.pages_for(len(prompt) + 10 + serving.drafts) <= serving.pool.pages:
-            serving.submit(prompt, 10, None, 0, before.request.salt)
+        if engine.stripes.pages_for(len(prompt) + 10 + engine.drafts) <= engine.pool.pages:
+            engine.submit(prompt, 10, None, 0, before.request.cache_salt)
 
-    @precondition(lambda self: self.serving.served)
+    @precondition(lambda self: self.engine.served)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        self.serving.abort(data.draw(st.sampled_from(list(self.serving.served)[-6:])))
+        self.engine.abort(data.draw(st.sampled_from(list(self.engine.served)[-6:])))
 
     @rule(times=st.integers(1, 6))
-    def turn(self, times: int) -> None:
+    def advance(self, times: int) -> None:
         for _ in range(times):
-            self.serving.turn()
+            self.engine.advance()
 
-    @precondition(lambda self: self.serving.due)
+    @precondition(lambda self: self.engine.due)
     @rule()
-    def land(self) -> None:
-        self.serving.land()
+    def read_tokens(self) -> None:
+        self.engine.read_tokens()
 
     def teardown(self) -> None:
-        if hasattr(self, "serving"):
-            self.serving.drain(5000)
-            self.serving.check_nothing_is_left()
+        if hasattr(self, "engine"):
+            self.engine.drain(5000)
+            self.engine.check_nothing_is_left()
 
 
 AnyRequests.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
@@ -103,23 +109,23 @@ TestAnyRequests = AnyRequests.TestCase
 def test_a_thousand_requests_with_aborts_leave_nothing() -> None:
     """Over four ranks, at most two decisions under way; conversations come back, a third of all requests is aborted."""
     rng = np.random.default_rng(0)
-    serving = Serving(60, kvp=4, append_block=4, page_size=4, max_batch=8, lease=6, run_steps=3)
+    engine = SimulatedEngine(60, kvp=4, append_block=4, page_size=4, max_batch=8, lookahead_tokens=6, run_steps=3)
     systems = [words(80, seed) for seed in range(3)]
-    while len(serving.served) < 1000:
+    while len(engine.served) < 1000:
         for _ in range(rng.integers(0, 4)):
-            prompt = systems[rng.integers(3)] + words(rng.integers(1, 200), len(serving.served))
-            if len(serving.served) > 50 and rng.random() < 0.3:
-                before = serving.served[len(serving.served) - int(rng.integers(1, 50))]
+            prompt = systems[rng.integers(3)] + words(rng.integers(1, 200), len(engine.served))
+            if len(engine.served) > 50 and rng.random() < 0.3:
+                before = engine.served[len(engine.served) - int(rng.integers(1, 50))]
                 prompt = [*before.request.prompt.tolist(), *before.drawn, *words(rng.integers(1, 20))][:600]
-            name = serving.submit(prompt, int(rng.integers(1, 80)), priority=int(rng.random() < 0.1))
+            name = engine.submit(prompt, int(rng.integers(1, 80)), priority=int(rng.random() < 0.1))
             if rng.random() < 0.3:
-                serving.abort(name - int(rng.integers(0, min(name + 1, 20))))
-        serving.turn()
-    serving.drain()
-    assert serving.scheduler.preemptions > 50, "the cache was never full"
-    computed = sum(s.computed for s in serving.served.values())
-    assert computed < 0.7 * sum(len(s.request.prompt) for s in serving.served.values())
-    serving.check_nothing_is_left()
+                engine.abort(name - int(rng.integers(0, min(name + 1, 20))))
+        engine.advance()
+    engine.drain()
+    assert engine.scheduler.preemptions > 50, "the cache was never full"
+    computed = sum(s.computed for s in engine.served.values())
+    assert computed < 0.7 * sum(len(s.request.prompt) for s in engine.served.values())
+    engine.check_nothing_is_left()
 
 
 @pytest.mark.parametrize(
@@ -128,162 +134,162 @@ def test_a_thousand_requests_with_aborts_leave_nothing() -> None:
 def test_crowds_stay_within_the_goals_bounds_and_nobody_starves(goal: str, least: float, most: float) -> None:
     """A thousand prompts in five crowds, eight long ones before each: chunks become longer, and short again."""
     rng = np.random.default_rng(1)
-    serving = Serving(9000, kvp=4, append_block=4, page_size=4, max_batch=64, run_steps=8, goal=goal)
-    for crowd in range(5):
+    engine = SimulatedEngine(9000, kvp=4, append_block=4, page_size=4, max_batch=64, run_steps=8, goal=goal)
+    for burst in range(5):
         for number in range(8):
-            serving.submit(words(1500, 8 * crowd + number), 20)
+            engine.submit(words(1500, 8 * burst + number), 20)
         for _ in range(192):
-            serving.submit(words(int(rng.integers(1, 120)), len(serving.served)), int(rng.integers(1, 40)))
+            engine.submit(words(int(rng.integers(1, 120)), len(engine.served)), int(rng.integers(1, 40)))
         for _ in range(200):
-            serving.turn()
-        assert serving.longest_s <= most * 1.001
-    serving.drain()
-    serving.check_nothing_is_left()
-    assert serving.longest_s > least, "chunks stay short, however many wait"
-    firsts = [s.times[0] for s in serving.served.values()]
+            engine.advance()
+        assert engine.longest_s <= most * 1.001
+    engine.drain()
+    engine.check_nothing_is_left()
+    assert engine.longest_s > least, "chunks stay short, however many wait"
+    firsts = [s.times[0] for s in engine.served.values()]
     last_of_crowd = [max(firsts[200 * i : 200 * (i + 1)]) for i in range(5)]
     assert last_of_crowd == sorted(last_of_crowd), "a crowd passes the one before"
-    gaps = [b - a for s in serving.served.values() for a, b in pairwise(s.times)]
-    assert max(gaps) <= most + 2 * serving.step_s, "a stream has waited for more than a chunk and a step"
+    gaps = [b - a for s in engine.served.values() for a, b in pairwise(s.times)]
+    assert max(gaps) <= most + 2 * engine.step_s, "a stream has waited for more than a chunk and a step"
 
 
 def test_chunks_follow_one_another_while_half_of_the_pause_is_left() -> None:
     """Beside a stream, for the goal throughput: chunks of 58 ms until 0.5 s are over, then one step, and again."""
-    serving = Serving(9000, max_batch=64, ahead=0, prefill_chunk=500, run_steps=50, goal="throughput")
-    serving.submit(words(100), 2000)
-    serving.turn()
+    engine = SimulatedEngine(9000, max_batch=64, lookahead=0, prefill_chunk=500, run_steps=50, goal="throughput")
+    engine.submit(words(100), 2000)
+    engine.advance()
     for seed in range(40):
-        serving.submit(words(500, seed + 1), 1)
-    runs = [(len(d.prefill) > 0, d.decode_steps) for _ in range(20) if (d := serving.turn()) is not None]
+        engine.submit(words(500, seed + 1), 1)
+    runs = [(len(d.prefill_chunks) > 0, d.decode_steps) for _ in range(20) if (d := engine.advance()) is not None]
     pause = [(True, 0)] * (len(runs[: runs.index((True, 1))])) + [(True, 1)]
-    assert runs[: 2 * len(pause)] == 2 * pause and 0.5 < serving.longest_s < 0.6, (runs, serving.longest_s)
+    assert runs[: 2 * len(pause)] == 2 * pause and 0.5 < engine.longest_s < 0.6, (runs, engine.longest_s)
 
 
 def test_chunks_are_cut_to_sizes_that_are_launched_at_once() -> None:
     """Chunks are rounded where somebody waits for tokens and a prompt goes on behind them."""
-    serving = Serving(9000, prefill_chunk=8192, ahead=0, chunk_sizes=(64, 96, 128, 192, 256))
-    serving.submit(words(100), 3000)
-    decision = serving.turn()
-    assert decision is not None and decision.prefill[0].end == 100
-    serving.submit(words(1000, 1), 1)
-    serving.submit(words(50, 2), 1)
+    engine = SimulatedEngine(9000, prefill_chunk=8192, lookahead=0, chunk_sizes=(64, 96, 128, 192, 256))
+    engine.submit(words(100), 3000)
+    decision = engine.advance()
+    assert decision is not None and decision.prefill_chunks[0].end == 100
+    engine.submit(words(1000, 1), 1)
+    engine.submit(words(50, 2), 1)
     sizes = []
-    while not (serving.served[1].ended and serving.served[2].ended):
-        decision = serving.turn()
+    while not (engine.served[1].ended and engine.served[2].ended):
+        decision = engine.advance()
         assert decision is not None
-        sizes.append(sum(s.end - s.begin for s in decision.prefill))
+        sizes.append(sum(s.end - s.begin for s in decision.prefill_chunks))
     few = [size for size in sizes if 0 < size <= 256]
     assert {*few[:-1]} <= {64, 96, 128, 192, 256} and len(few) > 2 and sum(sizes) == 1050, sizes
 
 
 def test_a_chunk_is_expected_of_who_waits_too() -> None:
     """Each decision admits a chunk's prompts, all of which end with it: it is not the last chunk for that."""
-    serving = Serving(9000, max_batch=64, ahead=1, prefill_chunk=20 * LOOK_AHEAD, goal="throughput")
+    engine = SimulatedEngine(9000, max_batch=64, lookahead=1, prefill_chunk=20 * LOOK_AHEAD, goal="throughput")
     for seed in range(2 * LOOK_AHEAD):
-        serving.submit(words(20, seed), 1)
+        engine.submit(words(20, seed), 1)
     expected = []
     for _ in range(2):
-        decision = serving.turn()
-        assert decision is not None and len(decision.prefill) == LOOK_AHEAD and not serving.scheduler.prefills
-        expected.append(serving.scheduler.expects_chunk)
+        decision = engine.advance()
+        assert decision is not None and len(decision.prefill_chunks) == LOOK_AHEAD and not engine.scheduler.has_prefill
+        expected.append(engine.scheduler.expects_chunk)
     assert expected == [True, False]
 
 
 @pytest.mark.parametrize("timed", [True, False])
 def test_a_chunk_is_bounded_in_time_though_nothing_decodes(timed: bool) -> None:
     """Or an abort would be seen, and the next request admitted, after the whole prompt: here of 28 s."""
-    serving = Serving(9000, prefill_chunk=16_384)
+    engine = SimulatedEngine(9000, prefill_chunk=16_384)
     if not timed:
-        serving.times = serving.scheduler._times = PrefillTime(DOUBLING)
-    serving.submit(words(16_000), 1)
+        engine.times = engine.scheduler._times = PrefillTime(DOUBLING)
+    engine.submit(words(16_000), 1)
     seconds = []
-    while (decision := serving.turn()) is not None:
-        seconds.append(sum(serving.times.work(s.begin, s.end) for s in decision.prefill) * TOKEN_S)
+    while (decision := engine.advance()) is not None:
+        seconds.append(sum(engine.times.work(s.begin, s.end) for s in decision.prefill_chunks) * TOKEN_S)
     assert sum(seconds) == pytest.approx(28, rel=0.1) and max(seconds) < 2.01
     assert sum(one > 1.9 for one in seconds) > 10, "as few chunks as the bound allows"
 
 
-def admitted(decision: Decision | None) -> list[int]:
-    return [] if decision is None else [int(a.id) for a in decision.admit]
+def admitted(decision: SchedulerOutput | None) -> list[int]:
+    return [] if decision is None else [int(a.id) for a in decision.new_requests]
 
 
 @pytest.mark.parametrize("known, longest", [(True, 0.0501), (False, 0.4)])
 def test_what_is_cached_is_no_queue(known: bool, longest: float) -> None:
     """Ten prompts wait for a slot beside a long one: pauses grow if they are still to be computed."""
-    serving = Serving(9000, kvp=1, append_block=4, page_size=4, goal="balance")
+    engine = SimulatedEngine(9000, kvp=1, append_block=4, page_size=4, goal="balance")
     prompts = [words(1000, number) for number in range(10)]
     for prompt in prompts if known else []:
-        serving.submit(prompt, 2)
-    serving.drain()
+        engine.submit(prompt, 2)
+    engine.drain()
     for number in range(3):
-        serving.submit(words(10, 100 + number), 3000)
+        engine.submit(words(10, 100 + number), 3000)
     for _ in range(10):
-        serving.turn()
-    long = serving.submit(words(4000, 200), 5)
-    serving.turn()
+        engine.advance()
+    long = engine.submit(words(4000, 200), 5)
+    engine.advance()
     for prompt in prompts:
-        serving.submit([*prompt, 1, 2, 3], 2)
-    serving.longest_s = 0.0
-    while not serving.served[long].times:
-        serving.turn()
-    assert 0.8 * longest < serving.longest_s <= longest * 1.001
+        engine.submit([*prompt, 1, 2, 3], 2)
+    engine.longest_s = 0.0
+    while not engine.served[long].times:
+        engine.advance()
+    assert 0.8 * longest < engine.longest_s <= longest * 1.001
 
 
 def test_by_priority_then_by_arrival() -> None:
-    serving = Serving(100, max_batch=2, ahead=0)
+    engine = SimulatedEngine(100, max_batch=2, lookahead=0)
     for priority in (0, 0, 1, -1):
-        serving.submit(words(4), 3, priority=priority)
-    assert [admitted(serving.turn()) for _ in range(2)] == [[2, 0], [1, 3]]
+        engine.submit(words(4), 3, priority=priority)
+    assert [admitted(engine.advance()) for _ in range(2)] == [[2, 0], [1, 3]]
 
 
 def test_others_pass_what_does_not_fit_until_its_patience_is_out() -> None:
-    serving = Serving(32, max_batch=4, ahead=0, patience_s=0.5, run_steps=1, caching=False)
-    serving.submit(words(20), 50)  # 70 tokens of 128
-    large = serving.submit(words(100), 2)
-    serving.turn()
-    passed = [admitted(serving.turn()) for _ in range(3) if serving.submit(words(8), 1)]
+    engine = SimulatedEngine(32, max_batch=4, lookahead=0, patience_s=0.5, run_steps=1, caching=False)
+    engine.submit(words(20), 50)  # 70 tokens of 128
+    large = engine.submit(words(100), 2)
+    engine.advance()
+    passed = [admitted(engine.advance()) for _ in range(3) if engine.submit(words(8), 1)]
     assert passed == [[2], [3], [4]]
-    serving.now += 0.5
-    serving.submit(words(8), 1)
-    while not serving.served[0].ended:
-        assert admitted(serving.turn()) == [], "pages are kept"
-    assert admitted(serving.turn()) == [large, 5]
-    serving.drain()
-    serving.check_nothing_is_left()
+    engine.now += 0.5
+    engine.submit(words(8), 1)
+    while not engine.served[0].ended:
+        assert admitted(engine.advance()) == [], "pages are kept"
+    assert admitted(engine.advance()) == [large, 5]
+    engine.drain()
+    engine.check_nothing_is_left()
 
 
 def test_the_cheapest_is_preempted_and_goes_on_with_its_tokens() -> None:
     """Three sequences of 60, 30 and 20 tokens fill the cache, and all grow."""
-    serving = Serving(42, max_batch=3, ahead=1, lease=16, run_steps=2, caching=False)
+    engine = SimulatedEngine(42, max_batch=3, lookahead=1, lookahead_tokens=16, run_steps=2, caching=False)
     for prompt in (60, 30, 20):
-        serving.submit(words(prompt, prompt), 90)
+        engine.submit(words(prompt, prompt), 90)
     order = []
-    while not all(s.ended for s in serving.served.values()):
-        before = {slot: row.served for slot, row in serving.rows.items()}
-        if (decision := serving.turn()) is not None:
-            order += [before[slot].request.id for slot in decision.retire if not before[slot].ended]
+    while not all(s.ended for s in engine.served.values()):
+        before = {slot: row.served for slot, row in engine.rows.items()}
+        if (decision := engine.advance()) is not None:
+            order += [before[slot].request.id for slot in decision.released_slots if not before[slot].ended]
     assert order[:2] == [2, 1]
-    assert all(s.drawn == s.reply for s in serving.served.values())
+    assert all(s.drawn == s.reply for s in engine.served.values())
 
 
 def test_what_comes_back_has_a_lease() -> None:
     """It draws as many tokens as it has pages for, save those under way, before it is preempted once more."""
-    serving = Serving(40, max_batch=4, ahead=1, lease=24, run_steps=2, caching=False)
+    engine = SimulatedEngine(40, max_batch=4, lookahead=1, lookahead_tokens=24, run_steps=2, caching=False)
     for seed, (prompt, new) in enumerate(((20, 60), (40, 60), (20, 90))):
-        serving.submit(words(prompt, seed), new)
-    serving.drain()
-    drawn = [[a.drawn for a in s.admissions] for s in serving.served.values()]
+        engine.submit(words(prompt, seed), new)
+    engine.drain()
+    drawn = [[a.num_output_tokens for a in s.admissions] for s in engine.served.values()]
     leases = [again - back for at in drawn for back, again in pairwise(at[1:])]
     assert leases and min(leases) >= 24 - 3 * 2, drawn
 
 
 def test_prompts_that_begin_alike_begin_on_one_rank_and_others_anywhere() -> None:
-    serving = Serving(1000, kvp=4, max_batch=60)
+    engine = SimulatedEngine(1000, kvp=4, max_batch=60)
     for seed in range(20):
         for _ in range(3):
-            serving.submit(words(40, seed), 1)
-    serving.drain()
-    starts = [served.admissions[0].start for served in serving.served.values()]
+            engine.submit(words(40, seed), 1)
+    engine.drain()
+    starts = [served.admissions[0].start for served in engine.served.values()]
     assert starts[::3] == starts[1::3] == starts[2::3] and set(starts) == set(range(4))
 
 
@@ -295,78 +301,81 @@ def test_prompts_that_begin_alike_begin_on_one_rank_and_others_anywhere() -> Non
     ],
 )
 def test_who_shares_a_chunk(prompts: list[tuple[int, int]], parts: dict[int, int]) -> None:
-    serving = Serving(1000, prefill_chunk=100, ahead=0)
+    engine = SimulatedEngine(1000, prefill_chunk=100, lookahead=0)
     for count, priority in prompts:
-        serving.submit(words(count, count), 1, priority=priority)
-    decision = serving.turn()
+        engine.submit(words(count, count), 1, priority=priority)
+    decision = engine.advance()
     assert decision is not None
-    names = {a.slot: int(a.id) for a in decision.admit}
-    assert {names[s.slot]: s.end - s.begin for s in decision.prefill} == parts
-    serving.drain()
-    assert serving.served[1].times < serving.served[0].times
+    names = {a.slot: int(a.id) for a in decision.new_requests}
+    assert {names[s.slot]: s.end - s.begin for s in decision.prefill_chunks} == parts
+    engine.drain()
+    assert engine.served[1].times < engine.served[0].times
 
 
 def test_a_chunk_stalls_nobody_for_long() -> None:
     """While somebody decodes, a chunk takes as much of the prompt as its predicted time allows; alone, all."""
-    serving = Serving(5000, stall_s=0.05, ahead=0, prefill_chunk=8192)
-    serving.submit(words(3000), 100)
-    decision = serving.turn()
-    assert decision is not None and decision.prefill[0].end == 3000
-    serving.submit(words(3000, 1), 1)
+    engine = SimulatedEngine(5000, stall_s=0.05, lookahead=0, prefill_chunk=8192)
+    engine.submit(words(3000), 100)
+    decision = engine.advance()
+    assert decision is not None and decision.prefill_chunks[0].end == 3000
+    engine.submit(words(3000, 1), 1)
     ends = []
-    while not serving.served[1].ended:
-        decision = serving.turn()
+    while not engine.served[1].ended:
+        decision = engine.advance()
         assert decision is not None
-        ends += [(s.begin, s.end) for s in decision.prefill]
-    seconds = [serving.times.work(*tokens) * TOKEN_S for tokens in ends]
+        ends += [(s.begin, s.end) for s in decision.prefill_chunks]
+    seconds = [engine.times.work(*tokens) * TOKEN_S for tokens in ends]
     assert all(0.049 < s <= 0.05 for s in seconds[:-1]) and len(seconds) > 10
 
 
 @pytest.mark.parametrize("share, steps", [(0.25, [9]), (0.7, [10, 10, 10, 10, 10, 9])])
 def test_decode_has_its_share_behind_each_chunk(share: float, steps: list[int]) -> None:
     """50 ms of a chunk are followed by 16.7 ms of steps, or by 116.7 ms, in runs of 20 ms and with no chunk between."""
-    serving = Serving(5000, stall_s=0.05, decode_share=share, run_steps=50, ahead=0, prefill_chunk=500)
-    serving.submit(words(100), 2000)
-    serving.turn()
-    serving.submit(words(3000, 1), 1)
-    turns = [serving.turn() for _ in range(4 * len(steps))]
-    runs = [(len(d.prefill), d.decode_steps) for d in turns if d is not None]
+    engine = SimulatedEngine(5000, stall_s=0.05, decode_share=share, run_steps=50, lookahead=0, prefill_chunk=500)
+    engine.submit(words(100), 2000)
+    engine.advance()
+    engine.submit(words(3000, 1), 1)
+    outputs = [engine.advance() for _ in range(4 * len(steps))]
+    runs = [(len(d.prefill_chunks), d.decode_steps) for d in outputs if d is not None]
     assert runs[: 2 * len(steps)] == 2 * [(int(i == 0), n) for i, n in enumerate(steps)]
 
 
 def test_steps_in_which_somebody_has_a_grammar_are_drawn_by_the_next_decision() -> None:
     """One by one, from the prompt's own on; the next is launched as soon as the token before is read, not later."""
-    serving = Serving(1000, run_steps=50)
-    serving.submit(words(10), 100)
-    serving.submit(words(10, 1), 4, guided=True)
+    engine = SimulatedEngine(1000, run_steps=50)
+    engine.submit(words(10), 100)
+    engine.submit(words(10, 1), 4, guided=True)
     seen = []
-    while not serving.served[1].ended:
-        decision = serving.turn()
+    while not engine.served[1].ended:
+        decision = engine.advance()
         if decision is None:
             seen.append("read")
         else:
-            seen.append(f"{decision.decode_steps} {'held' if decision.holds_draw else 'drawn'} {len(decision.masks)}")
+            seen.append(
+                f"{decision.decode_steps} {'held' if decision.defers_sampling else 'drawn'} "
+                f"{len(decision.token_bitmasks)}"
+            )
     # Of a decision that is read behind the next one, nothing is under way that this waits for.
     assert seen == ["1 held 0", "read", "1 held 1", "1 held 1", "10 drawn 1"]
-    assert serving.served[1].drawn == serving.served[1].reply
+    assert engine.served[1].drawn == engine.served[1].reply
 
 
 def test_steps_of_grammars_have_their_share_behind_each_chunk() -> None:
     """50 ms of a chunk are followed by 16.7 ms of steps, one a decision."""
-    serving = Serving(5000, stall_s=0.05, run_steps=50, prefill_chunk=500)
-    serving.submit(words(100), 2000, guided=True)
-    serving.turn()
-    serving.submit(words(3000, 1), 1)
-    turns = [d for _ in range(60) if (d := serving.turn()) is not None]
-    assert all(d.decode_steps == 1 for d in turns)
-    at = [i for i, d in enumerate(turns) if d.prefill]
+    engine = SimulatedEngine(5000, stall_s=0.05, run_steps=50, prefill_chunk=500)
+    engine.submit(words(100), 2000, guided=True)
+    engine.advance()
+    engine.submit(words(3000, 1), 1)
+    outputs = [d for _ in range(60) if (d := engine.advance()) is not None]
+    assert all(d.decode_steps == 1 for d in outputs)
+    at = [i for i, d in enumerate(outputs) if d.prefill_chunks]
     assert {b - a for a, b in pairwise(at)} == {9} and len(at) > 4
 
 
 def test_a_run_lasts_as_long_as_it_may() -> None:
-    serving = Serving(1000, run_s=0.020, run_steps=50, ahead=0)
-    serving.submit(words(10), 100)
-    runs = [d.decode_steps for d in (serving.turn() for _ in range(3)) if d is not None]
+    engine = SimulatedEngine(1000, run_s=0.020, run_steps=50, lookahead=0)
+    engine.submit(words(10), 100)
+    runs = [d.decode_steps for d in (engine.advance() for _ in range(3)) if d is not None]
     assert runs == [10, 10, 10]
 
 
@@ -379,11 +388,11 @@ def test_a_run_goes_at_its_pace() -> None:
         asked.append(rows)
         return paces[len(asked) - 1]
 
-    serving = Serving(100, drafts=4, run_steps=8)
-    serving.scheduler._pace = pace
+    engine = SimulatedEngine(100, drafts=4, run_steps=8)
+    engine.scheduler._plan_steps = pace
     for new in (30, 17):
-        serving.submit(words(5, new), new)
-    decisions = [d for _ in paces if (d := serving.scheduler.decide(0.0)) is not None]
+        engine.submit(words(5, new), new)
+    decisions = [d for _ in paces if (d := engine.scheduler.schedule(0.0)) is not None]
     steps = [(d.decode_steps, d.kind.drafts, d.draft_limits) for d in decisions]
     # Of the other one, 5 tokens are left once all that is under way has come as expected.
     assert steps == [(6, 4, ()), (2, 4, (4, 1)), (5, 0, ())] and asked == [2, 2, 2]
@@ -391,107 +400,107 @@ def test_a_run_goes_at_its_pace() -> None:
 
 def test_steps_that_nobody_has_timed_come_in_short_runs() -> None:
     """32 steps of 17 ms let a prompt wait for half a second."""
-    serving = Serving(100, run_steps=32)
-    serving.scheduler._pace = lambda rows, kv_tokens, without: StepPlan()
-    serving.submit(words(5), 40)
-    decisions = [serving.scheduler.decide(0.0) for _ in range(2)]
+    engine = SimulatedEngine(100, run_steps=32)
+    engine.scheduler._plan_steps = lambda rows, kv_tokens, without: StepPlan()
+    engine.submit(words(5), 40)
+    decisions = [engine.scheduler.schedule(0.0) for _ in range(2)]
     assert [d.decode_steps for d in decisions if d is not None] == [2, 2]
 
 
 def test_what_is_under_way_counts_with_the_most_that_it_may_have_drawn() -> None:
     """Three runs of steps with three drafts are launched before a token is read; pages are there for each."""
-    serving = Serving(200, lease=1, drafts=3, run_steps=4, ahead=3, kept=(3,))
-    serving.submit(words(10), 100)
-    serving.drain()
-    assert serving.served[0].drawn == serving.served[0].reply
-    assert serving.served[0].admissions[0].reserved == 10 + 17 + 3
+    engine = SimulatedEngine(200, lookahead_tokens=1, drafts=3, run_steps=4, lookahead=3, accepted_drafts=(3,))
+    engine.submit(words(10), 100)
+    engine.drain()
+    assert engine.served[0].drawn == engine.served[0].reply
+    assert engine.served[0].admissions[0].reserved == 10 + 17 + 3
 
 
 def test_the_same_prompt_is_computed_once() -> None:
     """Four at once: the others wait for what the first one computes, and compute what is no whole stripe."""
-    serving = Serving(1000, prefill_chunk=64, ahead=2)
+    engine = SimulatedEngine(1000, prefill_chunk=64, lookahead=2)
     for _ in range(4):
-        serving.submit(words(403), 2)
-    serving.drain()
-    assert sorted(s.computed for s in serving.served.values())[:3] == [3, 3, 3]
-    assert sum(s.computed for s in serving.served.values()) < 403 + 4 * 8
+        engine.submit(words(403), 2)
+    engine.drain()
+    assert sorted(s.computed for s in engine.served.values())[:3] == [3, 3, 3]
+    assert sum(s.computed for s in engine.served.values()) < 403 + 4 * 8
 
 
 def test_pages_that_two_have_computed_are_the_same_on_the_ranks() -> None:
     """A prompt's last token is never taken over: its stripe, if it is whole, both compute, and one gives it back."""
-    serving = Serving(100, ahead=0, max_batch=2)
-    stripe = serving.stripes.tokens
-    serving.submit(words(stripe), 1)
-    serving.drain()
+    engine = SimulatedEngine(100, lookahead=0, max_batch=2)
+    stripe = engine.stripes.tokens
+    engine.submit(words(stripe), 1)
+    engine.drain()
     for _ in range(2):
-        serving.submit(words(2 * stripe), 20)
+        engine.submit(words(2 * stripe), 20)
     for _ in range(2):
-        serving.turn()
-    a, b = (serving.rows[slot].table[: serving.stripes.pages_for(2 * stripe)] for slot in range(2))
-    assert a == b and [s.computed for s in serving.served.values()][1:] == [stripe, stripe]
+        engine.advance()
+    a, b = (engine.rows[slot].table[: engine.stripes.pages_for(2 * stripe)] for slot in range(2))
+    assert a == b and [s.computed for s in engine.served.values()][1:] == [stripe, stripe]
 
 
 def test_a_long_beginning_is_shared_as_soon_as_it_is_computed() -> None:
     """There is no room for it twice: the second request waits for it, not for the end of the first."""
-    serving = Serving(150, prefill_chunk=64, ahead=1, lease=16)
+    engine = SimulatedEngine(150, prefill_chunk=64, lookahead=1, lookahead_tokens=16)
     for new in (150, 20):
-        serving.submit(words(403), new)
-    while not serving.served[1].ended:
-        serving.turn()
-        serving.now += 0.5
-    assert not serving.served[0].ended and serving.served[1].computed < 8
+        engine.submit(words(403), new)
+    while not engine.served[1].ended:
+        engine.advance()
+        engine.now += 0.5
+    assert not engine.served[0].ended and engine.served[1].computed < 8
 
 
 def test_what_was_aborted_goes_on_where_it_was_cut() -> None:
-    serving = Serving(1000, prefill_chunk=64, ahead=1)
-    first = serving.submit(words(403), 2)
+    engine = SimulatedEngine(1000, prefill_chunk=64, lookahead=1)
+    first = engine.submit(words(403), 2)
     for _ in range(3):
-        serving.turn()
-    serving.abort(first)
-    again = serving.submit(words(403), 2)
-    serving.drain()
-    assert serving.served[again].admissions[0].known == 3 * 64 and serving.served[again].drawn
+        engine.advance()
+    engine.abort(first)
+    again = engine.submit(words(403), 2)
+    engine.drain()
+    assert engine.served[again].admissions[0].num_cached_tokens == 3 * 64 and engine.served[again].drawn
 
 
 def test_requests_of_one_token_starve_nobody() -> None:
     """A hundred of them go by one slot; the sequence in the other one goes on beside them."""
-    serving = Serving(100, max_batch=2, ahead=0)
-    serving.submit(words(5), 60)
+    engine = SimulatedEngine(100, max_batch=2, lookahead=0)
+    engine.submit(words(5), 60)
     for seed in range(100):
-        serving.submit(words(5, seed), 1)
+        engine.submit(words(5, seed), 1)
     drawn = []
-    while serving.turn() is not None:
-        drawn.append(len(serving.served[0].drawn))
+    while engine.advance() is not None:
+        drawn.append(len(engine.served[0].drawn))
     assert drawn[:8] == [2, 10, 18, 26, 34, 42, 50, 58], "a run of steps follows each prompt"
 
 
 def test_what_never_fits_is_refused_with_both_numbers() -> None:
-    serving = Serving(16)  # 64 tokens
-    assert serving.scheduler.submit(Request(0, words(50), 14), 0.0) is None
-    reason = serving.scheduler.submit(Request(1, words(50), 15), 0.0)
+    engine = SimulatedEngine(16)  # 64 tokens
+    assert engine.scheduler.submit(Request(0, words(50), 14), 0.0) is None
+    reason = engine.scheduler.submit(Request(1, words(50), 15), 0.0)
     assert reason is not None and "65 tokens" in reason and "64, 16 pages" in reason and "kv.tokens" in reason
 
 
 def test_two_under_way_have_different_names() -> None:
-    serving = Serving(16)
-    assert serving.scheduler.submit(Request("a", words(5), 3), 0.0) is None
-    reason = serving.scheduler.submit(Request("a", words(5), 3), 0.0)
+    engine = SimulatedEngine(16)
+    assert engine.scheduler.submit(Request("a", words(5), 3), 0.0) is None
+    reason = engine.scheduler.submit(Request("a", words(5), 3), 0.0)
     assert reason is not None and "id='a' is under way" in reason
-    assert serving.scheduler.end("a") and not serving.scheduler.end("a")
-    assert serving.scheduler.submit(Request("a", words(5), 3), 0.0) is None
+    assert engine.scheduler.end("a") and not engine.scheduler.end("a")
+    assert engine.scheduler.submit(Request("a", words(5), 3), 0.0) is None
 
 
 def test_what_steps_have_to_do() -> None:
     """Draw and filter where somebody's request says so; choose keys once a sequence is long enough."""
-    serving = Serving(100, ahead=0, run_steps=1, sparse_from=20)
+    engine = SimulatedEngine(100, lookahead=0, run_steps=1, sparse_from=20)
     found = []
     for name, sampling in enumerate((SamplingParams(), SamplingParams(1.0), SamplingParams(1.0, top_k=5))):
-        serving.scheduler.submit(Request(name, words(15 + name, name), 9, sampling), 0.0)
-        decision = serving.scheduler.decide(0.0)
+        engine.scheduler.submit(Request(name, words(15 + name, name), 9, sampling), 0.0)
+        decision = engine.scheduler.schedule(0.0)
         assert decision is not None
         found.append((decision.kind.stochastic, decision.kind.filtered, decision.kind.sparse))
     assert found == [(False, False, False), (True, False, False), (True, True, False)]
-    found = [d.kind.sparse for _ in range(3) if (d := serving.scheduler.decide(0.0)) is not None]
+    found = [d.kind.sparse for _ in range(3) if (d := engine.scheduler.schedule(0.0)) is not None]
     assert found == [False, True, True], "from 20 tokens in the cache on, for all"
 
 
@@ -500,23 +509,23 @@ def test_a_decision_costs_alike_at_any_context_and_any_queue() -> None:
     most = []
     for context, waiting in ((1_000, 40), (1_000_000, 400)):
         pages = 4 * (context + 1000) // 32 + 20
-        serving = Serving(pages, append_block=16, page_size=16, max_batch=5, prefill_chunk=1 << 30, fetches=True)
+        engine = SimulatedEngine(pages, append_block=16, page_size=16, max_batch=5, prefill_chunk=1 << 30, fetches=True)
         prompts = [np.full(context, seed, dtype=np.int32) for seed in range(5)]
         for name in range(4 + waiting):
-            assert serving.scheduler.submit(Request(name, prompts[min(name, 4)], 1000), 0.0) is None
+            assert engine.scheduler.submit(Request(name, prompts[min(name, 4)], 1000), 0.0) is None
         for _ in range(3):  # which admit
-            assert serving.scheduler.decide(0.0) is not None
-        most.append(max(calls_of(lambda s=serving.scheduler: s.decide(0.0)) for _ in range(20)))
-        assert len(serving.scheduler.running) == 4
+            assert engine.scheduler.schedule(0.0) is not None
+        most.append(max(calls_of(lambda s=engine.scheduler: s.schedule(0.0)) for _ in range(20)))
+        assert len(engine.scheduler.running) == 4
     assert 0 < most[1] <= 1.1 * most[0], most
 
 
 @pytest.mark.parametrize("keep_drawn, known", [(True, 29), (False, 20)])
 def test_what_was_drawn_is_kept_where_all_caches_have_it(keep_drawn: bool, known: int) -> None:
-    serving = Serving(100, keep_drawn=keep_drawn)
-    first = serving.submit(words(20), 10)
-    serving.drain()
-    text = [*words(20), *serving.served[first].reply]
-    serving.submit([*text, 1], 1)
-    decision = serving.scheduler.decide(serving.now)
-    assert decision is not None and decision.admit[0].known == known
+    engine = SimulatedEngine(100, keep_drawn=keep_drawn)
+    first = engine.submit(words(20), 10)
+    engine.drain()
+    text = [*words(20), *engine.served[first].reply]
+    engine.submit([*text, 1], 1)
+    decision = engine.scheduler.schedule(engine.now)
+    assert decision is not None and decision.new_requests[0].num_cached_tokens == known

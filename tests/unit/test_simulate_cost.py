@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.papers.rows import FIGURE_1, scaled
+from helix.kv_placement import BlockBudget, KVPlacement
 from helix.layout import HelixLayout
-from helix.placement import BlockBudget, Placement
 from helix.planner.hardware import PROVENANCE, Hardware, sent_bytes
-from helix.planner.layer import COUNTED, DIGITS, Layer, pipelined
-from helix.planner.points import Options, Points, Sparse, Speculation, Tier
+from helix.planner.layer import COUNTED_DIGITS, DIGIT_VALUES, Layer, pipelined
+from helix.planner.points import Offload, Options, Points, Sparse, Speculation
 from helix.planner.step import CHUNK_TOKENS, Memory, StepCost, memory_of, predict
-from helix.setup.tiering import tiered_bytes
-from helix.worker.keeps import LATENT_GROUP, EngineSizes, page_bytes, token_bytes
+from helix.setup.offload import offload_bytes
 from helix.worker.kv_cache import with_bounds
-from kernels.indexer import choose, keys
+from helix.worker.kv_cache_spec import LATENT_GROUP, EngineSizes, page_bytes, token_bytes
+from kernels.indexer import keys, select_topk
 from kernels.scaled_keys import GROUP
 from launch.inputs.hardware import load_hardware
 from launch.inputs.shapes import load_spec
@@ -87,7 +87,7 @@ def test_attention_and_exchange(
     hardware = replace(GB200, chunk_s=replace(GB200.chunk_s, value=chunk_s))
     options = Options(hopb=hopb, exchange="serial" if serial else "batched")
     layer = Layer(load_spec("llama-3.1-8b"), hardware, Points.of("helix", batch, kvp=2), M, options)
-    found = layer.attended_and_exchanged_s(*(np.array([x]) for x in (data, latency, wire)))
+    found = layer.attention_and_exchange_s(*(np.array([x]) for x in (data, latency, wire)))
     assert found == pytest.approx(expected, rel=EXACT)
     if hopb and not latency and not chunk_s:
         assert pipelined(data / batch, wire / batch, batch) == pytest.approx(expected, rel=EXACT)
@@ -114,9 +114,9 @@ def test_the_weights_of_the_appendix_but_for_the_output_projection() -> None:
     """The appendix divides it over the 8 ranks of TPA; section 2.2 over all 64."""
     found = phases("llama-3.1-405b", reading(), "helix", tpa=8, kvp=8)
     layer = sum(found[name].bytes[0] for name in ("qkv", "output", "ffn")) / 126 / RATE
-    of_appendix = replace(FIGURE_1, ffn=53248).weights_s(8, 64)
+    appendix_weights_s = replace(FIGURE_1, ffn=53248).weights_s(8, 64)
     output = 16384 * 16384 * 0.5 / RATE
-    assert layer == pytest.approx(of_appendix - output / 8 + output / 64, rel=EXACT)
+    assert layer == pytest.approx(appendix_weights_s - output / 8 + output / 64, rel=EXACT)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ COUNTED_BY_HAND: list[tuple[tuple[Any, ...], dict[str, Any], str, str, float]] =
      2 * 28 * 3 * 4 * 32 * 8),
     # Latents in the bytes that the runtime keeps.
     *((("deepseek-r1", H200, "helix"), {"kvp": 8, "length": K128, **BF16, "kv": kv}, "attention", "bytes",
-       61 * of_token * K128 / 8) for kv, of_token in (("bf16", 1152), ("e4m3", 656))),
+       61 * token_bytes_of_kv * K128 / 8) for kv, token_bytes_of_kv in (("bf16", 1152), ("e4m3", 656))),
 ]  # fmt: skip
 
 
@@ -208,19 +208,21 @@ def test_what_is_not_hot_comes_over_the_link(kvp: int, hits: float) -> None:
     """What is missing of a rank's share of the chosen blocks; all else is as over a cache on the GPU."""
     assert H200.link_bytes_per_s is not None and H200.fetch_s is not None
     more = {"kvp": kvp, "sparse": Sparse(32), **BF16}
-    on_gpu, tiered = (step("qwen2.5-7b", H200, "helix", **more, tier=tier) for tier in (None, Tier(hits)))
+    on_gpu, tiered = (step("qwen2.5-7b", H200, "helix", **more, offload=offload) for offload in (None, Offload(hits)))
     come = (1 - hits) * 32 / kvp * 28 * 4 * 65536
     extra = 28 * H200.fetch_s.value + come / H200.link_bytes_per_s.value
     assert tiered.ttl_s[0] - on_gpu.ttl_s[0] == pytest.approx(extra, rel=1e-6)
     with pytest.raises(ValueError, match=r"link to host memory is not known on .* link_bytes_per_s and fetch_s"):
-        step("qwen2.5-7b", replace(H200, fetch_s=None), "helix", **more, tier=Tier(hits))
+        step("qwen2.5-7b", replace(H200, fetch_s=None), "helix", **more, offload=Offload(hits))
 
 
 @pytest.mark.parametrize("hits, ahead", [(0.0, 1.0), (0.0, 0.5), (0.8, 0.5), (1.0, 1.0)])
 def test_what_a_guess_names_comes_while_others_compute(hits: float, ahead: float) -> None:
     """Layers take as long as what is launched in turn, guesses among it, or as the link is busy; the longer counts."""
     assert H200.link_bytes_per_s is not None and H200.fetch_s is not None
-    on_gpu, guessing = (step(*QWEN, sparse=Sparse(32), **BF16, tier=tier) for tier in (None, Tier(hits, ahead=ahead)))
+    on_gpu, guessing = (
+        step(*QWEN, sparse=Sparse(32), **BF16, offload=offload) for offload in (None, Offload(hits, prefetch=ahead))
+    )
     guess = next(phase for phase in guessing.phases if phase.name == "guess")
     find = sum(phase.seconds[0] for phase in on_gpu.phases if phase.name == "find blocks") / 28
     assert guess.seconds[0] > 27 * (find + 3584 * 28 * 128 * 2 / H200.read_bytes_per_s.value)
@@ -237,37 +239,37 @@ def test_what_a_guess_names_comes_while_others_compute(hits: float, ahead: float
 @pytest.mark.parametrize("kvp", [1, 2])
 def test_both_memories_are_counted_as_the_runtime_counts_them(kvp: int, kv: str, known: str) -> None:
     spec, layout = load_spec("qwen2.5-7b"), HelixLayout.create("helix", kvp)
-    placement = Placement(layout, 0, 128, 128)
-    keeps = spec.keeps(layout, 0, "bfloat16", kv)
-    runtime = tiered_bytes(with_bounds(keeps, "bfloat16"), placement, EngineSizes(1, chunk=CHUNK_TOKENS))
+    placement = KVPlacement(layout, 0, 128, 128)
+    cache_specs = spec.kv_cache_specs(layout, 0, "bfloat16", kv)
+    runtime = offload_bytes(with_bounds(cache_specs, "bfloat16"), placement, EngineSizes(1, chunk=CHUNK_TOKENS))
     pages = placement.stripes.pages_for(K128 + 1)
     budget = BlockBudget(1, 4, 32 // kvp, 0)
-    taken = runtime.fixed + pages * runtime.page + placement.most_blocks(budget, K128) * runtime.place
+    used_bytes = runtime.fixed + pages * runtime.page + placement.max_blocks(budget, K128) * runtime.resident_block
     options = Options("bf16", known, "bf16", sparse=Sparse(32), append_block=128, page_size=128)
 
-    def found(tier: Tier | None, batch: int = 1) -> Memory:
-        return memory_of(spec, H200, Points.of("helix", batch, kvp=kvp), K128, replace(options, tier=tier))
+    def found(offload: Offload | None, batch: int = 1) -> Memory:
+        return memory_of(spec, H200, Points.of("helix", batch, kvp=kvp), K128, replace(options, offload=offload))
 
-    bounded = sum(page_bytes(kept, 128) for kept in with_bounds(keeps, "bfloat16"))
+    bounded = sum(page_bytes(kept, 128) for kept in with_bounds(cache_specs, "bfloat16"))
     assert found(None).kv_bytes[0] == pytest.approx(pages * bounded, rel=EXACT), "with bounds, of the model's type"
-    assert found(Tier(0.0)).kv_bytes[0] == pytest.approx(taken, rel=0.05)
-    of_page = sum(page_bytes(kept, 128) for kept in keeps)
-    assert found(Tier(0.0), 3).host_bytes[0] == pytest.approx(3 * pages * of_page, rel=0.001)
+    assert found(Offload(0.0)).kv_bytes[0] == pytest.approx(used_bytes, rel=0.05)
+    bytes_per_page = sum(page_bytes(kept, 128) for kept in cache_specs)
+    assert found(Offload(0.0), 3).host_bytes[0] == pytest.approx(3 * pages * bytes_per_page, rel=0.001)
     for count in (2, 5):
-        assert found(Tier(0.0, host_bytes=(count + 0.5) * pages * of_page)).largest_batch[0] == count
-        enough = taken + (count - 1) * (found(Tier(0.0), 2).kv_bytes[0] - found(Tier(0.0)).kv_bytes[0])
-        assert found(Tier(0.0, gpu_bytes=1.06 * enough)).largest_batch[0] >= count
-        assert found(Tier(0.0, gpu_bytes=0.94 * enough)).largest_batch[0] < count
+        assert found(Offload(0.0, host_bytes=(count + 0.5) * pages * bytes_per_page)).largest_batch[0] == count
+        enough = used_bytes + (count - 1) * (found(Offload(0.0), 2).kv_bytes[0] - found(Offload(0.0)).kv_bytes[0])
+        assert found(Offload(0.0, gpu_bytes=1.06 * enough)).largest_batch[0] >= count
+        assert found(Offload(0.0, gpu_bytes=0.94 * enough)).largest_batch[0] < count
 
 
 @pytest.mark.parametrize("kv, known", [("auto", "bf16"), ("fp8", "e4m3")])
 def test_latents_are_counted_as_the_runtime_counts_them(kv: str, known: str) -> None:
     spec, layout = load_spec("deepseek-r1"), HelixLayout.create("helix", 8)
-    pages = Placement(layout, 0, 16, 64).stripes.pages_for(K128 + 1)
-    keeps = spec.keeps(layout, 0, "bfloat16", kv)
-    assert {token_bytes(kept) for kept in keeps} == {{"auto": 1152, "fp8": 656}[kv]}
+    pages = KVPlacement(layout, 0, 16, 64).stripes.pages_for(K128 + 1)
+    cache_specs = spec.kv_cache_specs(layout, 0, "bfloat16", kv)
+    assert {token_bytes(kept) for kept in cache_specs} == {{"auto": 1152, "fp8": 656}[kv]}
     found = memory_of(spec, H200, Points.of("helix", 1, kvp=8), K128, Options("bf16", known, "bf16"))
-    assert found.kv_bytes[0] == pytest.approx(pages * sum(page_bytes(kept, 64) for kept in keeps), rel=EXACT)
+    assert found.kv_bytes[0] == pytest.approx(pages * sum(page_bytes(kept, 64) for kept in cache_specs), rel=EXACT)
 
 
 def test_each_draft_reads_blocks_of_its_own_and_one_choice_is_an_exchange_more() -> None:
@@ -292,8 +294,10 @@ def test_windows_bound_what_is_read(kv: str, known: str) -> None:
     """In the bytes that the runtime keeps: windows stay in bf16."""
     spec = load_spec("gpt-oss-20b")
     assert any(spec.windows), "the model has windows"
-    keeps = spec.keeps(HelixLayout.create(), 0, "bfloat16", kv)
-    wanted = sum(sum(k.bytes for k in kept) * (window or M) for window, kept in zip(spec.windows, keeps, strict=True))
+    cache_specs = spec.kv_cache_specs(HelixLayout.create(), 0, "bfloat16", kv)
+    wanted = sum(
+        sum(k.bytes for k in kept) * (window or M) for window, kept in zip(spec.windows, cache_specs, strict=True)
+    )
     found = phases("gpt-oss-20b", H200, "tp", weights="bf16", kv=known)
     assert found["attention"].bytes[0] == pytest.approx(wanted, rel=EXACT)
 
@@ -351,7 +355,7 @@ def test_provenance_is_that_of_the_worst_input(
 
 
 def test_kernels_have_the_sizes_that_are_counted_without_them() -> None:
-    assert (GROUP.value, choose.COUNTED.value, keys.DIGITS) == (LATENT_GROUP, COUNTED, DIGITS)
+    assert (GROUP.value, select_topk.COUNTED.value, keys.DIGITS) == (LATENT_GROUP, COUNTED_DIGITS, DIGIT_VALUES)
 
 
 @settings(deadline=None, max_examples=30)  # a machine that others use as well

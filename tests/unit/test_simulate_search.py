@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from benchmarks.models.search import frontier, taken
+from benchmarks.models.search import frontier, select_points
 from benchmarks.papers import rows as paper_rows
 from benchmarks.papers.figures import recorded, write_figures
 from benchmarks.records import style
@@ -21,12 +21,12 @@ from helix.layout import HelixLayout
 from helix.planner.hardware import COLLECTIVES, PROVENANCE, Hardware
 from helix.planner.points import MODES, Options, Points, layouts
 from helix.planner.step import predict
-from launch.inputs import pictures
+from launch.inputs import plots
 from launch.inputs.compose import ROOT
 from launch.inputs.hardware import HARDWARE, load_hardware
 from launch.inputs.shapes import load_spec, spec_of
 from launch.simulate import main
-from tests.legible import illegible
+from tests.figure_legibility import illegible
 from tests.unit.test_planning import shown_as
 
 M = 10**6
@@ -37,12 +37,16 @@ BF16 = Options(weights="bf16", kv="bf16", messages="bf16")
 def test_the_frontier_is_what_nothing_beats() -> None:
     found = GB200.run(load_spec("llama-3.1-405b"), MODES)
     best = frontier(found)
-    assert (np.diff(found.user[best]) > 0).all() and (np.diff(found.gpu[best]) < 0).all()
+    assert (np.diff(found.tokens_per_s_user[best]) > 0).all() and (np.diff(found.tokens_per_s_gpu[best]) < 0).all()
     for i in range(len(found.points)):
-        as_good = (found.user[best] >= found.user[i] * (1 - 1e-9)) & (found.gpu[best] >= found.gpu[i] * (1 - 1e-9))
+        as_good = (found.tokens_per_s_user[best] >= found.tokens_per_s_user[i] * (1 - 1e-9)) & (
+            found.tokens_per_s_gpu[best] >= found.tokens_per_s_gpu[i] * (1 - 1e-9)
+        )
         assert as_good.any()
     order = np.random.default_rng(0).permutation(len(found.points))
-    assert np.array_equal(found.user[best], found.user[order][frontier(taken(found, order))]), "whatever the order"
+    assert np.array_equal(
+        found.tokens_per_s_user[best], found.tokens_per_s_user[order][frontier(select_points(found, order))]
+    ), "whatever the order"
 
 
 @pytest.mark.parametrize("model", ["llama-3.1-405b", "deepseek-r1", "qwen2.5-7b", "gpt-oss-20b"])
@@ -190,7 +194,7 @@ def test_a_point_phase_by_phase(
 
 def test_where_the_time_of_a_step_goes() -> None:
     step = predict(load_spec("deepseek-r1"), load_hardware("h200"), Points.of("helix", 8, kvp=8), 1 << 17, BF16)
-    figure = pictures.phases(step, "deepseek-r1")
+    figure = plots.phases(step, "deepseek-r1")
     (axes,) = figure.axes
     assert axes.get_xlabel() == f"time (ms), of {1e3 * step.ttl_s[0]:.2f} a step" and not illegible(figure)
     assert sum(bar.get_width() for bar in axes.patches) == pytest.approx(1e3 * step.ttl_s[0])

@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.constants import LEAST_S
+from benchmarks.constants import MIN_S
 from benchmarks.planner import main
-from benchmarks.records import sparse_bill
+from benchmarks.records import sparse_cost_model
 from benchmarks.records.recorded_steps import cell_of, read_cells
-from benchmarks.records.sparse_bill import Bill, accounts, reads, summary
+from benchmarks.records.sparse_cost_model import SparseCostModel, accounts, reads, summary
 from helix.planner.points import Sparse
 
 K = 1024
-PLANTED = Bill(4.4e12, 0.7e-3, 0.4e-3, 0.02e-3, 0.5)
+PLANTED = SparseCostModel(4.4e12, 0.7e-3, 0.4e-3, 0.02e-3, 0.5)
 ONE, EIGHT = "helix kvp=1 tpa=1 -> tpf=1 ep=1", "helix kvp=2 tpa=4 -> tpf=8 ep=1"
 BUDGETS = (None, Sparse(8), Sparse(32))
 LENGTHS = (8 * K, 32 * K, 128 * K, 512 * K, 1024 * K)
@@ -39,7 +39,9 @@ def row(layout: str, batch: int, length: int, sparse: Sparse | None, seconds: fl
     return found
 
 
-def planted(bill: Bill = PLANTED, noise: Callable[[], float] = lambda: 1.0, layout: str = ONE) -> list[dict[str, Any]]:
+def planted(
+    bill: SparseCostModel = PLANTED, noise: Callable[[], float] = lambda: 1.0, layout: str = ONE
+) -> list[dict[str, Any]]:
     """Rows of all points that fit one GPU, whose times a bill has made."""
     rows = []
     for length in LENGTHS:
@@ -61,9 +63,9 @@ def test_planted_constants_are_found(layout: str, tmp_path: Path) -> None:
     found = accounts(read_cells([write(tmp_path / "steps.jsonl", planted(layout=layout))]))
     assert [a.budget for a in found] == ["k=8", "k=32"]
     for a in found:
-        assert [*asdict(a.bill).values()] == pytest.approx([*asdict(PLANTED).values()], rel=1e-6)
+        assert [*asdict(a.costs).values()] == pytest.approx([*asdict(PLANTED).values()], rel=1e-6)
         assert a.r2() == pytest.approx(1, abs=1e-9) and max(a.errors) < 1e-6 and len(a.errors) > 8
-        ours, dense = (PLANTED.seconds(reads(a.dense[0], 4, 128 * K, kind)) for kind in (a.sparse, None))
+        ours, dense = (PLANTED.seconds(reads(a.dense_cells[0], 4, 128 * K, kind)) for kind in (a.sparse, None))
         assert a.measured[4, 128 * K] == pytest.approx(dense / ours, rel=1e-9)
         free = a.predicted(4, 128 * K, a.without_overhead)
         assert free == pytest.approx((dense - 0.7e-3) / (ours - 0.7e-3), rel=1e-6)
@@ -84,8 +86,8 @@ def test_what_is_held_out_is_not_fitted_on() -> None:
     assert len(a.errors) == sum(of["sparse"] in (None, asdict(Sparse(32))) for of in rows if of["ttl_p50_us"] and (
         of["batch"] == 4 or of["length"] == 1024 * K
     ))  # fmt: skip
-    cheap = accounts(map(cell_of, planted(replace(PLANTED, finding_s=-1e-4))))[1]
-    assert cheap.bill.finding_s == LEAST_S, "noise makes no price below nothing"
+    cheap = accounts(map(cell_of, planted(replace(PLANTED, selection_s=-1e-4))))[1]
+    assert cheap.costs.selection_s == MIN_S, "noise makes no price below nothing"
     few = [of for of in rows if of["length"] in LENGTHS[:2] and of["batch"] <= 2]
     (_, a) = accounts(map(cell_of, few))
     assert "held out" not in summary([a]) and a.held_out is None, "nothing would be left to fit on"
@@ -110,12 +112,12 @@ def test_the_bill_of_the_source_comes_out_of_its_table() -> None:
         for sparse, rate in zip((None, Sparse(32), Sparse(8)), rates, strict=True)
     ]
     assured, short = accounts(map(cell_of, rows))
-    assert short.bill.bytes_per_s == pytest.approx(3.05e12, rel=0.03)
-    assert short.bill.overhead_s == pytest.approx(3.2e-3 + 0.36e-3, rel=0.05)
+    assert short.costs.bytes_per_s == pytest.approx(3.05e12, rel=0.03)
+    assert short.costs.overhead_s == pytest.approx(3.2e-3 + 0.36e-3, rel=0.05)
     for a, price in ((short, 1.74e-3), (assured, 3.3e-3)):  # one number there; here the mean over its points
-        prices = [a.bill.price(reads(a.chosen[0], *point, a.sparse)) for point in H100]
+        prices = [a.costs.selection_time(reads(a.sparse_cells[0], *point, a.sparse)) for point in H100]
         assert np.mean(prices) == pytest.approx(price, rel=0.05)
-    assert short.r2() > 0.99 and short.r2(short.without_finding) < 0.6
+    assert short.r2() > 0.99 and short.r2(short.without_selection) < 0.6
 
 
 # ---- rows
@@ -142,10 +144,10 @@ def test_a_sparse_row_that_read_everything_is_none(change: dict[str, Any], words
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     main(["bill", str(write(tmp_path / "steps.jsonl", planted()))])
-    said = capsys.readouterr().out
-    assert "finding takes 14.3 us a layer (finding_s), 0.71 a sequence (finding_sequence_s), and goes through" in said
-    assert "bounds at 0.50 of the bandwidth (bounds_share); held out: within 3% (median) and 6% (worst)" in said
-    assert "projected without overhead" in said and "4.40 TB/s" in said
-    monkeypatch.setattr(sparse_bill, "RESULTS", tmp_path / "none")
+    output = capsys.readouterr().out
+    assert "finding takes 14.3 us a layer (finding_s), 0.71 a sequence (finding_sequence_s), and goes through" in output
+    assert "bounds at 0.50 of the bandwidth (bounds_share); held out: within 3% (median) and 6% (worst)" in output
+    assert "projected without overhead" in output and "4.40 TB/s" in output
+    monkeypatch.setattr(sparse_cost_model, "RESULTS", tmp_path / "none")
     main(["bill"])
     assert "nothing to fit: it takes block-sparse steps" in capsys.readouterr().out

@@ -13,8 +13,8 @@ import torch
 from launch.client.supervisor import cause
 from launch.job.lifeline import age_s
 from launch.job.report import Phases
-from launch.job.spawn import heard
-from tests.e2e.cli import ROOT
+from launch.job.spawn import captured_stderr
+from tests.e2e.command_line import ROOT
 
 # A launcher that has checked a run, as every launcher has, and starts ranks again and again.
 LAUNCHER = """
@@ -24,8 +24,8 @@ from pathlib import Path
 
 import torch
 
-from helix.library import import_transformers
-from launch.inputs.compose import composed
+from helix.transformers_import import import_transformers
+from launch.inputs.compose import compose_config
 from launch.inputs.preflight import prepared
 from launch.job import spawn
 
@@ -61,7 +61,7 @@ def directory():
 torch.cuda.device_count()
 threads("plain")
 import_transformers()
-prepared(composed(["model=demo", "layout.kvp=2", "decode.prompts=assets/prompts.jsonl"]))
+prepared(compose_config(["model=demo", "layout.kvp=2", "decode.prompts=assets/prompts.jsonl"]))
 os.environ.pop("OMP_NUM_THREADS")
 os.cpu_count = lambda: 6
 os.register_at_fork(after_in_parent=lambda: threads("copied"))
@@ -85,16 +85,16 @@ def test_ranks_are_copies_that_leave_the_rest_to_their_launcher() -> None:
         [sys.executable, "-c", LAUNCHER], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""},
         capture_output=True, text=True, timeout=90,
     )  # fmt: skip
-    said = ended.stdout.splitlines()
+    output = ended.stdout.splitlines()
     assert ended.returncode == 0, ended.stderr
-    assert said[0] == "plain 1" or torch.cuda.is_available(), said
-    copied = said[0].replace("plain", "copied")
-    assert said[1] == f"once {copied}" and said.count(copied) == 1 + 1 + 2 + 1 + 2, said
-    mine = [line for line in said if line.startswith("helix rank ")]
-    anew = [line for line in said if line.endswith("['k=v']")]
+    assert output[0] == "plain 1" or torch.cuda.is_available(), output
+    copied = output[0].replace("plain", "copied")
+    assert output[1] == f"once {copied}" and output.count(copied) == 1 + 1 + 2 + 1 + 2, output
+    mine = [line for line in output if line.startswith("helix rank ")]
+    anew = [line for line in output if line.endswith("['k=v']")]
     assert sorted(anew) == ["0 ['k=v']", "1 ['k=v']"], "CUDA is of no use in a copy: a rank begins anew"
     assert sorted(mine) == [f"helix rank {r} 0 [] set() 3 2" for r in range(2)]
-    rest = [line for line in said[2:] if line not in [*mine, *anew, copied]]
+    rest = [line for line in output[2:] if line not in [*mine, *anew, copied]]
     assert rest == ["returned 0", "returned 7", "returned 1", "returned 1", "cleaned", "anew 0", "left"]
     assert ended.stderr.count("KeyError: 'a cause'") == 1 and ended.stderr.count("Traceback") == 1, ended.stderr
     assert "rank 0 was killed by signal 11 (SIGSEGV)" in ended.stderr
@@ -128,7 +128,7 @@ def test_a_failed_rank_ends_the_torchrun_that_would_not_restart_it(
 
 def test_what_jobs_say_is_heard_and_shown(capfd: pytest.CaptureFixture[str]) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    with heard() as lines:
+    with captured_stderr() as lines:
         subprocess.run([sys.executable, "-c", "import sys; print('error: no room', file=sys.stderr)"], check=True)
         os.write(2, b"rank 1 failed:\n")
     os.write(2, b"afterwards\n")

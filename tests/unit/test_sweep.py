@@ -10,29 +10,29 @@ from pathlib import Path
 import pytest
 
 from benchmarks.program import PROGRAM
-from launch.inputs.points import Point
+from launch.inputs.sweep_points import Point
 from launch.job import spawn
 from launch.job.sweep import check, run
-from launch.job.sweep_report import compared, equality, plot, show, swept_keys, write_csv
-from tests.laboratory import composed
+from launch.job.sweep_report import compare_tokens, comparison_rows, plot, show, swept_keys, write_csv
+from tests.benchmark_config import compose_config
 from tests.unit.test_planning import shown_as
 
 
 def points(tmp_path: Path, *overrides: str) -> list[Point]:
     prompts = tmp_path / "p.jsonl"
     prompts.write_text('{"prompt_ids": [1, 2, 3]}\n')
-    configs = [composed(f"decode.prompts={prompts}", *o.split()) for o in overrides]
-    return [Point(i, [o], c, PROGRAM.work(c)) for i, (o, c) in enumerate(zip(overrides, configs, strict=True))]
+    configs = [compose_config(f"decode.prompts={prompts}", *o.split()) for o in overrides]
+    return [Point(i, [o], c, PROGRAM.select(c)) for i, (o, c) in enumerate(zip(overrides, configs, strict=True))]
 
 
 def test_a_mistake_of_all_points_ends_the_sweep(tmp_path: Path) -> None:
     found = points(tmp_path, "decode.top_p=3", "layout.kvp=2 decode.top_p=3", "layout.tpa=3")
     with pytest.raises(ValueError, match=r"^decode: sampling parameter top_p = 3"):
         check(found)
-    found = points(tmp_path, "kv.ahead=true", "kv.ahead=true", "layout.tpa=3", "layout.kvp=2")
+    found = points(tmp_path, "kv.offload_prefetch=true", "kv.offload_prefetch=true", "layout.tpa=3", "layout.kvp=2")
     check(found)
     assert [point.status for point in found] == ["failed", "failed", "skipped", "waiting"]
-    assert found[0].reason.startswith("kv.ahead=true is for kv.tier=host") and found[3].reason == ""
+    assert found[0].reason.startswith("kv.offload_prefetch=true needs kv.offload=host") and found[3].reason == ""
     check(found := points(tmp_path, "layout.kvp=1000000000", "layout.kvp=2"))
     assert found[0].status == "skipped" and "1000000000 ranks, and this host runs" in found[0].reason
     check(found := points(tmp_path, "layout.tpa=3"))
@@ -63,10 +63,10 @@ def measured(tmp_path: Path, *ttls: tuple[str, float | None]) -> list[Point]:
     prompts.write_text('{"prompt_ids": [1]}\n')
     found = []
     for number, (text, ttl) in enumerate(ttls):
-        config = composed("model=demo", f"decode.prompts={prompts}")
+        config = compose_config("model=demo", f"decode.prompts={prompts}")
         config.decode.output = str(tmp_path / f"{number}.jsonl")
         point = Point(
-            number, ["model=demo", *text.split()], config, PROGRAM.work(config), "skipped", "3 ranks on 2 GPUs"
+            number, ["model=demo", *text.split()], config, PROGRAM.select(config), "skipped", "3 ranks on 2 GPUs"
         )
         if ttl is not None:
             point.status, point.reason = "ok", ""
@@ -78,7 +78,7 @@ def measured(tmp_path: Path, *ttls: tuple[str, float | None]) -> list[Point]:
 
 
 def tokens(point: Point, *prompts: list[int]) -> None:
-    lines = (json.dumps({"id": i, "output_ids": ids}) + "\n" for i, ids in enumerate(prompts))
+    lines = (json.dumps({"id": i, "token_ids": ids}) + "\n" for i, ids in enumerate(prompts))
     Path(str(point.config.decode.output)).write_text("".join(lines))
 
 
@@ -93,12 +93,12 @@ def test_the_table_fits_the_terminal(
     """HOP-B off is the baseline of each layout, whatever the order; a narrow terminal lacks the last columns."""
     monkeypatch.setenv("COLUMNS", str(width))
     found = measured(tmp_path, *GRID)
-    show(found, compared(found))
-    said = capsys.readouterr().out.splitlines()
-    assert max(map(len, said)) <= width
+    show(found, comparison_rows(found))
+    output = capsys.readouterr().out.splitlines()
+    assert max(map(len, output)) <= width
     wanted = shown_as("sweep").splitlines()
-    assert [line.rstrip() for line in said[1:8]] == [line[: 77 - lacks].rstrip() for line in wanted[1:8]]
-    assert width < 80 or said == wanted
+    assert [line.rstrip() for line in output[1:8]] == [line[: 77 - lacks].rstrip() for line in wanted[1:8]]
+    assert width < 80 or output == wanted
 
 
 def test_long_settings_are_cut_and_figures_are_not(
@@ -107,15 +107,15 @@ def test_long_settings_are_cut_and_figures_are_not(
     monkeypatch.setenv("COLUMNS", "80")
     long = "attention.num_blocks=1 speculation.suffix_pool_tokens=1 decode.prefill_chunk=1 decode.prompts='/d/{}.jsonl'"
     found = measured(tmp_path, (long.format("a"), 1.0), (long.replace("=1", "=2").format("b"), 2.0))
-    show(found, compared(found))
-    said = capsys.readouterr().out.splitlines()
-    assert max(map(len, said)) <= 80
-    assert re.fullmatch(r"    1  2 +2 +2 +b\.jsonl +2\.00 ms +-100\.0%", said[4].rstrip()), said
+    show(found, comparison_rows(found))
+    output = capsys.readouterr().out.splitlines()
+    assert max(map(len, output)) <= 80
+    assert re.fullmatch(r"    1  2 +2 +2 +b\.jsonl +2\.00 ms +-100\.0%", output[4].rstrip()), output
 
 
 def test_the_csv_has_a_column_for_each_swept_key(tmp_path: Path) -> None:
     found = measured(tmp_path, *GRID)
-    write_csv(tmp_path / "sweep.csv", rows := compared(found))
+    write_csv(tmp_path / "sweep.csv", rows := comparison_rows(found))
     with (tmp_path / "sweep.csv").open() as file:
         read = list(csv.DictReader(file))
     assert list(read[0])[:5] == ["point", "layout.kvp", "hopb", "baseline", "gain_percent"]
@@ -129,16 +129,16 @@ def test_the_csv_has_a_column_for_each_swept_key(tmp_path: Path) -> None:
 
 def test_without_hopb_the_first_point_with_figures_is_the_baseline(tmp_path: Path) -> None:
     found = measured(tmp_path, ("layout.kvp=1", None), ("layout.kvp=2", 4.0), ("layout.kvp=4", 2.0))
-    assert [row["gain_percent"] for row in compared(found)] == [None, 0.0, 50.0]
+    assert [row["gain_percent"] for row in comparison_rows(found)] == [None, 0.0, 50.0]
     found = measured(tmp_path, ("hopb=off", None), ("hopb=on", 4.0))  # nothing to compare with
-    assert [row["gain_percent"] for row in compared(found)] == [None, None]
+    assert [row["gain_percent"] for row in comparison_rows(found)] == [None, None]
 
 
 def test_tokens_are_compared_where_the_same_was_asked(tmp_path: Path) -> None:
     found = measured(tmp_path, ("hopb=off", 1.0), ("hopb=on", 1.0), ("hopb=auto", 1.0), ("hopb.chunks=2", 1.0))
     tokens(found[2], [1, 2], [4])
-    assert equality(found) == "tokens: equal in points 0, 1, 3; point 2 differs from point 0 in 1 of 2 prompts"
+    assert compare_tokens(found) == "tokens: equal in points 0, 1, 3; point 2 differs from point 0 in 1 of 2 prompts"
     found[2].config.decode.seed = 5
     found[3].config.decode.max_batch = "2"
-    assert equality(found) == "tokens: equal in points 0, 1, 3"
-    assert equality(found[:1]) is None and equality(found[:2]) == "tokens: equal in both points"
+    assert compare_tokens(found) == "tokens: equal in points 0, 1, 3"
+    assert compare_tokens(found[:1]) is None and compare_tokens(found[:2]) == "tokens: equal in both points"

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from benchmarks import tune
 from benchmarks.papers.policies import FULL
 from benchmarks.ranks.tuning_file import MeasuredFile, read_measured
-from benchmarks.ranks.tuning_steps import DraftSource, Measured, Tuned, TuningGrid, levels_at, run
+from benchmarks.ranks.tuning_steps import DraftSource, Measurement, TuningGrid, TuningResult, plateau_index, run
 from benchmarks.records.tuned import OPTIONS
 from helix.config import Config
-from launch.inputs.prompts import PromptFile
-from launch.inputs.work import Program
+from launch.inputs.job_kinds import Program
+from launch.inputs.prompt_files import PromptFile
+from tests.benchmark_config import compose_config, preflight
 from tests.e2e.checkpoints import DEMO
-from tests.laboratory import composed, preflight
 
 ABOUT = {"device": "CPU", "commit": "abc"}
 
@@ -43,11 +43,11 @@ def given(tmp_path: Path, *more: str) -> list[str]:
 
 def config_of(tmp_path: Path, *more: str) -> Config:
     _, overrides = tune.overrides(["name=mine", *given(tmp_path, *more)])
-    return composed(*overrides)
+    return compose_config(*overrides)
 
 
 @pytest.mark.parametrize(
-    "more, said",
+    "more, error",
     [
         ([f"speculation.policy={FULL}"], "need not know a sparsity to tune"),
         (["bench.gammas=[]"], "bench.gammas=[] must be a rising list"),
@@ -65,10 +65,10 @@ def config_of(tmp_path: Path, *more: str) -> Config:
         (["attention=block_sparse"], "speculation.drafter=sparse is verified over all keys"),
     ],
 )
-def test_what_cannot_be_tuned_is_refused(tmp_path: Path, more: list[str], said: str) -> None:
+def test_what_cannot_be_tuned_is_refused(tmp_path: Path, more: list[str], error: str) -> None:
     with pytest.raises(ValueError) as refused:
         preflight(config_of(tmp_path, *more), 1)
-    assert said in str(refused.value) and "\n" not in str(refused.value)
+    assert error in str(refused.value) and "\n" not in str(refused.value)
 
 
 def test_a_name_is_needed_and_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,7 +87,7 @@ def test_a_name_is_needed_and_mistakes_are_one_line(tmp_path: Path, capsys: pyte
 def test_the_file_goes_on_after_an_interruption(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     prompts = PromptFile(tmp_path / "p.jsonl")
-    first, second = (Measured(DraftSource("sparse", 4, s), (2.0, 2.5), 1e-3).row() for s in (0.1, 0.2))
+    first, second = (Measurement(DraftSource("sparse", 4, s), (2.0, 2.5), 1e-3).row() for s in (0.1, 0.2))
     file = MeasuredFile(config, prompts, ABOUT)
     file.add(first)
     file.add(second)
@@ -118,7 +118,7 @@ def rows(sparse_us: float, ngram_us: float) -> list[dict[str, Any]]:
     """All that the search can ask for: plain steps of 1 ms."""
     ways = [(DraftSource("none"), 1.0, 1000.0), *((DraftSource("ngram", g), 1.5, ngram_us) for g in (2, 4))]
     ways += [(DraftSource("sparse", g, s), 1.0 + 0.5 * g, sparse_us) for g in (2, 4) for s in (0.1, 0.2)]
-    return [Measured(way, (tokens, tokens), us / 1e6).row() for way, tokens, us in ways]
+    return [Measurement(way, (tokens, tokens), us / 1e6).row() for way, tokens, us in ways]
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def rows(sparse_us: float, ngram_us: float) -> list[dict[str, Any]]:
         (
             9000,
             1000,
-            {"drafter": "suffix", "gamma": 2, "remembered": 0},
+            {"drafter": "suffix", "gamma": 2, "suffix_pool_tokens": 0},
             "Drafts by prompt lookup are the fastest here",
         ),
         (9000, 9000, {"drafter": "none"}, "Plain decoding is the fastest here: drafts do not pay."),
@@ -164,7 +164,7 @@ def test_the_fastest_is_written_and_runs(
     assert text.startswith(
         f"# @package _global_\n# Written by benchmarks.tune for {DEMO}, helix kvp=1 tpa=1, 2 prompts: "
     )
-    assert composed(*(f"speculation.{key}={str(value).lower()}" for key, value in found.items()))
+    assert compose_config(*(f"speculation.{key}={str(value).lower()}" for key, value in found.items()))
     assert (tmp_path / "tuned" / "mine.png").stat().st_size > 1000
     assert not [m for m in (tmp_path / "tuned").iterdir() if m.suffix not in (".png", ".jsonl")]
 
@@ -189,12 +189,12 @@ GAMMAS = (1, 2, 3, 4, 6, 8, 11)
 CANDIDATES = TuningGrid(SPARSITIES, GAMMAS, 11)
 
 
-def curve(*tokens: float, noise: float = 0.0, prompts: int = 8) -> list[Measured]:
+def curve(*tokens: float, noise: float = 0.0, prompts: int = 8) -> list[Measurement]:
     """Tokens an iteration at one sparsity after the other, prompts apart by far more than sparsities are."""
-    draw = random.Random(0)
-    of_prompts = [draw.uniform(-1, 1) for _ in range(prompts)]
+    rng = random.Random(0)
+    prompt_effects = [rng.uniform(-1, 1) for _ in range(prompts)]
     return [
-        Measured(DraftSource("sparse", 11, s), tuple(t + p + draw.gauss(0, noise) for p in of_prompts), 1.0)
+        Measurement(DraftSource("sparse", 11, s), tuple(t + p + rng.gauss(0, noise) for p in prompt_effects), 1.0)
         for s, t in zip(SPARSITIES, tokens, strict=False)
     ]
 
@@ -211,25 +211,25 @@ def curve(*tokens: float, noise: float = 0.0, prompts: int = 8) -> list[Measured
     ],
 )
 def test_tokens_level_off_where_nothing_behind_is_better(tokens: tuple[float, ...], at: int) -> None:
-    assert levels_at(curve(*tokens)) == at
+    assert plateau_index(curve(*tokens)) == at
 
 
 def test_what_lies_within_the_interval_is_no_gain() -> None:
     gains = (0.9, -0.5, 0.6, -0.2, 0.4, 0.0)  # 0.2 more on average, 4%, and as likely none
-    few = Measured(DraftSource("sparse", 11, 0.01), (5.0,) * 6, 1.0)
-    many = Measured(DraftSource("sparse", 11, 0.02), tuple(5 + gain for gain in gains), 1.0)
-    sure = Measured(DraftSource("sparse", 11, 0.02), (5.2,) * 6, 1.0)
-    assert levels_at([few, many]) == 0 and levels_at([few, sure]) == 1
+    few = Measurement(DraftSource("sparse", 11, 0.01), (5.0,) * 6, 1.0)
+    many = Measurement(DraftSource("sparse", 11, 0.02), tuple(5 + norm_weight for norm_weight in gains), 1.0)
+    sure = Measurement(DraftSource("sparse", 11, 0.02), (5.2,) * 6, 1.0)
+    assert plateau_index([few, many]) == 0 and plateau_index([few, sure]) == 1
     # Prompts may differ as they like: what counts is what each one gains.
-    assert levels_at(curve(4.0, 4.5, 4.5)) == 1
+    assert plateau_index(curve(4.0, 4.5, 4.5)) == 1
 
 
-def world(keys_us: float = 100.0, draft_us: float = 800.0, level: float = 0.05) -> Callable[[DraftSource], Measured]:
-    """A machine: a plain step of 3 ms; drafts kept at 0.9 from `level` on, at less below."""
+def world(keys_us: float = 100.0, draft_us: float = 800.0, level: float = 0.05) -> Callable[[DraftSource], Measurement]:
+    """A machine: a plain step of 3 ms; drafts kept at 0.9 from `plateau` on, at less below."""
 
-    def measure(way: DraftSource) -> Measured:
+    def measure(way: DraftSource) -> Measurement:
         if way.drafter == "none":
-            return Measured(way, (1.0,) * 4, 3e-3)
+            return Measurement(way, (1.0,) * 4, 3e-3)
         if way.drafter == "ngram":
             kept, draft_s = 0.3, 0.0
         else:
@@ -237,15 +237,17 @@ def world(keys_us: float = 100.0, draft_us: float = 800.0, level: float = 0.05) 
             kept = 0.9 * min(1.0, (way.sparsity / level) ** 0.2)
             draft_s = 1e-6 * (draft_us + 100 * keys_us * way.sparsity)
         tokens = sum(kept**i for i in range(way.gamma + 1))
-        return Measured(way, tuple(tokens * spread for spread in (0.9, 1.0, 1.0, 1.1)), 3.2e-3 + way.gamma * draft_s)
+        return Measurement(way, tuple(tokens * spread for spread in (0.9, 1.0, 1.0, 1.1)), 3.2e-3 + way.gamma * draft_s)
 
     return measure
 
 
-def asked(candidates: TuningGrid, measure: Callable[[DraftSource], Measured]) -> tuple[Tuned, list[DraftSource]]:
+def asked(
+    candidates: TuningGrid, measure: Callable[[DraftSource], Measurement]
+) -> tuple[TuningResult, list[DraftSource]]:
     ways: list[DraftSource] = []
 
-    def noted(way: DraftSource) -> Measured:
+    def noted(way: DraftSource) -> Measurement:
         ways.append(way)
         return measure(way)
 
@@ -255,34 +257,34 @@ def asked(candidates: TuningGrid, measure: Callable[[DraftSource], Measured]) ->
 def test_the_three_steps() -> None:
     measure = world()
     found, ways = asked(CANDIDATES, measure)
-    assert found.level == 0.05 and found.levelled
+    assert found.plateau == 0.05 and found.reached_plateau
     assert ways[0] == DraftSource("none") and ways[1:6] == [DraftSource("sparse", 11, s) for s in SPARSITIES]
     best = max((measure(DraftSource("sparse", g, s)) for g in GAMMAS for s in SPARSITIES), key=lambda m: m.rate)
-    assert found.sparse.rate >= 0.98 * best.rate and found.chosen == found.sparse
+    assert found.sparse.rate >= 0.98 * best.rate and found.fastest == found.sparse
     assert len(ways) == len(set(ways)), "nothing is measured twice"
     assert len([way for way in ways if way.drafter == "sparse"]) < len(GAMMAS) * len(SPARSITIES) / 2
 
 
 def test_plain_decoding_and_ngram_may_be_faster() -> None:
     slow, _ = asked(CANDIDATES, world(draft_us=3000.0))
-    assert slow.chosen == slow.ngram and slow.chosen.way.drafter == "ngram"
+    assert slow.fastest == slow.ngram and slow.fastest.source.drafter == "ngram"
 
-    def useless(way: DraftSource) -> Measured:
+    def useless(way: DraftSource) -> Measurement:
         found = world(draft_us=3000.0)(way)
-        return Measured(way, (1.0,) * 4, found.seconds) if way.drafter == "ngram" else found
+        return Measurement(way, (1.0,) * 4, found.seconds) if way.drafter == "ngram" else found
 
     plain, _ = asked(CANDIDATES, useless)
-    assert plain.chosen == plain.plain and plain.sparse.rate < plain.plain.rate
+    assert plain.fastest == plain.plain and plain.sparse.rate < plain.plain.rate
 
 
 @drawn(st.integers(0, 30))
 def test_a_second_start_goes_on_and_finds_the_same(interrupted: int) -> None:
     whole, ways = asked(CANDIDATES, world())
     lines = [world()(way).row() for way in ways[:interrupted]]
-    known = {found.way: found for found in map(Measured.of, lines)}
+    known = {found.source: found for found in map(Measurement.of, lines)}
     measured: list[DraftSource] = []
 
-    def measure(way: DraftSource) -> Measured:
+    def measure(way: DraftSource) -> Measurement:
         if way in known:
             return known[way]
         measured.append(way)
@@ -290,4 +292,4 @@ def test_a_second_start_goes_on_and_finds_the_same(interrupted: int) -> None:
 
     again = run(CANDIDATES, measure)
     assert measured == ways[interrupted:]
-    assert again.chosen.way == whole.chosen.way and math.isclose(again.chosen.rate, whole.chosen.rate)
+    assert again.fastest.source == whole.fastest.source and math.isclose(again.fastest.rate, whole.fastest.rate)

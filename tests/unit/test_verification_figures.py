@@ -42,8 +42,8 @@ def test_tables_set_ours_beside_the_papers() -> None:
     )  # fmt: skip
     assert [line[3:] for line in found["2"][1:]][-1] == ("32.0", "2.75", "2.00")
     assert found["3"][1][0] == "4 x 8 x 128, 0.3" and found["3"][-1][4:] == ("0.28", "3.49")
-    said = " ".join(line[-1] for line in found["4"][1:])
-    assert "gamma 128: naive +9.6 us, ballot +0.0 us" in said and "2.00 x torch's" in said
+    cells = " ".join(line[-1] for line in found["4"][1:])
+    assert "gamma 128: naive +9.6 us, ballot +0.0 us" in cells and "2.00 x torch's" in cells
     assert all(len({len(line) for line in table}) == 1 for table in found.values())
 
 
@@ -52,7 +52,7 @@ def test_what_is_not_recorded_is_a_dash() -> None:
     found = tables(Records(few))
     assert found["1"][1][3:] == ("42.0 / 6.0 / -", "2.0 / - / 1.0", "1.00", "-", "-")
     assert found["2"][1][2:] == ("- / -", "-", "1.06", "-") and found["3"][1][2] == "- / - / 6.0"
-    drawn = figures(Records(few))
-    assert [*drawn] == ["1", "2", "3", "6"]
-    for figure in drawn.values():
+    plotted = figures(Records(few))
+    assert [*plotted] == ["1", "2", "3", "6"]
+    for figure in plotted.values():
         style.plt.close(figure)

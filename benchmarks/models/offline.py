@@ -1,0 +1,31 @@
+"""Serves requests that come all at once, with `schedule.goal` balance and throughput: `helix bench crowds`.
+
+Shapes with random weights over all GPUs, in the layout that `layout=auto` chooses. A crowd is so many requests of one
+length (benchmarks/ranks/offline.py); its seconds are those of all of them. vLLM's seconds for the same crowds come from
+`python -m benchmarks.vllm_crowds`, and stand in the same record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from benchmarks import jobs
+from benchmarks.models.workloads import named
+from benchmarks.runner import BenchContext, Row
+
+MODELS = ("qwen2.5-7b", "llama-3.1-8b", "gpt-oss-20b")
+GOALS = ("balance", "throughput")
+
+
+def cases(ctx: BenchContext) -> list[tuple[str, str]]:
+    """A job for each model and goal; on a CPU of the demo model."""
+    models = (ctx.models or MODELS) if ctx.gpu else ["demo"]
+    return [(model, goal) for model in models for goal in (GOALS if ctx.gpu else GOALS[:1])]
+
+
+def measure(ctx: BenchContext, model: str, goal: str) -> Iterator[Row]:
+    """A row for each crowd."""
+    layout = ["layout=auto"] if ctx.gpu else [f"layout.kvp={ctx.ranks}"]
+    for row in jobs.rows([*named(model), *layout, f"schedule.goal={goal}", "bench=serve", "bench.traces=[crowds]"]):
+        columns = {key: value for key, value in row.items() if key != "trace"}
+        yield {"model": model, "engine": "helix", "gpus": ctx.ranks, **columns}

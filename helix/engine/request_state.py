@@ -1,0 +1,147 @@
+"""Requests that wait or run, as rank 0's host knows them, and the part of each in a launched decision."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from helix.engine.block_tables import BlockTable
+from helix.engine.request import Logprobs, Request, RequestUpdate
+from helix.engine.scheduler_output import BlockTableUpdate, NewRequest
+
+
+@dataclass(eq=False, slots=True)
+class RequestState:
+    """A waiting or running request.
+
+    Attributes:
+        order: sort key: priority, then arrival.
+        prompt_tokens: length of the request's prompt.
+        ends: tokens that end it.
+        cached_tokens: prompt tokens that were cached at its first admission.
+        computed: prompt tokens that are cached or computed, as rank 0 has read.
+        drawn: its drawn tokens that rank 0 has read.
+        least, most, likely: bounds and estimate of its tokens in launched decisions that are not read yet.
+        slot: its slot; None while it waits.
+        held: its block table while it runs.
+        tokens: input of its prefill, int32 [n]: the prompt, and the tokens drawn before its admission.
+        prefilled: number of these computed by all launched decisions.
+        reserved: tokens that its pages have room for.
+        ended: it has ended; later tokens are discarded.
+        leased: resumed after a preemption; exempt from another until its pages run out.
+        work: work of its prompt, less what was cached when it began to wait.
+        refused: time at which it first did not fit.
+        room, again: retry once `retry_pages` pages are free, or at time `retry_at`.
+    """
+
+    request: Request
+    order: tuple[int, float, int]
+    tokens: np.ndarray
+    prompt_tokens: int
+    output_token_ids: array[int] = field(default_factory=lambda: array("i"))
+    ends: Collection[int] = ()
+    cached_tokens: int = 0
+    num_confirmed_tokens: int = 0
+    min_new: int = 0
+    max_new: int = 0
+    expected_new: int = 0
+    slot: int | None = None
+    block_table: BlockTable | None = None
+    num_computed_tokens: int = 0
+    reserved: int = 0
+    ended: bool = False
+    preemption_exempt: bool = False
+    first_rejected_at: float | None = None
+    work: int = 0
+    retry_pages: int = 0
+    retry_at: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of prompt and continuation that rank 0 has read."""
+        return self.prompt_tokens + len(self.output_token_ids)
+
+    @property
+    def remaining(self) -> int:
+        """Number of tokens left to draw, after those that rank 0 has read."""
+        return self.request.max_tokens - len(self.output_token_ids)
+
+    @property
+    def max_unscheduled_tokens(self) -> int:
+        """Upper bound of the tokens left to draw, after those of launched decisions."""
+        return self.remaining - self.min_new
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.num_computed_tokens == len(self.tokens) and not self.ended and self.max_unscheduled_tokens > 0
+
+    def record_admission(self, admission: NewRequest, eos: Collection[int]) -> None:
+        """Records the first admission's prefix hit, and which tokens end the request."""
+        self.ends = self.request.sampling.ends(eos)
+        if not admission.num_output_tokens:
+            self.cached_tokens = self.num_confirmed_tokens = admission.num_computed_tokens
+
+    def update(
+        self, new_token_ids: tuple[int, ...] = (), finish_reason: str | None = None, logprobs: tuple[Logprobs, ...] = ()
+    ) -> RequestUpdate:
+        """Returns an update for the client."""
+        done = self.prompt_tokens, self.cached_tokens, self.num_confirmed_tokens
+        return RequestUpdate(self.request.id, *done, new_token_ids, finish_reason, None, logprobs)
+
+    def logprob_token_ids(self, end: int) -> np.ndarray:
+        """Returns the prompt tokens to score in the chunk that ends at `end`: each follows a token of that chunk."""
+        if self.request.sampling.prompt_logprobs is None:
+            return self.tokens[:0]
+        return self.tokens[
+            self.num_computed_tokens + 1 : min(end + 1, self.prompt_tokens - self.request.num_prior_output_tokens)
+        ]
+
+    def token_ids(self) -> np.ndarray:
+        """Returns all tokens that rank 0 has read, int32 [n]."""
+        more = self.num_tokens - len(self.tokens)
+        return np.concatenate((self.tokens, self.output_token_ids[-more:])) if more else self.tokens
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Number of tokens in the cache, after those that rank 0 has read; the next step appends the last one drawn."""
+        return self.num_computed_tokens if self.num_tokens == len(self.tokens) else self.num_tokens - 1
+
+
+@dataclass(eq=False, slots=True)
+class PendingTokens:
+    """Bounds and estimate of the tokens of a sequence in one decision that are not recorded yet."""
+
+    s: RequestState
+    min_new: int = 0
+    max_new: int = 0
+    expected_new: int = 0
+
+    def expect(self, min_new: int, max_new: int, expected_new: int) -> None:
+        """Adds to the bounds and the estimate, here and in the sequence's totals."""
+        for each in (self, self.s):
+            each.min_new, each.max_new, each.expected_new = (
+                each.min_new + min_new,
+                each.max_new + max_new,
+                each.expected_new + expected_new,
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class PendingTableUpdate:
+    """Changed columns `[first, first + count)` of a table, not sent to the ranks yet."""
+
+    s: RequestState
+    block_table: BlockTable
+    first: int
+    count: int
+
+    def to_update(self) -> BlockTableUpdate | None:
+        """Returns the write for the ranks; None if nothing changed or the sequence has left."""
+        if not self.count or self.s.block_table is not self.block_table or self.s.slot is None:
+            return None
+        return BlockTableUpdate(
+            self.s.slot, self.first, self.block_table.pages[self.first : self.first + self.count].copy()
+        )

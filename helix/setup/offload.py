@@ -1,0 +1,173 @@
+"""Construction of a cache in host memory, in sizes that both memories allow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from comm.base import Communicator
+from helix.attention.offloaded import OffloadedAttention
+from helix.attention.policies import budget_of, make_policy
+from helix.config import Config
+from helix.errors import ConfigError
+from helix.kv_placement import KVPlacement
+from helix.layers.specs import AttentionSpec
+from helix.models import DecoderSpec
+from helix.models.decoder import Decoder
+from helix.setup.buffers import PIECE_TOKENS
+from helix.worker.blocks import BlockLayout
+from helix.worker.host_store import HostStore, host_store
+from helix.worker.kv_cache import slot_bytes, snapshot_bytes, with_bounds
+from helix.worker.kv_cache_spec import LISTS, EngineSizes, KVCacheSpec, dtype_name, keys_and_values, token_bytes
+from helix.worker.offloaded_cache import OffloadedCache, OffloadMemory, ring_pages
+
+# FLOPs of a chunk's attention in the time of a byte over the link: a chunk of 4,096 takes 2.4 times as long as fetching
+# its prefix, at Qwen2.5-7B's shape on an H200 with PCIe 5.
+FLOPS_PER_BYTE = 12_000
+
+
+@dataclass(frozen=True)
+class OffloadBytes:
+    """Bytes of a cache in host memory on one rank's GPU.
+
+    Attributes:
+        fixed: bytes of rings, of prompt chunks and of pieces before them.
+        page: bytes per page: its key bounds, and the places of its blocks.
+        resident_block: bytes of one hot place for every KV head, in all layers.
+    """
+
+    fixed: int
+    page: int
+    resident_block: int
+
+
+def offload_bytes(
+    cache_specs: Sequence[tuple[KVCacheSpec, ...]], placement: KVPlacement, sizes: EngineSizes
+) -> OffloadBytes:
+    """Counts the bytes on the GPU, for layers that keep key bounds beside keys and values (`with_bounds`)."""
+    block, page = BlockLayout.of(cache_specs, placement.page_size), placement.page_size
+    page_specs = [k for layer_specs in cache_specs for k in layer_specs if k.per == "page"]
+    heads, layers = block.heads, sum(k.name == "bounds" for k in page_specs)
+    prompts = placement.chunk_pages(sizes.chunk, sizes.slots) + piece_pages(page)
+    rings = layers * sizes.slots * ring_pages(page, sizes.queries)
+    number = torch.int32.itemsize
+    return OffloadBytes(
+        (rings + prompts) * heads * block.bytes + slot_bytes(cache_specs, placement, sizes),
+        sum(k.bytes for k in page_specs) + layers * heads * number,
+        heads * (layers * (block.bytes + 4 * number) + LISTS * 2 * number),
+    )
+
+
+def make_host_snapshots(
+    count: int,
+    cache_specs: Sequence[tuple[KVCacheSpec, ...]],
+    placement: KVPlacement,
+    comm: Communicator,
+    sizes: EngineSizes,
+) -> HostStore:
+    """Creates the host memory of `count` snapshots of states; a collective call.
+
+    Raises:
+        ConfigError: the host cannot pin it.
+    """
+    size = max(snapshot_bytes(cache_specs, placement, sizes), 16)  # of a rank without heads as well
+    return host_store((count, size), torch.uint8, comm, "kv.host_snapshots")
+
+
+def piece_pages(page_size: int) -> int:
+    """Counts the pages of two pieces: one is fetched while the other is read."""
+    return 2 * -(-PIECE_TOKENS // page_size)
+
+
+def make_offloaded_cache(
+    config: Config, model: Decoder, placement: KVPlacement, sizes: EngineSizes, capacity: int, draft_page: int = 0
+) -> OffloadedCache:
+    """Creates a cache with the pages of `sizes`, or as many as both memories allow; a collective call.
+
+    Every page takes host memory, and its key bounds take GPU memory. The rest of the GPU's share holds hot blocks, at
+    least those that the sequences of all slots choose at once.
+
+    Args:
+        capacity: bytes of the GPU available to the cache, if the config has no number.
+        draft_page: bytes of a draft model's page, of which there are as many.
+
+    Raises:
+        ConfigError: either memory is too small, or the host cannot pin it.
+    """
+    kv, spec, comm, dtype = config.kv, model.spec, model.comm, dtype_name(model.weights.dtype)
+    parts = budget_of(config.attention).parts
+    cache_specs = with_bounds(spec.kv_cache_specs(placement.layout, comm.rank, dtype, kv.dtype), dtype, parts)
+    assert kv.offload_host_bytes is not None
+    block = BlockLayout.of(cache_specs, placement.page_size)
+    page_bytes = len(spec.full) * block.heads * block.bytes
+    stripes = placement.stripes
+    on_host = min(comm.all_gather_object(min(int(kv.offload_host_bytes) // page_bytes, sizes.pages)))
+    if on_host == 0:
+        raise ConfigError(
+            f"kv.offload_host_bytes={kv.offload_host_bytes:.0f} holds no page of {page_bytes} bytes: set at least "
+            f"{page_bytes}"
+        )
+    if kv.tokens is not None and on_host < sizes.pages:
+        raise ConfigError(
+            f"kv.tokens={kv.tokens} needs {sizes.pages} pages of {page_bytes} bytes on each rank, but "
+            "kv.offload_host_bytes="
+            f"{kv.offload_host_bytes:.0f} holds {on_host}: set at least {sizes.pages * page_bytes}, or take fewer "
+            "tokens"
+        )
+    longest = min(sizes.length, on_host * stripes.page_tokens)
+    policy = make_policy(config.attention, placement, longest, comm, kv)
+    assert isinstance(policy, OffloadedAttention)
+    size = offload_bytes(cache_specs, placement, sizes)
+    gpu_page_bytes = size.page + draft_page
+    capacity = capacity if kv.offload_gpu_bytes is None else int(kv.offload_gpu_bytes)
+    min_resident = sizes.slots * policy.min_resident_blocks(sizes.drafts)
+    min_bytes = size.fixed + min_resident * size.resident_block
+    pages = min(comm.all_gather_object(min(on_host, (capacity - min_bytes) // gpu_page_bytes)))
+    one = stripes.pages_for(min(longest, stripes.tokens))
+    if pages < one or (kv.tokens is not None and pages < sizes.pages):
+        min_pages = sizes.pages if kv.tokens is not None else one
+        enough = min_bytes + min_pages * gpu_page_bytes
+        share = f"kv.memory_fraction={kv.memory_fraction}" if kv.offload_gpu_bytes is None else "kv.offload_gpu_bytes"
+        raise ConfigError(
+            f"{share} gives {capacity} bytes of the GPU, but what decode.max_batch={sizes.slots} sequences choose in a "
+            f"step, prompts in chunks of {sizes.chunk} and {min_pages} pages take {enough}: set at least "
+            "that, or decode.max_batch, attention.num_blocks or attention.from_tokens lower"
+        )
+    num_resident = (capacity - size.fixed - pages * gpu_page_bytes) // size.resident_block
+    memory = OffloadMemory(
+        host_store((len(spec.full), pages * block.heads, block.words), torch.int32, comm),
+        min(num_resident, max(pages, min_resident)),
+        piece_pages(placement.page_size),
+        make_host_snapshots(kv.host_snapshots, cache_specs, placement, comm, sizes) if kv.host_snapshots else None,
+    )
+    cache = OffloadedCache(cache_specs, placement, replace(sizes, pages=pages), comm.device, memory)
+    page_limits = (int(kv.offload_host_bytes) // page_bytes, (capacity - min_bytes) // gpu_page_bytes)
+    on_host, on_gpu = (min(comm.all_gather_object(pages)) * stripes.page_tokens for pages in page_limits)
+    cache.remedy = (
+        f"kv.offload_host_bytes={kv.offload_host_bytes:.0f} has room for {on_host} tokens, the GPU's share of "
+        f"{capacity} bytes for "
+        f"{on_gpu}: raise the lesser, or use a larger layout.kvp"
+    )
+    return cache
+
+
+def min_chunk(spec: DecoderSpec, dtype: str, kv: str) -> int:
+    """Computes the tokens of a prompt chunk whose attention takes as long as fetching the tokens before it."""
+    mixer = spec.attention
+    assert isinstance(mixer, AttentionSpec), "latents are not kept in host memory"
+    group, width = mixer.q_heads / mixer.kv_heads, mixer.head_dim
+    number = token_bytes(keys_and_values(1, width, dtype, kv, None)) / (2 * width)  # bytes
+    return math.ceil(FLOPS_PER_BYTE * number / (2 * group))
+
+
+def short_chunk_warning(spec: DecoderSpec, dtype: str, kv: str, chunk: int) -> str | None:
+    """Returns a warning if chunks are so short that prompts wait for the link with this kv.dtype; else None."""
+    if chunk >= (needed := min_chunk(spec, dtype, kv)):
+        return None
+    return (
+        f"warning: prompts in chunks of {chunk:,} tokens wait for what lies before them to come from host memory: with "
+        f"decode.prefill_chunk={needed} or more, computing takes as long"
+    )

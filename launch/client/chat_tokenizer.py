@@ -1,0 +1,412 @@
+"""A checkpoint's tokenizer and chat template: conversion of texts and conversations to token ids, and back."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from helix.files import read_json, read_text
+from helix.sampling_params import OPTIONS
+from helix.tokenizer import Tokenizer, load_tokenizer
+from launch.client.chat_template import choose, names, render, variables
+from launch.client.errors import ApiError
+from launch.client.schemas import ChatMessage, Completion, Conversation, Tool, parse_body
+
+CACHE_BYTES = 1 << 28  # of cached segments and their ids, 4 bytes per token
+MIN_CACHED_CHARS = 64  # characters; shorter segments are not cached
+MAX_CHARS_PER_TOKEN = 16  # characters per token above which a text's tokens are estimated before it is encoded whole
+COUNT_CHARS = 1 << 14  # characters at a time
+# Template variables that requests set by other fields, and functions that templates may call.
+RESERVED_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
+# Arguments of transformers' `apply_chat_template`, which no template of its can read as variables.
+RESERVED_VARIABLES |= {
+    "conversation",
+    "chat_template",
+    "continue_final_message",
+    "tokenize",
+    "padding",
+    "truncation",
+    "max_length",
+}
+RESERVED_VARIABLES |= {"return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "kwargs"}
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # names of an earlier answer's thought
+THINKING_SWITCHES = ("enable_thinking", "thinking")  # variables that turn thinking on and off
+# Texts around special tokens, where tokenizers differ in stripping and prefixing.
+PROBES = ("a b", " a", "a ", "\n\n", "é🙂", "1 23", "")
+
+
+class ChatTokenizer:
+    """Tokenizer of a checkpoint directory; its methods may be called from any thread.
+
+    Args:
+        template: file with the chat template; None: the directory's.
+
+    Attributes:
+        backend: None if the directory has none.
+        added: its added tokens, such as ends of turns, by their texts.
+        special: those of them that are not text.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+
+    def __init__(self, path: str | None, template: str | None = None) -> None:
+        self.backend = load_tokenizer(path)
+        self._token_texts: dict[int, str] = {}  # of single tokens, which log-probabilities tell by the hundred thousand
+        self._segments: OrderedDict[str, np.ndarray] = OrderedDict()
+        self._cached_bytes = 0  # bytes of cached segments
+        self._special: re.Pattern[str] | None = None
+        self.added: dict[str, int] = {}
+        self.special: frozenset[str] = frozenset()
+        self._lock = Lock()
+        if self.backend is not None:
+            if template is not None:
+                self.backend.chat_templates = {"default": read_text(Path(template))}
+            added_tokens = self.backend.added_tokens
+            self.added = {token.content: i for i, token in added_tokens.items()}
+            self.special = frozenset(token.content for token in added_tokens.values() if token.special)
+            longest_first = sorted(self.added, key=len, reverse=True)
+            pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+            self._special = pattern if self._encodes_by_segment(pattern) else None
+
+    @property
+    def has_template(self) -> bool:
+        return bool(self.template)
+
+    @property
+    def template(self) -> str:
+        """The chat template, the default one or the first; empty if there is none."""
+        templates = self.backend.chat_templates if self.backend is not None else {}
+        return templates.get("default") or next(iter(templates.values()), "")
+
+    def encode(self, text: str, limit: int, special: bool = True) -> np.ndarray:
+        """Encodes a text to ids [n] int32; `special` adds the tokenizer's begin and end tokens.
+
+        Raises:
+            ApiError: they are far more than `limit`.
+        """
+        self._check_length(text, limit, "prompt")
+        return self._encode(text, special)
+
+    def decode(self, ids: Sequence[int] | np.ndarray, special: bool = True) -> str:
+        return self._require_backend().decode(ids, skip_special_tokens=not special)
+
+    def token_text(self, token: int) -> str:
+        """Decodes a single token; its number if there is no tokenizer."""
+        if token not in self._token_texts:
+            self._token_texts[token] = self._token_text(token)
+        return self._token_texts[token]
+
+    def _token_text(self, token: int) -> str:
+        if self.backend is None:
+            return str(token)
+        text = self.backend.decode([token])
+        if str(self.backend.id_to_token(token)).startswith("▁"):  # SentencePiece's: a first space is dropped
+            text = self.backend.decode([token, token])[len(text) :]
+        return text
+
+    def token_bytes(self, token: int) -> bytes:
+        """Returns a single token's bytes, which may be a part of a character."""
+        text = self.token_text(token)
+        if "\ufffd" in text:
+            name = str(self._require_backend().id_to_token(token))
+            if found := re.fullmatch("<0x([0-9A-F]{2})>", name):
+                return bytes.fromhex(found[1])
+            letters = _byte_decoder()
+            if all(letter in letters for letter in name):
+                return bytes(letters[letter] for letter in name)
+        return text.encode("utf-8", errors="surrogatepass")
+
+    def encode_chat(self, chat: Conversation, tools: Sequence[Tool] | None, limit: int) -> tuple[np.ndarray, str]:
+        """Encodes a conversation up to the answer: its ids [n] int32 and its text.
+
+        Raises:
+            ApiError: there is no template, or it refuses this conversation, or its ids are far more than `limit`.
+        """
+        tokenizer = self._require_backend()
+        if not self.has_template:
+            raise ApiError(
+                400, "the model has no chat template: continue texts with /v1/completions", code="no_chat_template"
+            )
+        tool_dicts = [tool.model_dump(exclude_none=True) for tool in tools] if tools else None
+
+        try:
+            template = choose(tokenizer.chat_templates, tool_dicts is not None)
+            template_variables, template_names = variables(template), names(template)
+        except Exception as error:  # of jinja2, or of a checkpoint with several templates
+            what = f"the chat template cannot be read: {_one_line(error)}"
+            raise ApiError(400, what, code="no_chat_template") from error
+        if chat.must_call_tool and "tools" not in template_variables:
+            tool_dicts = None  # the answer's form tells of them
+        if tool_dicts and "tools" not in template_variables:
+            raise ApiError(400, "tools are given, and the chat template does not read them", param="tools")
+        more = {"tools": tool_dicts, "documents": None, "add_generation_prompt": chat.adds_generation_prompt}
+        more |= tokenizer.special_tokens | _variables(chat, template_variables - RESERVED_VARIABLES, template_variables)
+
+        def render_messages(conversation: list[dict[str, Any]]) -> str:
+            return render(template, conversation, chat.continue_final_message, more)
+
+        first: Exception | None = None
+        for conversation in _message_variants(
+            chat.message_list, next((name for name in REASONING_FIELDS if name in template_names), REASONING_FIELDS[0])
+        ):
+            try:
+                text = render_messages(conversation)
+                _check_all_calls_rendered(conversation, text, render_messages)
+                break
+            except Exception as error:  # a template is a program, and may raise anything
+                first = first or error
+        else:
+            what = f"the chat template refuses the messages: {_one_line(first or ValueError())}"
+            raise ApiError(400, what, param="messages") from first
+        self._check_length(text, limit, "messages")
+        return self.encode_segments(text), text
+
+    def encode_segments(self, text: str) -> np.ndarray:
+        """Encodes a text with written-out special tokens to ids [n] int32; segments between these are cached."""
+        if self._special is None:
+            return self._encode(text, False)
+        parts, end = [], 0
+        for found in self._special.finditer(text):
+            parts += [self._segment(text[end : found.start()]), _array([self.added[found[0]]])]
+            end = found.end()
+        return np.concatenate([*parts, self._segment(text[end:])])
+
+    def _segment(self, text: str) -> np.ndarray:
+        if len(text) < MIN_CACHED_CHARS:
+            return self._encode(text, False)
+        with self._lock:
+            if (hit := self._segments.get(text)) is not None:
+                self._segments.move_to_end(text)
+                return hit
+        ids = self._encode(text, False)
+        with self._lock:
+            if text not in self._segments:
+                self._segments[text] = ids
+                self._cached_bytes += ids.nbytes + len(text)
+            while self._cached_bytes > CACHE_BYTES:
+                old, evicted_ids = self._segments.popitem(last=False)
+                self._cached_bytes -= evicted_ids.nbytes + len(old)
+        return ids
+
+    def _encode(self, text: str, special: bool) -> np.ndarray:
+        return _array(self._require_backend().encode(text, special))
+
+    def _encodes_by_segment(self, pattern: re.Pattern[str]) -> bool:
+        """Returns whether segments between special tokens, encoded separately, have the ids of the whole text."""
+        texts = [f"{a}{token}{b}" for token in self.added for a in PROBES for b in PROBES[:4]]
+        texts.append("".join(f"{token}{a}" for token in self.added for a in PROBES))
+        self._special = pattern
+        split = [self.encode_segments(text) for text in texts]
+        self._special = None
+        return all(np.array_equal(a, self.encode_segments(t)) for a, t in zip(split, texts, strict=True))
+
+    def _check_length(self, text: str, limit: int, param: str) -> None:
+        """Refuses a text that is far too long after encoding a part of it: 64 MiB would take a minute, and gigabytes.
+
+        Encoding in pieces changes the number of tokens, but not by a factor of two.
+        """
+        if len(text) <= MAX_CHARS_PER_TOKEN * limit:
+            return
+        count = 0
+        for begin in range(0, len(text), COUNT_CHARS):
+            count += len(self._encode(text[begin : begin + COUNT_CHARS], False))
+            if count > 2 * limit:
+                what = (
+                    f"the prompt's {len(text)} characters are more than {count} tokens, and there is room for {limit}"
+                )
+                raise ApiError(400, what, param=param, code="context_length_exceeded")
+
+    def _require_backend(self) -> Tokenizer:
+        if self.backend is None:
+            raise ApiError(400, "the model has no tokenizer: give prompts as token ids", code="no_tokenizer")
+        return self.backend
+
+
+def read_defaults(path: str | None) -> dict[str, Any]:
+    """Reads a checkpoint's sampling defaults from `generation_config.json`.
+
+    Raises:
+        ValueError: it cannot be read, or a value is not valid in a request either.
+    """
+    file = None if path is None else Path(path) / "generation_config.json"
+    content = read_json(file) if file is not None and file.exists() else {}
+    names = (name for name, option in OPTIONS.items() if option.from_checkpoint)
+    found = {name: content[name] for name in names if content.get(name) is not None}
+    try:
+        parse_body(Completion, json.dumps({"prompt": ""} | found).encode())
+    except ApiError as error:
+        raise ValueError(f"{file}: {error.message}") from error
+    return found
+
+
+def _variables(chat: Conversation, free: frozenset[str], template_variables: frozenset[str]) -> dict[str, Any]:
+    """Collects the template variables that a request sets.
+
+    Args:
+        free: variables that requests may set by name.
+        read: all variables that the template reads.
+
+    Raises:
+        ApiError: 400, the template does not read one of them.
+    """
+    found: dict[str, Any] = dict(chat.chat_template_kwargs or {})
+    if unread := sorted(found.keys() - free):
+        what = f"chat_template_kwargs has {unread[0]!r:.80}, and the chat template's variables are {_names(free)}"
+        raise ApiError(400, what, param="chat_template_kwargs")
+    if chat.documents is not None:
+        if "documents" not in template_variables:
+            raise ApiError(400, "documents are given, and the chat template does not read them", param="documents")
+        found["documents"] = chat.documents
+    if chat.reasoning_effort is not None:
+        names = {name for name in ("reasoning_effort", *THINKING_SWITCHES) if name in free}
+        if not names or "reasoning_effort" in found:
+            twice = "is in chat_template_kwargs too"
+            what = twice if names else f"is given, and the chat template's variables are {_names(free)}"
+            raise ApiError(400, f"reasoning_effort {what}", param="reasoning_effort")
+        effort, switch = chat.reasoning_effort, chat.reasoning_effort != "none"
+        found = {name: effort if name == "reasoning_effort" else switch for name in names} | found
+    return found
+
+
+def _names(names: frozenset[str]) -> str:
+    return ", ".join(sorted(names)) or "none"
+
+
+@lru_cache
+def _byte_decoder() -> dict[str, int]:
+    """Returns the bytes that the letters of byte-level tokens stand for."""
+    # GPT-2's table (openai/gpt-2, encoder.py): printable bytes stand for themselves, the others come after Latin-1.
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+def _one_line(error: Exception) -> str:
+    return f"{' '.join(str(error).split()):.300}"
+
+
+def _message_variants(messages: Sequence[ChatMessage], reasoning_field: str) -> Iterator[list[dict[str, Any]]]:
+    """Yields a conversation in the ways that templates may read calls: most know the first, DeepSeek's do not.
+
+    A message of calls alone has no content, or null, or an empty one; arguments are objects, or texts. gpt-oss's
+    template reads a thought or a text beside a call, and one call of a message; Llama 3's refuses several.
+
+    Args:
+        thought: what the template calls thoughts.
+    """
+    plain = [_to_template_message(message, reasoning_field) for message in messages]
+    yield plain
+    if not any(message.get("tool_calls") for message in plain):
+        return
+    split = _split_parallel_calls(plain)
+    bases = [plain]
+    bases += [
+        _merge_text_into_reasoning(plain, reasoning_field),
+        split,
+        _merge_text_into_reasoning(split, reasoning_field),
+    ]
+    for at, base in enumerate(bases):
+        if base in bases[:at]:
+            continue
+        if at:
+            yield base
+        for way in (base, [_stringify_arguments(message) for message in base]):
+            for content in (None, ""):
+                yield [{"content": content} | message for message in way]
+
+
+def _merge_text_into_reasoning(messages: list[dict[str, Any]], reasoning_field: str) -> list[dict[str, Any]]:
+    """Adds the text of messages with calls to their thoughts."""
+    return [
+        message | {reasoning_field: f"{message[reasoning_field]}\n\n{message['content']}", "content": None}
+        if message.get("tool_calls") and message.get(reasoning_field) and message.get("content")
+        else message
+        for message in messages
+    ]
+
+
+def _split_parallel_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Divides messages with several calls: each call is followed by its result, by id or else in order."""
+    split: list[dict[str, Any]] = []
+    rest = deque(messages)
+    while rest:
+        message = rest.popleft()
+        calls = message.get("tool_calls", ())
+        if len(calls) < 2:
+            split.append(message)
+            continue
+        results: list[dict[str, Any]] = []
+        while rest and rest[0]["role"] == "tool":
+            results.append(rest.popleft())
+        for call in calls:
+            split.append(message | {"tool_calls": [call]})
+            message = {"role": message["role"]}
+            ids = [result.get("tool_call_id") for result in results]
+            if results:
+                split.append(results.pop(ids.index(call.get("id")) if call.get("id") in ids else 0))
+        split += results
+    return split
+
+
+def _check_all_calls_rendered(
+    conversation: list[dict[str, Any]], text: str, render_messages: Callable[[list[dict[str, Any]]], str]
+) -> None:
+    """Raises ValueError if a template has read one call alone of messages with several."""
+    if not any(len(message.get("tool_calls", ())) > 1 for message in conversation):
+        return
+    firsts = [m | {"tool_calls": m["tool_calls"][:1]} if "tool_calls" in m else m for m in conversation]
+    try:
+        lost = render_messages(firsts) == text
+    except Exception:  # it looks at the number of calls, or of results
+        return
+    if lost:
+        raise ValueError("a message has several calls, and it reads the first alone")
+
+
+def _stringify_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """Writes the arguments of a message's calls as texts."""
+    if "tool_calls" not in message:
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        calls.append(call | {"function": call["function"] | {"arguments": arguments}})
+    return message | {"tool_calls": calls}
+
+
+def _to_template_message(message: ChatMessage, reasoning_field: str) -> dict[str, Any]:
+    """Converts a message for templates: content as one text, arguments of calls as objects, and no empty list of calls.
+
+    Args:
+        thought: what the template calls thoughts; clients use any of the names in `REASONING_FIELDS`.
+    """
+    plain = message.model_dump(exclude_none=True)
+    if isinstance(message.content, list):
+        plain["content"] = message.text
+    if not plain.get("tool_calls", True):
+        del plain["tool_calls"]  # templates that ask whether it is there would pass over the text
+    if thoughts := [value for name in REASONING_FIELDS if isinstance(value := plain.get(name), str) and value]:
+        plain = {name: value for name, value in plain.items() if name not in REASONING_FIELDS} | {
+            reasoning_field: thoughts[0]
+        }
+    for call in plain.get("tool_calls", ()):
+        try:
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"].strip() or "{}")
+        except (ValueError, RecursionError):
+            raise ApiError(
+                400, f"arguments of {call['function']['name']!r:.80} are not JSON", param="messages.tool_calls"
+            ) from None
+    return plain
+
+
+def _array(ids: Sequence[int]) -> np.ndarray:
+    return np.asarray(ids, dtype=np.int32)

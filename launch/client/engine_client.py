@@ -1,0 +1,376 @@
+"""The front end's view of the engine: running continuations, over the job that currently serves them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from asyncio import StreamReader, StreamWriter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+
+from helix.engine.request import Request, RequestUpdate
+from launch.client.engine_messages import (
+    Cancel,
+    EngineInfo,
+    Failed,
+    FrameDecoder,
+    MalformedMessage,
+    Message,
+    Queued,
+    Stats,
+    Stop,
+    encode_parts,
+)
+from launch.client.errors import ApiError
+
+PIECE = 1 << 20  # bytes read at a time
+MAX_CRASHES = 2  # crashes of the job during one continuation after which it is taken for the cause
+RETRY_S = {"starting": 10, "restarting": 10, "draining": 30, "failed": 60}
+
+
+class Stage(IntEnum):
+    """A stage of a job's work on a continuation."""
+
+    UNSENT = 0  # no job has it
+    SENT = 1
+    QUEUED = 2  # read by the job
+    ADMITTED = 3
+    RUNNING = 4  # part of it has been computed
+
+
+class Generation:
+    """A running continuation.
+
+    Attributes:
+        request: as the ranks get it.
+        group: identity shared by all continuations of one request of a client.
+        name: the request's id in the log.
+        output_token_ids: token ids so far.
+        logprobs: those of each token, if requested.
+        prompt_logprobs: prompt tokens after the first, if requested: ids and log-probabilities [n - 1, width], the
+            token's own and those of the most likely ones.
+        finish_reason, reason: see `RequestUpdate`; set once it has ended.
+        num_cached_tokens: prompt tokens found in the cache; None until known.
+        progress: prompt tokens done; None until it is admitted.
+        stage: its stage in the current job.
+        crashes: crashes of the job during this continuation, which it may have caused.
+        admitted_time: time of its admission, once it is admitted.
+        first_token_time: time of its first token, by the monotonic clock; None until it has one.
+    """
+
+    def __init__(self, request: Request, group: object, name: str, on_update: Callable[[], None]) -> None:
+        self.request = request
+        self.group = group
+        self.name = name
+        self.on_update = on_update
+        self.output_token_ids: list[int] = []
+        self.logprobs: list[Any] = []
+        self.prompt_logprobs: tuple[np.ndarray, np.ndarray] | None = None
+        self.finish_reason: str | None = None
+        self.reason: str | None = None
+        self.num_cached_tokens: int | None = None
+        self.progress: int | None = None
+        self.stage = Stage.SENT
+        self.crashes = 0
+        self.arrival_time = time.monotonic()
+        self.admitted_time = self.arrival_time
+        self.first_token_time: float | None = None
+        self.last_token_time = self.arrival_time  # time of its last tokens
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it has not been admitted yet."""
+        return self.progress is None and not self.output_token_ids
+
+    def set_prompt_logprobs(self, begin: int, ids: np.ndarray, values: np.ndarray) -> None:
+        """Sets the log-probabilities of prompt tokens from position `begin` on; shapes as in `scored`."""
+        if self.prompt_logprobs is None:
+            shape = len(self.request.prompt) - 1, ids.shape[1]
+            self.prompt_logprobs = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
+        for whole, part in zip(self.prompt_logprobs, (ids, values), strict=True):
+            whole[begin - 1 : begin - 1 + len(part)] = part
+
+    def end(self, finish_reason: str, reason: str | None = None) -> None:
+        self.finish_reason, self.reason = finish_reason, reason
+        self.on_update()
+
+
+class Observer:
+    """Listener to what becomes of continuations; this one does nothing."""
+
+    def on_submit(self, generation: Generation) -> None:
+        """Takes note that a continuation was submitted."""
+
+    def on_admit(self, generation: Generation) -> None:
+        """Takes note that it was admitted."""
+
+    def on_tokens(self, generation: Generation, count: int, now: float) -> None:
+        """Takes note of the number of tokens drawn for it, before it has them."""
+
+    def on_finish(self, generation: Generation, finish_reason: str) -> None:
+        """Takes note that it has ended."""
+
+    def on_stats(self, before: Mapping[str, float], stats: Mapping[str, float]) -> None:
+        """Takes note of gauges and counters of the job; `before` are the last ones."""
+
+    def on_restart(self) -> None:
+        """Takes note that the job is started again."""
+
+
+class EngineClient:
+    """Registry of running continuations, and their connection to a job; it outlives jobs.
+
+    Attributes:
+        draining: whether new continuations are refused because the server is ending.
+        on_engine_info: called in a thread with the first job's `EngineInfo`, before the core is ready.
+        ready: the job's `EngineInfo` message, once the first job has sent it.
+        stats: the job's last gauges and counters.
+        observer: hears of all continuations.
+    """
+
+    def __init__(self, max_waiting: int, observer: Observer | None = None) -> None:
+        self._state, self._why = "starting", "the model is being loaded"
+        self.draining = False
+        self.on_engine_info: Callable[[EngineInfo], None] = lambda engine_info: None
+        self.engine_info: EngineInfo | None = None
+        self.generations: dict[str | int, Generation] = {}
+        self.stats: dict[str, float] = {}
+        self.observer = observer or Observer()
+        self._max_waiting = max_waiting
+        self._next_ids = itertools.count(1)
+        self._writer: StreamWriter | None = None
+        self._ready_event = asyncio.Event()
+
+    @property
+    def state(self) -> str:
+        """The state: starting, ready, restarting, draining or failed."""
+        return "draining" if self.draining else self._state
+
+    @property
+    def why(self) -> str:
+        """The reason for a state other than ready."""
+        return "the server is ending" if self.draining else self._why
+
+    @property
+    def connected(self) -> bool:
+        return self._writer is not None
+
+    @property
+    def running(self) -> int:
+        """The number of requests that have not ended; several continuations may be of one."""
+        return len({generation.group for generation in self.generations.values()})
+
+    @property
+    def waiting(self) -> int:
+        return sum(generation.is_waiting for generation in self.generations.values())
+
+    def refuse_unless_ready(self) -> EngineInfo:
+        """Returns the job's `EngineInfo` message.
+
+        Raises:
+            ApiError: 503, with the state and its reason.
+        """
+        if self.state != "ready" or self.engine_info is None:
+            raise ApiError(503, f"{self.state}: {self.why}", code=self.state, retry_s=RETRY_S.get(self.state, 10))
+        return self.engine_info
+
+    async def wait_ready(self) -> EngineInfo:
+        """Waits for the first job to be ready; returns its message."""
+        await self._ready_event.wait()
+        assert self.engine_info is not None
+        return self.engine_info
+
+    def start(self, requests: Sequence[Request], on_update: Callable[[], None], name: str = "") -> list[Generation]:
+        """Submits continuations to the job, all of them or none; sets their `id`.
+
+        Args:
+            name: the request's id in the log.
+
+        Raises:
+            ApiError: 503 or 429; 400 if one is too large for a frame.
+        """
+        self.refuse_unless_ready()
+        # All are counted first: to see who of many waits takes long.
+        if len(self.generations) + len(requests) > self._max_waiting < self.waiting + len(requests):
+            raise ApiError(
+                429,
+                f"{self.waiting} requests wait, {self._max_waiting} (serve.max_queue) may: try again later",
+                code="queue_full",
+                retry_s=5,
+            )
+        group = object()
+        generations = [
+            Generation(replace(request, id=next(self._next_ids)), group, name, on_update) for request in requests
+        ]
+        try:
+            frames = [encode_parts(generation.request) for generation in generations]
+        except ValueError as error:
+            raise ApiError(400, str(error), code="too_large") from error
+        for generation, frame in zip(generations, frames, strict=True):
+            self.generations[generation.request.id] = generation
+            self.observer.on_submit(generation)
+            self._write(frame)
+        return generations
+
+    def abort(self, generation: Generation, finish_reason: str = "abort") -> None:
+        """Cancels a continuation with the given finish reason; does nothing if it has ended."""
+        if generation.request.id in self.generations:
+            self._finish(generation, finish_reason, None)
+            self._send(Cancel(int(generation.request.id)))
+
+    def stop(self) -> None:
+        """Tells the job to end."""
+        self._send(Stop())
+
+    async def serve(self, reader: StreamReader, writer: StreamWriter) -> str:
+        """Exchanges messages with a job until its connection ends; resubmits running continuations when it is ready.
+
+        Returns:
+            The reason of its end, if known.
+
+        Raises:
+            ValueError: the model's tokenizer or other files cannot be read.
+        """
+        decoder = FrameDecoder()
+        why = ""
+        try:
+            while data := await reader.read(PIECE):
+                try:
+                    messages = decoder.feed(data)
+                except ValueError as error:
+                    return f"the ranks sent data that is {error}"
+                for message in messages:
+                    if isinstance(message, Failed):
+                        why = f"the ranks failed: {message.reason}"
+                    elif not isinstance(message, EngineInfo):
+                        self._handle_message(message)
+                    else:
+                        if self.engine_info is None:
+                            await asyncio.to_thread(self.on_engine_info, message)
+                        self._resubmit(message, writer)
+        except ConnectionError:
+            pass
+        finally:
+            self._writer = None
+            if self._state == "ready":
+                self._state, self._why = "restarting", why or "the connection to the ranks ended"
+            writer.close()
+        return why
+
+    def on_job_lost(self, why: str) -> Generation | None:
+        """Handles the end of a job that had, or may have had, work.
+
+        If only one request was being read or begun with, it is the likely cause and is not retried. Requests that
+        waited for admission are not to blame, and none is for a job that ended before it had them.
+
+        Returns:
+            A continuation of the request that was given up.
+        """
+        self._state, self._why = "restarting", why
+        given_up = self._fail_suspects(why)
+        for generation in self.generations.values():
+            generation.stage = Stage.UNSENT
+        return given_up
+
+    def _fail_suspects(self, why: str) -> Generation | None:
+        """Ends the requests that may have ended a job; returns a continuation of the one that has."""
+        new: dict[object, Generation] = {}
+        for generation in self.generations.values():
+            if generation.stage in (Stage.SENT, Stage.ADMITTED):
+                new.setdefault(generation.group, generation)
+        if len(new) == 1:
+            ((group, given_up),) = new.items()
+            for generation in [generation for generation in self.generations.values() if generation.group == group]:
+                self._finish(generation, "error", f"the engine failed when it began with this request: {why}")
+            return given_up
+        for generation in [one for one in self.generations.values() if one.stage not in (Stage.UNSENT, Stage.QUEUED)]:
+            generation.crashes += 1
+            if generation.crashes >= MAX_CRASHES:
+                self._finish(
+                    generation, "error", f"the engine failed {MAX_CRASHES} times while it worked on this request: {why}"
+                )
+        return None
+
+    def fail(self, why: str) -> None:
+        """Ends all continuations with an error: no job will come back."""
+        self._state, self._why = "failed", why
+        for generation in [*self.generations.values()]:
+            self._finish(generation, "error", why)
+
+    def _resubmit(self, engine_info: EngineInfo, writer: StreamWriter) -> None:
+        self.engine_info = engine_info
+        self._writer = writer
+        self._state, self._why = "ready", ""
+        self._ready_event.set()
+        for generation in self.generations.values():
+            generation.stage = Stage.SENT
+            # Continues as if uninterrupted: draws depend only on seed and position.
+            before, drawn = generation.request, len(generation.output_token_ids)
+            ids = np.concatenate([before.prompt, np.asarray(generation.output_token_ids, dtype=np.int32)])
+            self._send(replace(before, prompt=ids, num_prior_output_tokens=drawn, max_tokens=before.max_tokens - drawn))
+
+    def _handle_message(self, message: Message) -> None:
+        if isinstance(message, Stats):
+            self.observer.on_stats(self.stats, message.values)
+            self.stats = message.values
+        elif isinstance(message, MalformedMessage | Queued | RequestUpdate) and message.id in self.generations:
+            generation = self.generations[message.id]
+            if isinstance(message, MalformedMessage):
+                self._finish(generation, "error", f"a message of the ranks is malformed: {message.reason}")
+                self._send(Cancel(message.id))
+            elif isinstance(message, Queued):
+                generation.stage = Stage.QUEUED
+            else:
+                self._handle_update(generation, message)
+
+    def _handle_update(self, generation: Generation, update: RequestUpdate) -> None:
+        if (part := update.prompt_logprobs) is not None:
+            generation.set_prompt_logprobs(part.begin, part.ids, part.values)
+            return
+        generation.num_cached_tokens = (
+            update.cached_tokens if generation.num_cached_tokens is None else generation.num_cached_tokens
+        )
+        if update.new_token_ids or update.finish_reason is not None:
+            self._append_tokens(generation, update.new_token_ids)
+            generation.logprobs += update.logprobs
+            if update.finish_reason is not None:
+                self._finish(generation, update.finish_reason, update.reason)
+        else:
+            self._mark_admitted(generation)
+            generation.stage = Stage.ADMITTED if generation.stage < Stage.ADMITTED else Stage.RUNNING
+            generation.progress = update.num_computed_tokens
+        generation.on_update()
+
+    def _mark_admitted(self, generation: Generation) -> None:
+        if generation.is_waiting:
+            generation.admitted_time = time.monotonic()
+            self.observer.on_admit(generation)
+
+    def _append_tokens(self, generation: Generation, tokens: Sequence[int]) -> None:
+        """Adds tokens that a continuation has drawn."""
+        if tokens:
+            now = time.monotonic()
+            self._mark_admitted(generation)
+            generation.first_token_time = generation.first_token_time or now
+            self.observer.on_tokens(generation, len(tokens), now)
+            generation.last_token_time = now
+        generation.stage = Stage.RUNNING
+        generation.output_token_ids += tokens
+        generation.progress = len(generation.request.prompt)
+
+    def _finish(self, generation: Generation, finish_reason: str, reason: str | None) -> None:
+        self.generations.pop(generation.request.id, None)
+        self.observer.on_finish(generation, finish_reason)
+        generation.end(finish_reason, reason)
+
+    def _send(self, message: Message) -> None:
+        self._write(encode_parts(message))
+
+    def _write(self, frame: tuple[bytes, memoryview]) -> None:
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.writelines(frame)

@@ -1,0 +1,87 @@
+"""Layers around all routes: request ids, a log with one line a request, and CORS."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from launch.client.answer import Answer
+
+ID = re.compile(r"[\x21-\x7e]{1,128}")  # ids of clients that are taken over: one word
+PROBES = ("/health", "/livez", "/metrics", "/v1/loads")  # they come every few seconds, and are not logged
+MAX_PATH = 200  # characters of a path in the log
+EXPOSED = ("x-request-id", "x-ignored-fields", "retry-after")  # headers that pages of other origins may read
+
+
+@dataclass
+class RequestLog:
+    """A request as the log tells it.
+
+    Attributes:
+        answer: the answer to a request for continuations.
+    """
+
+    id: str
+    status: int = 0
+    answer: Answer | None = None
+    start_time: float = field(default_factory=time.monotonic)
+
+    def line(self, method: str, path: str, owner: str | None) -> str:
+        """Writes the request as words and `key=value`, without its content."""
+        words = [time.strftime("%Y-%m-%dT%H:%M:%S%z"), self.id, owner or "-", method, path[:MAX_PATH], str(self.status)]
+        if self.answer is not None:
+            generations = [choice.generation for choice in self.answer.choices]
+            usage = self.answer.usage()
+            words += [f"in={usage['prompt_tokens']}", f"cached={usage['prompt_tokens_details']['cached_tokens']}"]
+            words += [f"out={usage['completion_tokens']}", f"end={','.join(str(f.finish_reason) for f in generations)}"]
+            if firsts := [
+                generation.first_token_time for generation in generations if generation.first_token_time is not None
+            ]:
+                words.append(f"first={min(firsts) - self.start_time:.3f}s")
+        return " ".join([*words, f"total={time.monotonic() - self.start_time:.3f}s"])
+
+
+class AccessLog:
+    """An ASGI application around another one, which finds the request's `RequestLog` in its state.
+
+    Args:
+        log: called with the line of each answered request.
+    """
+
+    def __init__(self, app: ASGIApp, log: Callable[[str], None]) -> None:
+        self._app = app
+        self._log = log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = dict(scope["headers"])
+        given_id = headers.get(b"x-request-id", b"").decode("latin-1")
+        request_log = RequestLog(given_id if ID.fullmatch(given_id) else uuid.uuid4().hex)
+        state = scope.setdefault("state", {})
+        state["request_log"] = request_log
+
+        async def sent(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                request_log.status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", request_log.id.encode())]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, sent)
+        finally:
+            path = scope["raw_path"].partition(b"?")[0].decode("latin-1")  # percent-encoded: one word
+            if path not in PROBES:
+                self._log(request_log.line(scope["method"], path, state.get("owner")))
+
+
+def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """Lets pages of these origins use an application; `*` stands for all."""
+    if not origins:
+        return app
+    methods = ["GET", "POST"]
+    return CORSMiddleware(app, origins, methods, allow_headers=["*"], expose_headers=EXPOSED)

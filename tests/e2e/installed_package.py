@@ -1,0 +1,91 @@
+"""Environments in which Helix is installed beside packages of others with the names of ours, and notebooks in them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+from threading import Timer
+from typing import Any
+
+from jupyter_client.kernelspec import KernelSpec
+from jupyter_client.manager import KernelManager
+
+from tests.e2e.command_line import ROOT, Job
+
+# The version that transformers takes for its own, and a module that has whatever transformers imports of it.
+KERNELS = {
+    "kernels-0.16.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: kernels\nVersion: 0.16.0\n",
+    "kernels/__init__.py": "own = True\ndef __getattr__(name):\n    return name\n",
+}
+
+
+def install(directory: Path, editable: bool) -> Path:
+    """Makes an environment with Helix and a package `kernels`, which sees this one's other packages, among them `comm`.
+
+    It needs no network.
+
+    Returns:
+        The folder of its programs.
+    """
+    environment = directory / "environment"
+    build = f"from hatchling import build; build.build_{'editable' if editable else 'wheel'}({str(directory)!r})"
+    subprocess.run([sys.executable, "-c", build], cwd=ROOT, check=True)
+    (wheel,) = directory.glob("*.whl")
+    venv.create(environment, symlinks=True)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", f"--python={environment}", "install", "--quiet"]
+    subprocess.run([*pip, "--no-deps", "--no-index", "--no-compile", str(wheel)], check=True)
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(environment)}))
+    for file, text in KERNELS.items():
+        (packages / file).parent.mkdir()
+        (packages / file).write_text(text)
+    others = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    (packages / "0.pth").write_text("".join(f"{path}\n" for path in others))
+    return environment / "bin"
+
+
+def job(programs: Path, directory: Path, *words: str, program: str = "helix", log: Path | None = None) -> Job:
+    """Runs a program of an environment in a directory, whose log is there unless another is given."""
+    command = ["env", "-u", "PYTHONPATH", "-C", str(directory), str(programs / program)]
+    return Job(command, *words, log=log or directory / "log")
+
+
+class Kernel(KernelManager):
+    kernel_spec: Any = None  # there, a property that looks for one which is installed
+
+
+class Notebook:
+    """A kernel of Jupyter that starts in a directory, with the Python of a folder of programs."""
+
+    def __init__(self, programs: Path, directory: Path) -> None:
+        self._kernel = Kernel()
+        command = [str(programs / "python"), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        self._kernel.kernel_spec = KernelSpec(argv=command, language="python")
+        self._kernel.start_kernel(cwd=str(directory))
+        self._client = self._kernel.blocking_client()
+        self._client.start_channels()
+        self._client.wait_for_ready(120)
+
+    def run(self, cell: str, interrupted: bool = False) -> str:
+        """Runs a cell, and interrupts it once it has printed something.
+
+        Returns:
+            What it printed, then its error.
+        """
+        output = ""
+
+        def hear(message: dict[str, dict[str, str]]) -> None:
+            nonlocal output
+            if message["content"].get("name") == "stdout":
+                output += message["content"]["text"]
+                if interrupted:
+                    Timer(0.5, self._kernel.interrupt_kernel).start()
+
+        reply = self._client.execute_interactive(cell, timeout=200, output_hook=hear)["content"]
+        return output + (f"{reply['ename']}: {reply['evalue']}" if reply["status"] == "error" else "")
+
+    def close(self) -> None:
+        self._client.stop_channels()
+        self._kernel.shutdown_kernel()

@@ -1,0 +1,231 @@
+"""Answers that have to be calls: whatever is drawn, it is calls of the tools, in the words of the model's family."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Tokenizer
+
+from launch.answers.chat_formats import CHAT_FORMATS, JsonCallParser, Parser, assistant_turn, required_call_format
+from launch.answers.grammar_matcher import GrammarMatcher, GrammarMatcherFactory
+from launch.answers.grammars import StructuredOutput, structured_output_grammar, tool_call_grammar
+from tests.e2e.checkpoints import DEMO
+from tests.serving.transcripts import BY_NAME, KNOWN, TOOLS, TRANSCRIPTS, text_of, validated
+
+EOS = 0
+MARK = re.compile(r"<[｜|/\w][^<>\n=]*>|\[/?[A-Z_]{4,}\]")  # texts that are tokens of a family
+Parameters = dict[str, Any] | None
+CLOSED = {"type": "object", "additionalProperties": False}
+
+
+def tool(name: str, parameters: Parameters) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+STRICT = KNOWN["strict"]
+WITH_CALLS = [dialect.name for dialect in CHAT_FORMATS if dialect.calls is not None]
+SEEDS = range(30)
+
+
+@cache
+def tokenizer_of(name: str) -> tuple[Tokenizer, dict[str, int]]:
+    """The demo model's, with the tokens of a family; Qwen's are not special, all others' are."""
+    dialect = BY_NAME[name]
+    calls = [] if dialect.calls is None else [dialect.calls.call, dialect.calls.before, dialect.calls.after]
+    marks = MARK.findall(" ".join([*calls, *(dialect.thinking_marks or ()), dialect.content_prefix]))
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    tokenizer.add_tokens([AddedToken(mark, special="qwen" not in name) for mark in dict.fromkeys(marks)])
+    return tokenizer, {mark: tokenizer.token_to_id(mark) for mark in marks}
+
+
+@cache
+def grammars_of(name: str) -> GrammarMatcherFactory:
+    tokenizer, _ = tokenizer_of(name)
+    with TemporaryDirectory() as directory:
+        tokenizer.save(str(path := Path(directory, "tokenizer.json")))
+        return GrammarMatcherFactory(path, tokenizer.get_vocab_size(), [EOS])
+
+
+def grammar_of(name: str, tools: list[dict[str, Any]], many: bool = True, prompt: str = "") -> str:
+    dialect = BY_NAME[name]
+    turn = assistant_turn(dialect.template, prompt)
+    return json.dumps(
+        {"grammars": tool_call_grammar(dialect, validated(tools), many, turn, tokenizer_of(name)[1], [EOS])}
+    )
+
+
+def allowed(grammar: GrammarMatcher) -> np.ndarray:
+    return np.flatnonzero(np.unpackbits(grammar.token_bitmask().view(np.uint8), bitorder="little"))
+
+
+def walk(name: str, grammar: GrammarMatcher, seed: int, max_tokens: int = 300) -> str | None:
+    """A random answer; None where it comes to no end."""
+    tokenizer, marks = tokenizer_of(name)
+    thought = BY_NAME[name].thinking_marks
+    close = marks[thought[1]] if thought is not None else EOS
+    rng, output_token_ids = random.Random(seed), list[int]()
+    while (may := allowed(grammar)).tolist() != [EOS]:
+        if len(output_token_ids) == max_tokens:
+            return None
+        # A thought ends after some tokens, and an answer where it can, every other time.
+        ends = [token for token in (close, EOS) if token in may and rng.random() < 0.5]
+        if ends == [EOS]:
+            break
+        output_token_ids.append(ends[0] if ends else int(rng.choice(may[may != EOS])))
+        grammar.accept_token(output_token_ids[-1])
+    return str(tokenizer.decode(output_token_ids, skip_special_tokens=False))
+
+
+def walks(name: str, grammar: str) -> list[str]:
+    """Random answers that come to an end."""
+    found = [walk(name, grammars_of(name).create_matcher(grammar), seed) for seed in SEEDS]
+    return [answer for answer in found if answer is not None]
+
+
+def read(parser: Parser | JsonCallParser, answer: str) -> tuple[str, list[tuple[Any, Any]]]:
+    """Content and calls of an answer in two pieces."""
+    parts = [*parser.feed(answer[:9]), *parser.feed(answer[9:]), *parser.finish()]
+    calls = [(part.name, json.loads(part.text)) for part in parts if part.kind == "call"]
+    assert len(calls) == parser.calls
+    return text_of(parts, "content"), calls
+
+
+def fits(name: str, arguments: dict[str, Any]) -> bool:
+    match name:
+        case "get_weather":
+            days = arguments.get("days", 0)
+            return arguments["city"] in ("Paris", "São Paulo") and arguments.keys() <= {"city", "days"} and days <= 9
+        case "set.note-1":
+            return arguments.keys() == {"text", "keys"} and all(isinstance(key, bool) for key in arguments["keys"])
+    return name == "now" and arguments == {}
+
+
+@pytest.mark.parametrize("name", WITH_CALLS)
+@pytest.mark.parametrize("inside", [False, True], ids=["", "inside a thought"])
+def test_any_walk_is_calls_that_the_parser_reads(name: str, inside: bool) -> None:
+    dialect = BY_NAME[name]
+    assert dialect.calls is not None
+    if inside and dialect.thinking_marks is None:
+        return
+    prompt = dialect.template["start_anchor"] + (
+        dialect.thinking_marks[0] + "\n" if inside and dialect.thinking_marks else ""
+    )
+    turn, numbers = assistant_turn(dialect.template, prompt), set()
+    for many in (False, True):
+        for answer in walks(name, grammar_of(name, STRICT, many, prompt)):
+            content, called = read(Parser(dialect.template, turn, validated(STRICT)), answer)
+            assert content == "" and called and (many or len(called) == 1), answer
+            assert all(fits(*call) for call in called), answer
+            numbers.add(len(called))
+    assert 1 in numbers and (dialect.calls.between is None or len(numbers) > 1), "several calls, where there can be"
+
+
+@pytest.mark.parametrize("base", [None, "thinking"])
+@pytest.mark.parametrize("function", [None, "set.note-1"])
+def test_any_walk_of_plain_json_is_calls(base: str | None, function: str | None) -> None:
+    """Behind a thought or none, of one function that is named or of any."""
+    spoken = required_call_format(None if base is None else BY_NAME[base], function is not None)
+    tools = [one for one in STRICT if function in (None, one["function"]["name"])]
+    numbers = set()
+    for many in (False, True):
+        parts = tool_call_grammar(spoken, validated(tools), many, "", tokenizer_of("thinking")[1], [EOS])
+        for answer in walks("thinking", json.dumps({"grammars": parts})):
+            content, called = read(JsonCallParser(spoken.template or None, "", function), answer)
+            assert content == "" and called and (many or len(called) == 1), answer
+            assert all(fits(*call) for call in called), answer
+            numbers.add(len(called))
+    assert 1 in numbers and (function is not None or len(numbers) > 1)
+
+
+COLOURS = {"$defs": {"colour": {"type": "string", "enum": ["red", "1"]}}}
+
+
+@pytest.mark.parametrize("name", WITH_CALLS)
+@pytest.mark.parametrize("row", KNOWN["schemas"])
+def test_arguments_are_what_their_schema_says(name: str, row: dict[str, Any]) -> None:
+    tools = [tool("f", {"properties": {"x": row["schema"]}, "required": ["x"]} | CLOSED | COLOURS)]
+    found = set[str]()
+    for answer in walks(name, grammar_of(name, tools, many=False)):
+        _, ((_, arguments),) = read(Parser(BY_NAME[name].template, "", validated(tools)), answer)
+        assert list(arguments) == ["x"], answer
+        found.add(json.dumps(arguments["x"]))
+    assert found and found <= {json.dumps(one) for one in row["values"]}
+
+
+@pytest.mark.parametrize("name", [dialect.name for dialect in CHAT_FORMATS if dialect.calls and dialect.calls.argument])
+@pytest.mark.parametrize("listed", [["a", None], [1], []], ids=str)
+def test_a_text_that_lists_other_values_is_any_text(name: str, listed: list[Any]) -> None:
+    def grammar(**more: Any) -> str:
+        parameters = {"type": "object", "properties": {"x": {"type": "string"} | more}, "required": ["x"]}
+        return grammar_of(name, [tool("f", parameters)], many=False)
+
+    assert grammar(enum=listed) == grammar() != grammar(enum=["a"])
+
+
+@pytest.mark.parametrize("name", [dialect.name for dialect in CHAT_FORMATS if dialect.thinking_marks is not None])
+@pytest.mark.parametrize("inside", [False, True], ids=["", "inside a thought"])
+def test_a_form_begins_behind_a_thought(name: str, inside: bool) -> None:
+    """Thoughts are free; the answer is the form alone, in the family's own marks."""
+    dialect = BY_NAME[name]
+    assert dialect.thinking_marks is not None
+    turn = dialect.thinking_marks[0] + "\n" if inside else ""
+    parts = structured_output_grammar(
+        StructuredOutput("x", "choice", ["Yes", "No"]), tokenizer_of(name)[1], (), [EOS], dialect, turn
+    )
+    thoughts = set()
+    for answer in walks(name, json.dumps({"grammars": parts})):
+        content, _ = read(Parser(dialect.template, turn, []), answer)
+        assert content in ("Yes", "No"), answer
+        thoughts.add(dialect.thinking_marks[1] in answer)
+    assert thoughts == ({True} if inside else {False, True})
+
+
+def test_no_thought_precedes_a_choice_that_begins_as_one() -> None:
+    choices = ["<think> a", "b"]
+    parts = structured_output_grammar(
+        StructuredOutput("x", "choice", choices), tokenizer_of("qwen")[1], (), [EOS], BY_NAME["qwen"]
+    )
+    assert {*walks("qwen", json.dumps({"grammars": parts}))} == {*choices}
+
+
+def test_recorded_calls_are_among_what_may_come() -> None:
+    """Token by token, without what was said before them; some families write calls in several ways."""
+    assert {script.dialect.name for script in TRANSCRIPTS} == {*BY_NAME}, "each family has some"
+    followed = set()
+    for script in TRANSCRIPTS:
+        if not script.calls:
+            continue
+        name = script.dialect.name
+        grammar = grammars_of(name).create_matcher(grammar_of(name, TOOLS, True, script.prompt))
+        alone = re.sub(re.escape(script.content) + r"\s*", "", script.answer) if script.content else script.answer
+        for token in tokenizer_of(name)[0].encode(alone, add_special_tokens=False).ids:
+            if token not in allowed(grammar):
+                break
+            grammar.accept_token(token)
+        else:
+            followed |= {name} if EOS in allowed(grammar) else set()
+    assert followed == {*WITH_CALLS}
+
+
+@pytest.mark.parametrize("name", WITH_CALLS)
+def test_parameters_of_any_kind_are_followed_or_refused(name: str) -> None:
+    """What cannot be followed is named."""
+    with pytest.raises(ValueError, match="nonsense"):
+        grammars_of(name).create_matcher(grammar_of(name, [tool("x", {"properties": {"a": {"type": "nonsense"}}})]))
+    for parameters in (
+        {"properties": 5},
+        {"properties": {"a": 5}, "required": 5},
+        {"properties": {"VALUE": {"type": "integer", "enum": 5}}},
+    ):
+        grammar = grammar_of(name, [tool("ARGUMENTS.NAME", parameters)])
+        with suppress(ValueError):  # which the server tells
+            grammars_of(name).create_matcher(grammar)

@@ -1,0 +1,468 @@
+"""A model of the ranks that carry a scheduler's decisions out, on a clock of its own.
+
+What is launched is computed at once, in order, as a stream does it. Tokens are read later, after `lookahead` further
+decisions. A slot of the cache holds a number made of all tokens up to its own, as keys depend on them: whatever shares
+or copies the wrong page, or reads one that somebody else has written to, is noticed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+
+from helix.config import ScheduleConfig
+from helix.engine.block_tables import BlockTables
+from helix.engine.pages import PagePool
+from helix.engine.prefill_time import PrefillTime
+from helix.engine.prefix import PrefixTree
+from helix.engine.request import Request
+from helix.engine.scheduler import MAX_CHUNK_S, MIN_CHUNK, SchedulePolicy, Scheduler
+from helix.engine.scheduler_output import NewRequest, SchedulerOutput, StepPlan
+from helix.kv_placement import Stripes
+from helix.layout import HelixLayout
+from helix.worker.kv_cache_spec import EngineSizes
+from helix.worker.model_runner import ModelRunner
+
+TOKEN_S = 1e-4  # of a chunk, for a token at the beginning of a context
+STEP_S = 2e-3
+DOUBLING = 500.0
+
+
+def calls_of(work: Callable[[], object]) -> int:
+    """Counts the calls that some work takes: time that no other work on this machine changes."""
+    events: list[str] = []
+    sys.setprofile(lambda frame, event, arg: events.append(event))
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return sum(event in ("call", "c_call") for event in events)
+
+
+def chain(tokens: Iterable[int], cache_salt: Hashable) -> list[int]:
+    """Computes the cache's content for each token: a hash of all tokens up to it."""
+    numbers, last = [], hash(cache_salt) % 997
+    for token in tokens:
+        last = (last * 1_000_003 + token + 1) % (1 << 61)
+        numbers.append(last)
+    return numbers
+
+
+@dataclass(eq=False)
+class SimulatedRequest:
+    """A request, the tokens it has to draw, and its results.
+
+    Attributes:
+        reply: tokens up to the one with which the model stops.
+        times: when each was drawn.
+    """
+
+    request: Request
+    reply: list[int]
+    arrived_at: float
+    drawn: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    admissions: list[NewRequest] = field(default_factory=list)
+    computed: int = 0
+    ended: bool = False
+
+
+@dataclass
+class CountingMatcher:
+    """A grammar whose mask says whose it is and how many tokens it has taken."""
+
+    name: int
+    num_accepted: int = 0
+
+    def token_bitmask(self) -> np.ndarray:
+        return np.array([self.name, self.num_accepted], dtype=np.int32)
+
+    def accept_token(self, token: int) -> None:
+        self.num_accepted += 1
+
+
+@dataclass(eq=False)
+class InFlightBatch:
+    """A decision that is launched, and of its tokens those that are not read.
+
+    Attributes:
+        over: when it has been computed.
+        rows: of the step that the next decision draws, with the drafts that were tried and those that hold.
+    """
+
+    tokens: list[tuple[SimulatedRequest, int, int, float]]
+    work: float = 0.0
+    seconds: float = 0.0
+    finished_at: float = 0.0
+    rows: list[tuple[int, SimulatedRow, int]] | None = None
+
+
+@dataclass(eq=False)
+class SimulatedRow:
+    """A slot on the ranks."""
+
+    served: SimulatedRequest
+    admission: NewRequest
+    table: list[int]
+    chain: list[int]  # of what its cache should hold
+    length: int  # tokens in the cache
+    drawn: int
+
+    @property
+    def guided(self) -> bool:
+        return self.served.request.matcher is not None
+
+
+def runner(
+    sizes: EngineSizes,
+    *,
+    fetches: bool = False,
+    keep_drawn: bool = True,
+    sparse_from: int | None = None,
+    lacking: float = 0.0,
+    chunk_sizes: tuple[int, ...] = (),
+) -> ModelRunner:
+    """What a scheduler reads of a runner."""
+    found = SimpleNamespace(
+        sizes=sizes,
+        cache=SimpleNamespace(remedy="raise kv.tokens", fetches=fetches),
+        drafter=SimpleNamespace(may_lag=not keep_drawn),
+        policy=SimpleNamespace(from_tokens=sparse_from),
+        recomputed_tokens=lacking,
+        chunk_sizes=chunk_sizes,
+    )
+    return cast(ModelRunner, found)
+
+
+class SimulatedEngine:
+    """A scheduler and its ranks.
+
+    Args:
+        pages: of each rank.
+        homes: ranks that own sequences, `max_batch` each.
+        ahead: decisions that are launched before the tokens of one are read.
+        kept: drafts of a step that hold, for each step in turn.
+        options: of the scheduler.
+    """
+
+    def __init__(
+        self,
+        pages: int,
+        *,
+        homes: int = 1,
+        kvp: int = 2,
+        append_block: int = 2,
+        page_size: int = 2,
+        lookahead: int = 1,
+        caching: bool = True,
+        max_batch: int = 4,
+        prefill_chunk: int = 4096,
+        step_s: float = STEP_S,
+        accepted_drafts: Sequence[int] = (0,),
+        drafts: int = 0,
+        **options: Any,
+    ) -> None:
+        self.layout = HelixLayout.create(kvp=kvp)
+        self.stripes = Stripes(self.layout, append_block, page_size)
+        self.times = PrefillTime(DOUBLING)
+        self.times.observe(1.0, TOKEN_S)
+        self.pools = [PagePool(pages) for _ in range(homes)]
+        self.pool = self.pools[0]
+        trees = [PrefixTree(pool, self.stripes, self.times.cost, 1) for pool in self.pools]
+        self.tables = [BlockTables(tree, caching) for tree in trees]
+        plan = StepPlan(drafts, seconds=step_s)
+        given = {
+            key: options.pop(key)
+            for key in ("goal", "decode_share", "patience_s", "lookahead_tokens")
+            if key in options
+        }
+        bounds = {"stall_s": "max_prefill_stall_ms", "run_s": "max_decode_run_ms"}
+        given |= {key: 1e3 * options.pop(name) for name, key in bounds.items() if name in options}
+        schedule = ScheduleConfig(**given)
+        self.scheduler = Scheduler(
+            self.tables,
+            self.times,
+            runner(EngineSizes(max_batch, 0, prefill_chunk, drafts, run_steps=options.pop("run_steps", 8)), **options),
+            schedule,
+            lambda rows, kv_tokens, without: plan,
+        )
+        self.goal = SchedulePolicy(schedule)
+        self.lookahead, self.step_s, self.drafts, self.accepted_drafts = lookahead, step_s, drafts, accepted_drafts
+        self.prefill_chunk, self.max_batch = prefill_chunk, max_batch * homes
+        self.memory = np.full((homes, pages, kvp, page_size), -1, dtype=np.int64)
+        self.rows: dict[int, SimulatedRow] = {}
+        self.served: dict[int, SimulatedRequest] = {}
+        self.in_flight: deque[InFlightBatch] = deque()
+        self.now = self.device_s = self.owed_s = self.paused_s = self.longest_s = 0.0
+        self.steps = self.decisions = 0
+
+    # ---- the caller
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        new: int,
+        stops: int | None = None,
+        priority: int = 0,
+        cache_salt: Hashable = None,
+        guided: bool = False,
+    ) -> int:
+        """Submits a request whose model stops after `stops` tokens; its id. It has to be accepted."""
+        name = len(self.served)
+        grammar = CountingMatcher(name) if guided else None
+        request = Request(name, prompt, new, priority=priority, cache_salt=cache_salt, matcher=grammar)
+        first = chain(prompt, cache_salt)[-1]
+        reply = [(first + 7 * i) % 991 for i in range(min(new, stops or new))]
+        self.served[name] = SimulatedRequest(request, reply, self.now)
+        assert self.scheduler.submit(request, self.now) is None
+        return name
+
+    def abort(self, name: int) -> None:
+        self.served[name].ended |= self.scheduler.end(name) is not None
+
+    def advance(self) -> SchedulerOutput | None:
+        """The next decision, carried out; reads what is due."""
+        decision = self.scheduler.schedule(self.now)
+        if decision is None:
+            assert self.due or not any(not s.ended for s in self.served.values()), "nothing is done for a request"
+        else:
+            self.decisions += 1
+            assert decision.number == self.decisions
+            self.execute(decision)
+        while self.due and (decision is None or len(self.in_flight) > self.lookahead):
+            self.read_tokens()
+        return decision
+
+    def drain(self, max_turns: int = 100_000) -> None:
+        for _ in range(max_turns):
+            read = not self.in_flight
+            if self.advance() is None and read:
+                return
+        raise AssertionError("requests do not end")
+
+    def check_nothing_is_left(self) -> None:
+        assert all(s.ended for s in self.served.values())
+        assert not self.rows and not self.scheduler.running and not self.scheduler.waiting
+        assert sorted(slot for free in self.scheduler._free_slots for slot in free) == list(range(self.max_batch)), (
+            "slots are lost"
+        )
+        for tables in self.tables:
+            pool = tables.pool
+            assert pool.used == 0 and not pool._ref_counts.any(), "references are left"
+            tables.tree.evict(pool.pages)
+            assert pool.free == pool.pages and not pool._cached.any(), "pages are lost"
+
+    @property
+    def due(self) -> bool:
+        """Whether tokens can be read."""
+        return bool(self.in_flight) and (bool(self.in_flight[0].tokens) or self.in_flight[0].rows is None)
+
+    def read_tokens(self) -> None:
+        """Reads the tokens of the first decision under way, as far as they are drawn."""
+        batch = self.in_flight[0]
+        self.now = max(self.now, batch.tokens[-1][-1] if batch.rows is not None else batch.finished_at)
+        tokens, batch.tokens = batch.tokens, []
+        for served, slot, token, came in tokens:
+            noted = self.scheduler.record_token(slot, token)
+            assert (noted is None) == served.ended
+            if noted is None:
+                continue
+            assert noted.request is served.request and token == served.reply[len(served.drawn)]
+            served.drawn.append(token)
+            served.times.append(came)
+            if len(served.drawn) == len(served.reply):
+                served.ended = True
+                self.scheduler.end(served.request.id)
+        if batch.rows is not None:
+            return
+        self.in_flight.popleft()
+        self.scheduler.finish_batch()
+        if batch.work:
+            self.times.observe(batch.work, batch.seconds)
+
+    # ---- the ranks
+
+    def execute(self, decision: SchedulerOutput) -> None:
+        self.sample_held(decision.token_bitmasks)
+        before = [row for slot, row in self.rows.items() if slot not in decision.released_slots and row.drawn]
+        decoding = [row for row in before if row.length < row.admission.limit]
+        for slot in decision.released_slots:
+            self.check(self.rows.pop(slot))
+        for write in decision.table_updates:
+            table = self.rows[write.slot].table
+            assert 0 <= write.column <= len(table), "columns without pages"
+            table[write.column : write.column + len(write.pages)] = write.pages.tolist()
+        for admission in decision.new_requests:
+            self.admit(admission)
+        self.in_flight.append(batch := InFlightBatch([]))
+        work = sum(self.times.work(s.begin, s.end) for s in decision.prefill_chunks)
+        seconds = work * TOKEN_S
+        self.check_chunk(decision, seconds, bool(decoding))
+        self.device_s = max(self.device_s, self.now) + seconds
+        self.prefill(decision, batch.tokens)
+        for _ in range(decision.decode_steps):
+            self.device_s += self.step_s
+            rows = self.step(decision)
+            if decision.defers_sampling:
+                assert decision.decode_steps == 1 and batch.rows is None
+                batch.rows = rows
+            else:
+                assert not any(row.guided for _, row, _ in rows), "drawn without its mask"
+                self.take(rows, batch.tokens)
+        batch.work, batch.seconds, batch.finished_at = work, seconds, self.device_s
+
+    def sample_held(self, masks: Mapping[int, np.ndarray]) -> None:
+        """The tokens of the last decision's step, where they are left to this one."""
+        rows = (self.in_flight[-1].rows or []) if self.in_flight else []
+        guided = {slot: row for slot, row, _ in rows if row.guided}
+        assert masks.keys() <= guided.keys()
+        for slot, row in guided.items():
+            drawn = row.admission.num_output_tokens + row.drawn
+            assert row.served.ended or masks[slot].tolist() == [row.served.request.id, drawn], "another draw's mask"
+        if self.in_flight:
+            self.take(rows, self.in_flight[-1].tokens)
+            self.in_flight[-1].rows = None
+
+    def admit(self, a: NewRequest) -> None:
+        served = self.served[int(a.id)]
+        assert not served.ended and a.slot not in self.rows and a.slot < self.max_batch
+        text = [*served.request.prompt.tolist(), *served.drawn]
+        assert a.length == len(text) and a.num_output_tokens == len(served.drawn), "it goes on where it was cut"
+        grammar = served.request.matcher
+        looks = self.drafts or grammar is not None
+        assert a.token_ids.tolist() == (text if looks else []), "who looks back has all of it, others nothing"
+        assert (None if a.token_bitmask is None else a.token_bitmask.tolist()) == (
+            grammar and [a.id, a.num_output_tokens]
+        ), "another draw's mask"
+        assert a.num_cached_tokens < a.length, "what follows the last token is drawn from its logits"
+        for source, to in zip(a.copy_from, a.copy_to, strict=True):
+            memory = self.memory[self.home(a.slot)]
+            memory[to] = memory[source]
+        served.admissions.append(a)
+        numbers = chain(text, served.request.cache_salt)
+        self.rows[a.slot] = row = SimulatedRow(served, a, a.pages.tolist(), numbers, a.num_cached_tokens, 0)
+        self.check(row)
+
+    def prefill(self, decision: SchedulerOutput, tokens: list[tuple[SimulatedRequest, int, int, float]]) -> None:
+        for s in decision.prefill_chunks:
+            row = self.rows[s.slot]
+            assert s.end > s.begin and s.last == (s.end == row.admission.length)
+            assert s.tokens.tolist() == [*row.served.request.prompt.tolist(), *row.served.drawn][s.begin : s.end]
+            # What others have computed meanwhile it takes over, or all of what was known was a copy.
+            assert row.length <= s.begin and not row.drawn
+            for at in range(s.begin, s.end):
+                self.write(row, at, row.chain[at])
+            row.served.computed += s.end - s.begin
+            row.length = s.end
+        for s in decision.prefill_chunks:
+            self.check(self.rows[s.slot])
+            if s.last:
+                self.sample(s.slot, self.rows[s.slot], 1, tokens)
+
+    def step(self, decision: SchedulerOutput) -> list[tuple[int, SimulatedRow, int]]:
+        """A step up to its logits: its rows, and how many drafts of each hold."""
+        self.steps += 1
+        rows = []
+        for slot, row in self.rows.items():
+            left = row.admission.limit - row.length
+            if not row.drawn or left <= 0:
+                continue
+            homes = len(self.tables)
+            max_turns = self.max_batch // homes
+            assert slot // homes < decision.kind.rows, "every row takes part"
+            sizes = {min(1 << i, max_turns) for i in range(max_turns.bit_length() + 1)}
+            smallest = min(size for size in sizes if size > max(self.rows) // homes)
+            assert decision.kind.rows == smallest, "a size of few"
+            tried = min(decision.kind.drafts, left - 1)
+            accepted_drafts = min(self.accepted_drafts[self.steps % len(self.accepted_drafts)], tried)
+            for at in range(row.length, row.length + 1 + tried):
+                self.write(row, at, row.chain[at] if at <= row.length + accepted_drafts and at < len(row.chain) else -2)
+            rows.append((slot, row, accepted_drafts))
+        return rows
+
+    def take(
+        self, rows: list[tuple[int, SimulatedRow, int]], tokens: list[tuple[SimulatedRequest, int, int, float]]
+    ) -> None:
+        for slot, row, accepted_drafts in rows:
+            row.length += 1 + accepted_drafts
+            self.sample(slot, row, 1 + accepted_drafts, tokens)
+            for at in range(row.length - accepted_drafts, row.length):  # the drafts that held
+                self.write(row, at, row.chain[at])
+
+    def sample(
+        self, slot: int, row: SimulatedRow, count: int, tokens: list[tuple[SimulatedRequest, int, int, float]]
+    ) -> None:
+        for _ in range(count):
+            at = row.admission.num_output_tokens + row.drawn
+            reply = row.served.reply
+            token = reply[at] if at < len(reply) else 0  # past its stop it goes on
+            row.drawn += 1
+            row.chain.append((row.chain[-1] * 1_000_003 + token + 1) % (1 << 61))
+            tokens.append((row.served, slot, token, self.device_s))
+
+    # ---- what has to hold
+
+    def home(self, slot: int) -> int:
+        return slot % len(self.tables)
+
+    def locate(self, row: SimulatedRow, at: int) -> tuple[int, int, int, int]:
+        slot = self.layout.token_slot(at, self.stripes.append_block)
+        rank = self.layout.token_owner(at, self.stripes.append_block, row.admission.start)
+        assert slot // self.stripes.page_size < len(row.table), "a token without a page"
+        page = row.table[slot // self.stripes.page_size]
+        return self.home(row.admission.slot), page, rank, slot % self.stripes.page_size
+
+    def write(self, row: SimulatedRow, at: int, number: int) -> None:
+        self.memory[self.locate(row, at)] = number
+
+    def check(self, row: SimulatedRow) -> None:
+        """A row's pages hold what they should."""
+        if row.length:
+            at = np.arange(row.length)
+            slot = self.layout.token_slot(at, self.stripes.append_block)
+            rank = self.layout.token_owner(at, self.stripes.append_block, row.admission.start)
+            page = np.array(row.table)[slot // self.stripes.page_size]
+            held = self.memory[self.home(row.admission.slot), page, rank, slot % self.stripes.page_size]
+            assert held.tolist() == row.chain[: row.length], "keys of other tokens"
+
+    @property
+    def waiting_s(self) -> float:
+        """The time of all prompts that are not computed, the oldest of those that run apart."""
+        rows = {int(row.admission.id): row for row in self.rows.values()}
+        waiting = [s for name, s in self.served.items() if not s.ended and name not in rows]
+        works = [self.times.work(0, len(s.request.prompt) + len(s.drawn)) for s in waiting]
+        running = sorted(rows.values(), key=lambda row: (row.served.arrived_at, row.served.request.id))
+        unfinished = [r for r in running if r.length < r.admission.length and not r.drawn and not r.served.ended]
+        works += [self.times.work(row.length, row.admission.length) for row in unfinished[1:]]
+        return sum(works) * TOKEN_S
+
+    def check_chunk(self, decision: SchedulerOutput, seconds: float, decoding: bool) -> None:
+        """The bounds of chunks while somebody decodes, and the half of the oldest prompt."""
+        size = sum(s.end - s.begin for s in decision.prefill_chunks)
+        assert size <= self.prefill_chunk
+        assert seconds <= MAX_CHUNK_S * 1.001 or size <= MIN_CHUNK, "an abort waits for the chunk"
+        if decoding and size:
+            assert self.owed_s <= 1e-9, "decode steps have had less than their share"
+            bound = self.goal.max_prefill_stall_s(self.waiting_s)
+            self.paused_s += seconds
+            assert self.paused_s <= bound * 1.001 or size <= MIN_CHUNK, "chunks stall those that decode"
+            self.longest_s, self.owed_s = max(self.longest_s, self.paused_s), self.goal.decode_debt_s(seconds, bound)
+        if not decoding:
+            self.owed_s = self.paused_s = 0.0
+        self.owed_s -= decision.decode_steps * self.step_s
+        if decision.decode_steps:
+            self.paused_s = 0.0
+        if size:
+            unfinished = [row for row in self.rows.values() if row.length < row.admission.length and not row.drawn]
+            oldest = min(unfinished, key=lambda row: (row.served.arrived_at, row.served.request.id))
+            part = [s for s in decision.prefill_chunks if self.rows[s.slot] is oldest]
+            assert part, "the oldest prompt waits"
+            own_work = self.times.work(part[0].begin, part[0].end)
+            if not part[0].last:
+                assert size - (part[0].end - part[0].begin) <= (size + 1) // 2 or own_work * TOKEN_S * 2.1 >= seconds
