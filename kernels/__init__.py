@@ -1,1 +1,1 @@
-"""GPU kernels, one op per file; each family's `reference.py` holds the same ops in plain torch."""
+"""GPU kernels, one op per file; each family's `reference.py` has the same ops in plain torch."""

@@ -1,4 +1,4 @@
-"""Choice of an op's implementation by tensor."""
+"""Chooses an op's implementation by tensor."""
 
 from __future__ import annotations
 

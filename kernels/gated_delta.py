@@ -1,15 +1,15 @@
-"""The gated delta rule's parameters and state on a rank, as its kernels take them.
+"""Parameters and state of the gated delta rule on a rank, as its kernels take them.
 
     S = exp(g) S;   d = beta (v - S^T k);   S = S + k d^T;   o = S^T q          S [dk, dv] for each value head
 
-Queries, keys and values come out of a causal convolution over a sequence's last W rows, with silu; q and k are
-normalised to length 1 and q is scaled by dk^-0.5; beta = sigmoid(b) and g = -exp(a_log) softplus(a + dt_bias). The
-output is a gated norm of each head: norm * o / rms(o) * silu(z). (arXiv:2412.06464)
+Queries, keys and values come from a causal convolution over a sequence's last W rows, with silu; q and k are
+L2-normalised and q is scaled by dk^-0.5; beta = sigmoid(b) and g = -exp(a_log) softplus(a + dt_bias). The output is a
+gated norm per head: norm * o / rms(o) * silu(z). (arXiv:2412.06464)
 
-Drafts can be refused, and a state cannot be taken back. So a decode step leaves the state as it was before the step and
-keeps k, d and g of its rows, and the next step adds those of accepted tokens first: S times exp of the sum of all g,
-and k d^T of each row times exp of the sum of those behind it. Input rows of the convolution lie in a ring by position:
-a step reads W - 1 before its own while it writes these.
+Drafts can be rejected, and a state cannot be rolled back. So a decode step leaves the state as it was before the step
+and stores k, d and g of its rows; the next step first adds those of accepted tokens: S times exp of the sum of all g,
+and k d^T of each row times exp of the sum of the g after it. The convolution's input rows are in a ring indexed by
+position: a step reads the W - 1 before its own while it writes these.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ class GatedDelta:
         conv: [W, C], weights of the convolution; C = 2 K dk + V dv channels: query heads, key heads, value heads.
         a_log, dt_bias: [V] fp32.
         norm: [dv].
-        eps: added to the mean square.
         key_heads: K.
         group: value heads of the model that share a key head.
-        first: place of the first value head in its group; value head j uses key head (first + j) // group.
+        first: index of the first value head in its group; value head j uses key head (first + j) // group.
     """
 
     conv: torch.Tensor
@@ -45,7 +44,7 @@ class GatedDelta:
 
 @dataclass(frozen=True)
 class DeltaState:
-    """Data that a layer keeps of the sequences in all slots.
+    """A layer's state of the sequences in all slots.
 
     Attributes:
         state: S before the rows of the last decode step [slots, V, dk, dv] fp32.

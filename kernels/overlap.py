@@ -1,16 +1,15 @@
-"""Overlapped launches of a decode step's kernels: one behind the other, with overlapping edges.
+"""Programmatic dependent launch (PDL): overlaps the prologue of a kernel with the end of its predecessor.
 
-Programmatic dependent launch lets a kernel start while its predecessor finishes: it takes its place on the GPU, reads
-data that no kernel of this step writes, and only then waits. Two rules keep that safe. A kernel waits before it touches
-its predecessor's output, and waits even if it touches none, so that "my predecessor is done" holds transitively. And it
-lets its successor start only after that wait, so that a successor which has not waited yet may read everything that is
-older than its predecessor. One kernel is an exception: a reduction whose predecessor sends
-(`kernels.peers.all_reduce_norm`) receives tagged words before it waits, and may let a projection start at once, which
-reads nothing but weights before its own wait.
+A kernel starts while its predecessor finishes, reads data that no kernel of this step writes, and only then waits. Two
+rules keep that safe. A kernel always waits, before it touches its predecessor's output or even if it touches none, so
+that "my predecessor is done" holds transitively. And it lets its successor start only after that wait, so that a
+successor that has not waited yet may read everything older than its predecessor. The exception is a reduction whose
+predecessor sends (`kernels.peers.all_reduce_norm`): it receives tagged words before it waits, and may start a
+projection at once, which reads only weights before its own wait.
 
-A kernel that fills the GPU lets its successor start late: waiting programs take up room, and programs that find none
-later crowd on a few SMs. If all programs of a kernel are on the GPU at once, a successor may start early if it needs
-few registers and hardly any shared memory, or if so few of its programs fit an SM that none can get too many.
+A kernel that fills the GPU starts its successor late: waiting programs occupy SMs, and programs that find no room crowd
+onto a few SMs later. If all programs of a kernel are resident at once, a successor may start early if it needs few
+registers and hardly any shared memory, or if so few of its programs fit an SM that none can get too many.
 """
 
 from __future__ import annotations
@@ -25,33 +24,33 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @cache
 def sm_count(device: torch.device) -> int:
-    """Returns the number of streaming multiprocessors; 1 on a CPU, where the interpreter runs."""
+    """Returns the number of SMs; 1 on a CPU, where the interpreter runs."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def pdl_options(t: torch.Tensor) -> dict[str, bool]:
     """Returns the launch options of a kernel that calls the two functions below, on the device of `t`."""
-    on_gpu = t.is_cuda  # the interpreter has no programmatic dependent launch
+    on_gpu = t.is_cuda  # the interpreter has no PDL
     return {"PDL": on_gpu, "launch_pdl": on_gpu}
 
 
 @triton.jit
 def wait_for_predecessor(PDL: tl.constexpr):
-    """Waits until the kernel before this one has written everything."""
+    """Waits until the preceding kernel has written everything."""
     if PDL:
         gdc_wait()
 
 
 @triton.jit
 def start_successor(PDL: tl.constexpr):
-    """Lets the next kernel start; to be called after `wait_for_predecessor`."""
+    """Lets the next kernel start; call it after `wait_for_predecessor`."""
     if PDL:
         gdc_launch_dependents()
 
 
 @triton.jit
 def prefetch(at):
-    """Prefetches the cache lines at pointers `at` into the L2."""
+    """Prefetches the cache lines at pointers `at` into L2."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
     )

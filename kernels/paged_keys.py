@@ -13,26 +13,25 @@ from kernels.scaled_keys import scale_strides
 class PagedKeys:
     """One layer's keys and values on this rank, and the range of them that each query of a batch reads.
 
-    Query head h reads KV head `h // (Hq // Hkv)`. Local key i of sequence b lies in page `table[b, i // page_size]`,
-    slot `i % page_size`. Causal, window and verify bounds are all `[lo, hi)`; the union of the ranges of a sequence's
-    queries has no gap. Keys and table entries outside them are never used, so they may hold anything.
+    Query head h reads KV head `h // (Hq // Hkv)`. Local key i of sequence b is in page `table[b, i // page_size]`, slot
+    `i % page_size`. Causal, window and verify bounds are all `[lo, hi)`; the union of the ranges of a sequence's
+    queries has no gap. Keys and table entries outside them are never used, and may be anything.
 
     Attributes:
         k: [pages, page_size, Hkv, D], last dim contiguous. Latents: [pages, page_size, R + P], contiguous in a page.
-        v: like `k`, with the same strides; where blocks of bytes hold both, pages and heads of numbers with half as
-            many bytes are twice as far apart. Latents: the first R of the numbers in `k`.
-        table: [B, max_pages] int32, rows contiguous. If each KV head reads its own pages: [B, Hkv, max_pages]; a
-            negative entry is a page without keys.
+        v: like `k`, with the same strides, except that page and head strides double for values of half the size that
+            share blocks with keys. Latents: the first R elements of `k`.
+        table: [B, max_pages] int32, rows contiguous, or [B, Hkv, max_pages] if each KV head reads its own pages;
+            negative: no page.
         lo: [B, T] int32, first local key of each query, at least 0; in prefill [N].
-        hi: like `lo`: one past the last; `lo >= hi` reads nothing.
+        hi: like `lo`, one past the last; `lo >= hi` reads nothing.
         scale: factor on the scores, above 0.
-        sinks: [Hq] fp32, contiguous, or None: each head's score of an additional key of value 0 that all queries read.
-        k_scale, v_scale: [pages, Hkv, page_size] fp32, of the same strides, last dim contiguous, or None: factors of
-            keys and of values in e4m3. Their pages may be longer than those of keys: slot i of all pages in a row is in
-            page `i // page_size`.
-            Latents in e4m3 [pages, page_size, R]: k_scale [pages, R / 128 rounded up, page_size], of each 128 numbers;
-            its pages may be longer as well.
-        rope: [pages, page_size, P], contiguous in a page: the rotated values of latents in e4m3; None otherwise.
+        sinks: [Hq] fp32, contiguous, or None: each head's score of an extra key of value 0 that all queries read.
+        k_scale, v_scale: [pages, Hkv, page_size] fp32, same strides, last dim contiguous, for e4m3 keys and values, or
+            None. Their pages may be longer than those of keys: slot i, counted across pages, is in page `i //
+            page_size`. For e4m3 latents [pages, page_size, R]: k_scale [pages, ceil(R / 128), page_size], one per 128
+            elements.
+        rope: [pages, page_size, P], contiguous in a page: rope values of e4m3 latents; None otherwise.
     """
 
     k: torch.Tensor
@@ -52,34 +51,34 @@ class PagedKeys:
 
     @property
     def scale_page(self) -> int:
-        """Number of tokens in a page of scales; 1 without scales."""
+        """Tokens per page of scales; 1 without scales."""
         return 1 if self.v_scale is None else self.v_scale.shape[2]
 
     @property
     def latent_scale_page(self) -> int:
-        """Number of tokens in a page of latents' scales; the page size without scales."""
+        """Tokens per page of latent scales; the page size without scales."""
         return self.page_size if self.k_scale is None else self.k_scale.shape[2]
 
     @property
     def page_strides(self) -> tuple[int, int]:
-        """Strides of pages of latents, and of their rotated values; 0 where those are no plane of their own."""
+        """Page strides of latents and of their rope values; 0 where the latter are not a separate plane."""
         return self.k.stride(0), 0 if self.rope is None else self.rope.stride(0)
 
     @property
     def shape(self) -> dict[str, int]:
-        """Compile-time arguments of the kernels: the shape of scales, and how much farther apart values are."""
+        """Compile-time arguments of the kernels: the strides of scales, and of values relative to keys."""
         strides = scale_strides(self.k_scale, self.v_scale)
         return dict(V_APART=self.v.stride(0) // self.k.stride(0), SCALE_PAGE=self.scale_page, **strides)
 
     def check_cache(self, dtype: torch.dtype) -> None:
-        """Checks strides, and that numbers not of `dtype` are e4m3 with scales, and keys only if values are."""
+        """Checks strides, and that keys and values are `dtype`, or e4m3 with scales; keys only if values are."""
         (page, *within), apart = self.k.stride(), self.shape["V_APART"]
         assert self.v.stride() == (page * apart, within[0], within[1] * apart, 1) and within[2] == 1
         for cache, scales in ((self.k, self.k_scale), (self.v, self.v_scale)):
             assert cache.dtype == (dtype if scales is None else torch.float8_e4m3fn)
 
     def check_latents(self, dtype: torch.dtype, width: int) -> None:
-        """Checks that entries are `width` numbers of `dtype`, or latents in e4m3 with scales and rotated values."""
+        """Checks that entries are `width` elements of `dtype`, or e4m3 latents with scales and rope values."""
         if self.k_scale is None:
             assert self.k.dtype == dtype and self.k.shape[2] == width
         else:
@@ -89,22 +88,21 @@ class PagedKeys:
         assert self.k.stride()[1:] == (self.k.shape[2], 1), f"a page must be contiguous, got strides {self.k.stride()}"
 
     def in_parts(self, parts: int) -> PagedKeys:
-        """Returns the same keys and values in pages that are one of `parts` parts of a page: part j of page i is page
-        `i * part_stride + j`."""
+        """Returns pages cut into subblocks: subblock j of page i is page `i * part_stride + j`."""
         if parts == 1:
             return self
         return replace(self, k=_in_parts(self.k, parts), v=_in_parts(self.v, parts))
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> PagedKeys:
-        """Returns the same keys and values, those in e4m3 as numbers of `dtype`: exact in bf16 and fp32."""
+        """Returns the same keys and values, with e4m3 as `dtype`: exact in bf16 and fp32."""
         k = _dequantize(self.k, self.k_scale, dtype)
         return replace(self, k=k, v=_dequantize(self.v, self.v_scale, dtype), k_scale=None, v_scale=None)
 
 
 def part_stride(cache: torch.Tensor, parts: int) -> int:
-    """Computes how many parts, of which a page [page_size, heads, D] has `parts`, begin before the next page begins."""
+    """Returns the page stride in subblocks, of which a page [page_size, heads, D] has `parts`."""
     apart, rest = divmod(cache.stride(0), cache.shape[1] // parts * cache.stride(1))
-    assert rest == 0 and apart >= parts, "pages begin between parts"
+    assert rest == 0 and apart >= parts, "a page's stride must be a whole number of subblocks, at least a page of them"
     return apart
 
 
@@ -128,9 +126,9 @@ class KeyScores:
     Scores are comparable only among the keys of one sequence, layer and KV head.
 
     Attributes:
-        planes: [planes, pages, Hkv, page_size] fp16, contiguous in a page; the score of a key is the sum of its planes.
+        planes: [planes, pages, Hkv, page_size] fp16, contiguous in a page; a key's score is the sum over planes.
         table: [B, max_pages] int32, rows contiguous: the page of scores for each page of a sequence's keys.
-        rows: the queries that count. any: the maximum of all, over heads too; if rows need several tiles, each tile
+        rows: queries that count. any: the maximum over all, and over heads; if rows need several tiles, each tile
             writes its maximum to a plane. ends: the mean of the first and the last that read any key.
     """
 

@@ -1,4 +1,4 @@
-"""Parallel compilation of kernels before their first launch, instead of one by one at launch."""
+"""Parallel precompilation of kernels, instead of one by one at first launch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from triton import AsyncCompileMode, knobs
 from triton.runtime.jit import JITFunction
 
 EMPTY = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided, torch.ops.aten.new_empty}
-_contexts = 0  # of `precompile` that have not ended: ranks may be threads
+_contexts = 0  # active `precompile` contexts: ranks may be threads
 
 
 def is_precompiling() -> bool:
-    """Returns whether kernels are compiled now, and not launched.
+    """Returns whether kernels are being compiled, not launched.
 
-    Who chooses a kernel by sizes then compiles all that other sizes may need.
+    Code that chooses a kernel by size then compiles all that other sizes may need.
     """
     return _contexts > 0
 
@@ -29,8 +29,8 @@ def is_precompiling() -> bool:
 def precompile() -> Iterator[None]:
     """Compiles Triton kernels within the context instead of launching them, on this process's share of the cores.
 
-    Their outputs stay unwritten; in new tensors they are zero, which is a valid index. Everything else runs. When the
-    context ends, all are compiled. Most of a compilation lets other threads run (Triton 3.6 and 3.7).
+    Their outputs stay unwritten; new tensors are zero, which is a valid index. Everything else runs. All kernels are
+    compiled when the context ends. Most of a compilation releases the GIL (Triton 3.6 and 3.7).
 
     Raises:
         Exception: the compiler's.
@@ -41,7 +41,7 @@ def precompile() -> Iterator[None]:
     def prepare(self: JITFunction, *args: Any, **options: Any) -> Any:
         return launch(self, *args, **options | {"warmup": True})
 
-    share = len(os.sched_getaffinity(0)) // max(torch.cuda.device_count(), 1)  # there is a process for each GPU
+    share = len(os.sched_getaffinity(0)) // max(torch.cuda.device_count(), 1)  # one process per GPU
     with ThreadPoolExecutor(max(share, 1)) as threads, _FinalizeOnce(threads):
         JITFunction.run = prepare
         _contexts += 1
@@ -54,7 +54,7 @@ def precompile() -> Iterator[None]:
 
 
 def on_compilation(callback: Callable[[str], None] | None) -> None:
-    """Sends each kernel that is compiled, or loaded, from now on to `callback`: its name and its arguments' types."""
+    """Calls `callback` with the name and argument types of each kernel that is compiled or loaded from now on."""
 
     def hook(*, fn: Any, repr: str, **details: Any) -> None:
         callback(f"{fn.name} {repr}")  # type: ignore[misc]
@@ -63,7 +63,7 @@ def on_compilation(callback: Callable[[str], None] | None) -> None:
 
 
 class _FinalizeOnce(AsyncCompileMode):
-    """Compile mode that finalises a kernel once: Triton 3.6 would look it up at each launch until all are compiled."""
+    """Finalises a kernel once: Triton 3.6 would look it up at each launch until all are compiled."""
 
     def submit(self, key: Any, compile_fn: Any, finalize_fn: Any) -> Any:
         kernel = super().submit(key, compile_fn, finalize_fn)
@@ -72,8 +72,6 @@ class _FinalizeOnce(AsyncCompileMode):
 
 
 class _ZeroInit(TorchDispatchMode):
-    """Dispatch mode in which new tensors are zero until written."""
-
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # else the first call imports torch's compiler: seconds

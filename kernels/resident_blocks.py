@@ -1,8 +1,8 @@
-"""Blocks of a cache in host memory, and the GPU places that hold some of them.
+"""Blocks of an offloaded KV cache in host memory, and the GPU blocks that hold some of them.
 
-A block is all that is kept of a page of one KV head in one layer, contiguous: to these kernels, 32-bit words. On the
-host it is block `page * Hkv + head` of its layer. Places are numbered within a layer: first those of pages that are
-being written (a ring of pages for each sequence of the batch), then those of hot blocks, KV head by KV head.
+A block is one page of one KV head in one layer, contiguous: to these kernels, 32-bit words. On the host it is block
+`page * Hkv + head` of its layer. GPU blocks are numbered within a layer: first the pages that are being written (a ring
+per sequence of the batch), then resident blocks, KV head by KV head.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-NOT_RESIDENT = -(2**31)  # of a page that has no place
+NOT_RESIDENT = -(2**31)  # of a page without a GPU block
 
 
 @dataclass(frozen=True)
 class ResidentBlocks:
-    """The hot blocks of one layer, or of all, with a leading dimension.
+    """The resident blocks of one layer, or of all, with a leading dimension.
 
     Attributes:
-        gpu_block_of: [Hkv, pages] int32: index of the head's place that holds a page, NOT_RESIDENT if none does.
-        page_of: [Hkv, places] int32: the page that a place was last filled with, -1 for none.
-        order: [2, Hkv, places] int32: each head's places, the least recently chosen first; the half at `lru_half` is
+        gpu_block_of: [Hkv, pages] int32: index of the head's resident block that holds a page, or NOT_RESIDENT.
+        page_of: [Hkv, blocks] int32: the page that a block was last filled with, -1 for none.
+        lru_order: [2, Hkv, blocks] int32: each head's blocks, least recently selected first; the half at `lru_half` is
             valid.
-        turn: [Hkv] int32, 0 or 1.
-        chosen: [Hkv, places] int32: scratch, 0 between launches.
-        begin: the layer's first place of hot blocks.
+        lru_half: [Hkv] int32, 0 or 1.
+        in_use: [Hkv, blocks] int32: scratch, 0 between launches.
+        begin: the layer's first resident block.
         ring_pages: ring size of a sequence: its local page i, unless full of committed tokens, is page i % ring_pages
             of its ring.
     """
@@ -43,7 +43,6 @@ class ResidentBlocks:
     def create(
         cls, layers: int, heads: int, pages: int, num_blocks: int, begin: int, ring_pages: int, device: torch.device
     ) -> ResidentBlocks:
-        """Creates the state of all layers without any hot block."""
 
         def full(value: int, *shape: int) -> torch.Tensor:
             return torch.full((layers, *shape), value, dtype=torch.int32, device=device)
@@ -60,7 +59,6 @@ class ResidentBlocks:
 
     @property
     def num_blocks(self) -> int:
-        """Number of places of each KV head."""
         return self.page_of.shape[-1]
 
 
@@ -69,7 +67,7 @@ class BlockList:
     """Blocks to copy, listed on the device, so that the copy kernel needs no host.
 
     Attributes:
-        source, target: [lists, most] int32, rows contiguous: blocks or places.
+        source, target: [lists, max_blocks] int32, rows contiguous: block indices.
         counts: [lists] int32: length of each list.
     """
 
@@ -85,12 +83,12 @@ class BlockList:
 
 @dataclass(frozen=True)
 class FetchList(BlockList):
-    """Blocks of a layer to fetch, and the places assigned to them, a list for each KV head.
+    """Blocks of a layer to fetch, and the GPU blocks assigned to them, a list per KV head.
 
     Attributes:
-        counted: [2] int64: table entries whose blocks had a place, and blocks to fetch, of all tables so far. Pages in
-            rings count for neither.
-        guess: whether tables are a prediction; the actual choice will be resolved later.
+        hit_counts: [2] int64: table entries whose blocks were resident, and blocks to fetch, over all tables so far.
+            Pages in rings count for neither.
+        is_prefetch: tables are a prediction; the actual selection will be resolved later.
     """
 
     hit_counts: torch.Tensor
@@ -102,7 +100,7 @@ class QueryRanges(NamedTuple):
 
     Attributes:
         hi: [N] int32, contiguous: one past the last key in a query's table.
-        pages: [N] int32, contiguous: pages of the query's sequence on this rank; where it reads parts, used parts.
+        pages: [N] int32, contiguous: pages of the query's sequence on this rank; with subblocks, used subblocks.
         positions: [N] int64, contiguous: the first of a sequence at its committed length.
         starts: [N] int64, contiguous: kvp rank of the sequence's first block.
         first_row: row of the first sequence in the batch.

@@ -1,4 +1,4 @@
-"""Weights of a few bits: numbers with scales, multiplied as they are stored."""
+"""Quantized weights: e4m3 or e2m1 data with scales, multiplied as they are stored."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-E4M3_MAX = 448.0  # largest finite number of e4m3
-# The numbers of e2m1: a sign, two bits of exponent, one of mantissa.
+E4M3_MAX = 448.0  # largest finite e4m3
+# e2m1 values: a sign, two bits of exponent, one of mantissa.
 E2M1 = tuple(sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
 
 
 @dataclass(frozen=True)
 class ScaledMatrix:
-    """A matrix [R, K], or several [E, R, K], each row of which has a scale for a group of columns.
+    """A matrix [R, K], or several [E, R, K], with a scale per row and group of columns.
 
     Column k belongs to group `(begin + k) // group`: a rank's part of a matrix may begin inside a group.
 
     Attributes:
-        data: [..., R, K] float8_e4m3fn, or [..., R, K / 2] uint8: two e2m1 numbers, that of the even column low.
+        data: [..., R, K] float8_e4m3fn, or [..., R, K / 2] uint8: two e2m1, the even column in the low bits.
         scales: [..., G, R] fp32, or uint8 for e2m1: powers of two with bias 127. Rows are last, so that the scales of
             neighbouring rows are read together.
         group: columns that share a scale: a multiple of 128, or 32 for e2m1.
-        begin: columns of the first group that lie before the first column; even for e2m1.
+        begin: columns of the first group before the first column; even for e2m1.
     """
 
     data: Tensor
@@ -33,7 +33,7 @@ class ScaledMatrix:
 
     @property
     def packed(self) -> bool:
-        """Whether two numbers share a byte."""
+        """Whether two elements share a byte."""
         return self.data.dtype == torch.uint8
 
     @property
@@ -53,16 +53,14 @@ class ScaledMatrix:
         return sum(t.numel() * t.itemsize for t in (self.data, self.scales))
 
     def rows(self, begin: int, end: int) -> ScaledMatrix:
-        """Returns rows of the matrix, or of each; shares memory."""
         return replace(self, data=self.data[..., begin:end, :], scales=self.scales[..., begin:end])
 
     def __getitem__(self, index: int | slice) -> ScaledMatrix:
-        """Returns one or a few of several matrices; shares memory."""
         assert self.data.dim() == 3
         return replace(self, data=self.data[index], scales=self.scales[index])
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Computes the numbers [..., R, K], each rounded once to `dtype`."""
+        """Returns [..., R, K], each element rounded once to `dtype`."""
         if self.packed:
             pairs = torch.stack((self.data & 15, self.data >> 4), -1).flatten(-2)
             values = torch.tensor(E2M1, device=self.device)[pairs.int()]
@@ -77,22 +75,22 @@ Matrix = Tensor | ScaledMatrix
 
 
 def as_tensor(matrix: Matrix, dtype: torch.dtype) -> Tensor:
-    """Returns the numbers of a matrix, or of several: those of few bits rounded to `dtype`, a tensor as it is."""
+    """Returns a matrix, or several, as a tensor: dequantized to `dtype`, or unchanged."""
     return matrix.dequantize(dtype) if isinstance(matrix, ScaledMatrix) else matrix
 
 
 def matrix_rows(matrix: Matrix, begin: int, end: int) -> Matrix:
-    """Returns rows of a matrix, or of each of several; shares memory."""
+    """Returns a view of rows of a matrix, or of each of several."""
     return matrix.rows(begin, end) if isinstance(matrix, ScaledMatrix) else matrix[..., begin:end, :]
 
 
 def groups(begin: int, columns: int, group: int) -> int:
-    """Counts the groups that columns touch, of which the first begins `begin` columns before them."""
+    """Returns how many groups a matrix touches whose first group begins `begin` columns before it."""
     return -(-(begin + columns) // group)
 
 
 def quantize_fp8(weight: Tensor, block: tuple[int, int] = (128, 128)) -> ScaledMatrix:
-    """Rounds a matrix [R, K], or each of [E, R, K], to e4m3 with a scale for each block, as DeepSeek-V3 stores it.
+    """Rounds a matrix [R, K], or each of [E, R, K], to e4m3 with block scales, as DeepSeek-V3 stores it.
 
     Source:
         DeepSeek-V3 (arXiv:2412.19437), section 3.3.2.

@@ -1,7 +1,7 @@
-"""Keys and values in e4m3: a power of two for each token and head, by which its numbers are divided before rounding.
+"""FP8 (e4m3) keys and values with a power-of-two scale per token and head.
 
-With powers of two nothing is rounded twice: dividing is exact, a score or a probability may be multiplied instead of
-each number, and unpacked numbers are exact in bf16. Every kernel and rank that writes a token writes the same bytes.
+Powers of two avoid double rounding: dividing is exact, a score or a probability can be scaled instead of each element,
+and dequantized elements are exact in bf16. Every kernel and rank that writes a token writes the same bytes.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ import torch
 import triton
 import triton.language as tl
 
-GROUP = tl.constexpr(128)  # numbers of a latent that share a scale
+GROUP = tl.constexpr(128)  # latent elements that share a scale
 
 
 @triton.jit
 def scale_bits(max_abs):
-    """Computes the bits of the least power of two by which `max_abs`, fp32, is at most 448, e4m3's largest; 1 for
-    zero.
-    """
+    """Returns the bits of the smallest power of two that scales `max_abs` (fp32) to at most 448; 1 for zero."""
     bits = max_abs.to(tl.int32, bitcast=True)
     exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)  # 448 is 1.75 times 2^8
     return tl.where(max_abs == 0.0, 127, tl.maximum(exponent, 1)) << 23
@@ -25,7 +23,7 @@ def scale_bits(max_abs):
 
 @triton.jit
 def reciprocal(bits):
-    """Computes the reciprocal of a power of two of up to 2^120 from its bits."""
+    """Returns the reciprocal of a power of two up to 2^120, given its bits."""
     return ((254 << 23) - bits).to(tl.float32, bitcast=True)
 
 
@@ -34,10 +32,10 @@ def scale_at(
     scales, page, slot, head,
     PAGE: tl.constexpr, SCALE_PAGE: tl.constexpr, SCALE_NEXT: tl.constexpr, SCALE_HEAD: tl.constexpr,
 ):  # fmt: skip
-    """Locates the scales of slots of pages, int64, in pages of SCALE_PAGE slots, as many or more.
+    """Returns the offsets (int64) of the scales of page slots, in pages of SCALE_PAGE slots or more.
 
-    SCALE_NEXT is the stride of these pages and SCALE_HEAD that of their heads, by which it is divisible; 0: all heads
-    share one.
+    SCALE_NEXT is the stride between these pages and SCALE_HEAD between their heads, which divides it; 0: all heads
+    share a scale.
     """
     if PAGE != SCALE_PAGE:
         token = page * PAGE + slot
@@ -60,7 +58,7 @@ def scale_strides(key_scales: torch.Tensor | None, value_scales: torch.Tensor | 
 
 
 def scales_of(x: torch.Tensor) -> torch.Tensor:
-    """Computes the scales [...] fp32 of x [..., D], like `scale_bits`."""
+    """Returns the scales [...] fp32 of x [..., D], like `scale_bits`."""
     max_abs = x.float().abs().amax(-1)
     bits = max_abs.view(torch.int32)
     exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).int()
@@ -74,13 +72,13 @@ def quantize_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def quantize_latents(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rounds latents [..., R] to e4m3 with a scale for each 128 numbers, [..., R / 128 rounded up] fp32."""
+    """Rounds latents [..., R] to e4m3 with a scale per 128 elements, [..., ceil(R / 128)] fp32."""
     parts = [quantize_fp8(part) for part in x.split(GROUP.value, -1)]
     return torch.cat([part for part, _ in parts], -1), torch.stack([scale for _, scale in parts], -1)
 
 
 def dequantize_latents(latents: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Returns latents [pages, page_size, R] e4m3 with scales [pages, groups, page_size] as numbers in fp32."""
+    """Dequantizes latents [pages, page_size, R] e4m3 with scales [pages, groups, page_size] to fp32."""
     return latents.float() * scales.mT.repeat_interleave(GROUP.value, -1)[..., : latents.shape[-1]]
 
 

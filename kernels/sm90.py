@@ -1,4 +1,4 @@
-"""Helpers of the warp-specialised kernels for Hopper: tile layouts, stages in shared memory, zeroing of dead values."""
+"""Helpers of the warp-specialized Hopper kernels: tile layouts, stages in shared memory, zeroing of dead values."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
-COPIED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # between memory and shared memory
+COPIED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # between global and shared memory
 
 
 @gluon.jit
 def add(a, b):
+    """Returns a + b, for reductions and scans."""
     return a + b
 
 
 @gluon.jit
 def pair_barriers(STAGES: gl.constexpr):
-    """Allocates the barriers of stages that one load fills, and that two groups of warps read: ready and free."""
+    """Allocates the ready and free barriers of stages that one warp fills and two warpgroups read."""
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -29,7 +30,7 @@ def pair_barriers(STAGES: gl.constexpr):
 
 @gluon.jit
 def next_stage(stage, phase, STAGES: gl.constexpr):
-    """Returns the stage after this one, and the phase in which its barriers are."""
+    """Returns the next stage, and the phase of its barriers."""
     stage += 1
     if stage == STAGES:
         stage = 0
@@ -41,8 +42,8 @@ def next_stage(stage, phase, STAGES: gl.constexpr):
 def zero_dead_keys(values, key, start, stop):
     """Zeroes the values of dead keys: the NaN of an unwritten slot would survive a weight of zero.
 
-    Row i of `values`, in shared memory, belongs to key `key` + i; keys of [start, stop) are live. Groups of warps that
-    share the values may each call it before they read them: all write the same.
+    Row i of `values`, in shared memory, is key `key` + i; keys of [start, stop) are live. Warpgroups that share the
+    values may each call it before they read them: all write the same.
     """
     n = key + gl.arange(0, values.shape[0], layout=gl.SliceLayout(1, COPIED))
     live = (n >= start) & (n < stop)

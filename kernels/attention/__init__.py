@@ -1,1 +1,1 @@
-"""Attention over a paged cache: decode, prefill, append, and the merge of partial results."""
+"""Attention over the paged KV cache: decode, prefill, KV append, and merging of partial states."""

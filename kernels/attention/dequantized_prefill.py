@@ -1,8 +1,7 @@
-"""Prefill attention over keys and values, or latents, in e4m3: unpacked once for all rows of a chunk.
+"""Prefill attention over an FP8 (e4m3) KV or latent cache: dequantize once per chunk, then run the 16-bit kernels.
 
-A chunk multiplies every key with thousands of rows; a kernel that converts would do so again for every tile of rows.
-The pages that the chunk reads are unpacked, exactly, a piece at a time, for the kernels of 16-bit numbers; partial
-results of the pieces are merged by their log-sum-exp.
+A chunk reads every key thousands of times, so converting inside the kernel would repeat the work for every tile of
+rows. Pages are dequantized (exactly) a piece at a time; `merge_states` combines the partial results of the pieces.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from kernels.attention.merge_states import merge_states
 from kernels.paged_keys import PagedKeys
 from kernels.scaled_keys import GROUP, dequantize_latents, scale_at, scale_strides
 
-PIECE_BYTES = 1 << 27  # of unpacked numbers: of 8 heads of 128 some 32K tokens, whose merge takes 1% of their attention
-SLOTS = 128  # most slots of a page that a program unpacks
+PIECE_BYTES = 1 << 27  # dequantized; about 32K tokens of 8 heads x 128, where merging takes 1% of the attention time
+SLOTS = 128  # max page slots per program
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -36,7 +35,7 @@ def _dequantize_pages_kernel(
     head = tl.program_id(2)
     begin = tl.load(cu_q + segment)
     end = tl.load(cu_q + segment + 1)
-    # Bounds do not decrease within a segment.
+    # bounds are monotonic within a segment
     start = tl.load(lo + begin, mask=begin < end, other=0)
     stop = tl.load(hi + end - 1, mask=begin < end, other=0)
     slot = (tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
@@ -58,11 +57,11 @@ def _dequantize_pages_kernel(
 def _dequantize(
     cache: torch.Tensor, scales: torch.Tensor | None, to: torch.Tensor, keys: PagedKeys, cu_q: torch.Tensor, first: int
 ) -> None:
-    """Unpacks columns of the table, as many as `to` has pages of each segment, from `first` on."""
+    """Dequantizes table columns from `first` on, as many as `to` has pages per segment."""
     page, segments = keys.page_size, len(cu_q) - 1
     heads, D, width = cache.shape[-2], cache.shape[-1], cache.shape[-2] * cache.shape[-1]
     head_strides = (cache.stride(-2), to.stride(-2))
-    if cache.dim() == 3:  # latents are heads of as many numbers as have one scale; rotated values are one
+    if cache.dim() == 3:  # a latent is split into heads of one scale each; the rope part is one head
         width = cache.shape[-1]
         D = width if scales is None else min(GROUP, triton.next_power_of_2(width))
         heads, head_strides = triton.cdiv(width, D), (D, D)
@@ -77,11 +76,12 @@ def _dequantize(
 
 
 def dequantize_latent_rows(latents: torch.Tensor, scales: torch.Tensor, ropes: torch.Tensor) -> torch.Tensor:
-    """Unpacks latents in e4m3 and puts their rotated values behind them, exactly in 16 bits.
+    """Dequantizes e4m3 latents (exactly) and appends their rope part.
 
     Args:
-        latents, scales, ropes: [pages, page_size, R], [pages, R / 128 rounded up, page_size], [pages, page_size, P];
-            see `kernels.paged_keys.PagedKeys`.
+        latents: [pages, page_size, R] e4m3.
+        scales: [pages, ceil(R / 128), page_size]; see `kernels.paged_keys.PagedKeys`.
+        ropes: [pages, page_size, P], 16 bits.
 
     Returns:
         [pages, page_size, R + P] in the dtype of `ropes`.
@@ -107,17 +107,13 @@ def attend_dequantized(
     lse: torch.Tensor,
     attend: Callable[..., tuple[torch.Tensor, torch.Tensor]],
 ) -> None:
-    """Runs `attend`, which is `flash_prefill` or `mla_prefill`, over unpacked keys; arguments as there.
-
-    Args:
-        max_k: upper bound of the keys' number.
-    """
+    """Runs `attend` (`flash_prefill` or `mla_prefill`, which document the arguments) over dequantized keys."""
     page, segments = keys.page_size, len(cu_q) - 1
     entry = (keys.k.shape[2] + keys.rope.shape[2],) if keys.rope is not None else tuple(keys.k.shape[2:])
     planes = 1 if keys.rope is not None else 2
     numbers = planes * page * torch.Size(entry).numel()
     columns = max(1, min(keys.table.shape[1], triton.cdiv(max_k, page)))
-    each = min(columns, max(1, PIECE_BYTES // (segments * numbers * q.itemsize)))  # pages of a segment
+    each = min(columns, max(1, PIECE_BYTES // (segments * numbers * q.itemsize)))  # pages per segment
     memory = q.new_empty(planes, segments * each, page, *entry)
     copies: tuple[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor], ...]
     if keys.rope is not None:

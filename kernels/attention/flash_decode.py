@@ -1,10 +1,10 @@
 """Decode attention: a few queries per sequence over this rank's shard of the paged KV cache.
 
-A fixed grid serves every length. Every program computes the same schedule from the bounds on the device: the key tiles
-of all (sequence, KV head, query tile) items in a row, cut into equal runs, one per program. A run that holds a whole
-item writes its result; otherwise its part goes to a slot of a workspace, and a second kernel, which waits beside the
-first, merges the parts with one program for each row and slice of the head dim. (A merge by the program that finishes
-last was slower: benchmarks/LOG.md.)
+Stream-K split-KV with a fixed grid, so one captured graph serves every length. All programs compute the same schedule
+from the bounds on the device: the key tiles of all (sequence, KV head, query tile) items form one line, cut into equal
+runs, one per program. A run that covers a whole item writes the result; otherwise it writes a partial state to a
+workspace slot, and a second kernel, already launched and waiting, merges them with one program per row and slice of the
+head dim. (Merging in the program that finishes last was slower: benchmarks/LOG.md.)
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _prefetch_tile(
     tile, k_cache, v_cache, pages, page_stride, slot_stride, head_stride, head,
     PAGE: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Prefetches keys and values of a tile into the L2; safe while a predecessor still writes some of them."""
+    """Prefetches a tile of keys and values into L2; safe while the preceding kernel still writes some of them."""
     LINE: tl.constexpr = 128 // (k_cache.dtype.element_ty.primitive_bitwidth // 8)
     page = tl.load(pages + tile * BLOCK_N // PAGE).to(tl.int64)
     slot = tile * BLOCK_N % PAGE + tl.arange(0, BLOCK_N)
@@ -62,24 +62,24 @@ def _flash_decode_kernel(
     all_tiles = tl.max(ends, 0)
     end = tl.minimum(begin + run, all_tiles)
     at = begin
-    # A program without tiles gets the last item here, and skips the loop below.
+    # A program without tiles gets the last item, and skips the loop below.
     i, item, item_begin, item_end, start, stop = item_at(
         tl.minimum(at, all_tiles - 1), starts, stops, tiles, ends, HEADS * tiles_m, BLOCK_B
     )
     if EARLY:
-        # A table of chosen pages is younger than the bounds.
+        # The bounds are ready early, a table of selected pages is not.
         if PDL and PAGE % BLOCK_N == 0 and not HOLES and V_APART == 1:
             if (begin < end) & (start < stop):
-                # One tile: more would slow the predecessor down (benchmarks/LOG.md).
+                # A single tile: more would slow the preceding kernel down (benchmarks/LOG.md).
                 _prefetch_tile(
                     start // BLOCK_N + begin - item_begin, k_cache, v_cache, block_table + i.to(tl.int64) * table_b,
                     page_stride, slot_stride, head_stride, item // tiles_m, PAGE, D, BLOCK_N,
                 )  # fmt: skip
         if not READY:
-            if item >= 0:  # Always true: without it the compiler moves the wait to before the loads of the bounds.
+            if item >= 0:  # always true; keeps the compiler from moving the wait above the loads of the bounds
                 wait_for_predecessor(PDL)
-    # Not at the end: all programs are on the GPU at once, the merge is small enough to fit beside them, and programs of
-    # another attention begin as these end.
+    # Not at the end: all programs are resident at once, the merge is small enough to share the SMs with them, and
+    # programs of another attention can start as these end.
     start_successor(PDL)
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
@@ -88,7 +88,7 @@ def _flash_decode_kernel(
         head = item // tiles_m
         b = i.to(tl.int64)
 
-        # One row per query token and head of the group: the group's heads read the same keys.
+        # One row per query token and head of the group: heads of a group read the same keys.
         row = tile_m * BLOCK_M + m
         t = row // GROUP
         q_head = head * GROUP + row % GROUP
@@ -104,8 +104,8 @@ def _flash_decode_kernel(
         inside = (t < T)[:, None] & (d < D)[None, :]
         wanted = inside
         if key_scores is not None:
-            # Queries that read no key may be NaN: those before a rank's first key, and unused drafts behind the last.
-            # Two numbers: per-row bounds, used here and after the loop, would occupy registers.
+            # Queries that read no key may be NaN: those before a rank's first key, and unused drafts after the last.
+            # Two scalars: per-row bounds, used here and after the loop, would occupy registers.
             if T == 1:
                 earliest, latest = 0, tl.where(start < stop, 0, -1)
             else:
@@ -121,7 +121,7 @@ def _flash_decode_kernel(
         if key_scores is not None:
             if COLLECT == "ends":
                 counts = counts & ((t == earliest) | (t == latest))
-            # For few rows of long heads, adding up their scores takes fewer registers than another product.
+            # For few rows of long heads, summing their scores takes fewer registers than another matmul.
             PRODUCT: tl.constexpr = COLLECT == "ends" and (BLOCK_M > 64 or D <= SMALL_HEAD_DIM)
             mean = mean_query(rows, counts) if PRODUCT else None
             to = key_scores + head * PAGE + tile_m * score_plane
@@ -130,7 +130,7 @@ def _flash_decode_kernel(
             counts, mean, to, to_pages = None, None, None, None
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
-        peak = tl.full([BLOCK_M], -1.0e38, tl.float32)  # A finite floor: -inf minus -inf would be NaN.
+        peak = tl.full([BLOCK_M], -1.0e38, tl.float32)  # finite: -inf minus -inf would be NaN
         acc, total, peak = attend_tiles(
             acc, total, peak, rows, row_lo, row_hi, start, stop, first, last, full, full_stop, k_cache, v_cache,
             pages, page_stride, slot_stride, head_stride, head, scale_log2,
@@ -140,7 +140,7 @@ def _flash_decode_kernel(
             k_scales=k_scales, v_scales=v_scales, V_APART=V_APART,
             SCALE_PAGE=SCALE_PAGE, SCALE_NEXT=SCALE_NEXT, SCALE_HEAD=SCALE_HEAD,
         )  # fmt: skip
-        # Discards what rows that read no key accumulated from tiles without masks.
+        # Drop what rows that read no key accumulated from unmasked tiles.
         reads = row_lo < row_hi
         acc, total = tl.where(reads[:, None], acc, 0.0), tl.where(reads, total, 0.0)
         store_item(
@@ -157,7 +157,7 @@ def _flash_decode_kernel(
 
 
 def decode_tile(rows: int, D: int, dtype: torch.dtype, more: int = 0) -> dict[str, int]:
-    """Returns `tile_shape` for `rows` query rows per KV head, with as many rows as fit: every tile reads all keys."""
+    """Returns the `tile_shape` that fits the most of `rows` query rows per KV head: every tile reads all keys."""
     return tile_shape(rows, 128 if D <= 128 else 64, D, dtype, more)
 
 
@@ -173,26 +173,25 @@ def flash_decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attends a few queries per sequence to paged keys; returns the partial output and its LSE.
 
-    No size depends on device data: one captured graph serves every length. Deterministic. Launches on one device share
-    a workspace, so they must not run concurrently.
+    No shape depends on device data, so one captured graph serves every length. Deterministic. Launches on one device
+    share a workspace and must not run concurrently.
 
     Args:
         q: [B, T, Hq, D] bf16, fp16 or fp32; last dim contiguous.
-        keys: in q's dtype, or values, or both, in e4m3 with scales.
+        keys: in q's dtype; keys and values, or only values, may be e4m3 with scales.
         out: [B, T, Hq, D] in q's dtype, written if given; last dim contiguous.
         lse: [B, T, Hq] fp32, written if given.
-        sms: number of streaming multiprocessors to fill; all if None. Two programs take each, and others stay free as
-            long as a kernel that came before has programs on them; else programs come to the emptiest.
-        early: the bounds are older than the preceding kernel, and may be read while it runs.
-        scores: buffers for the scores of all keys that any of the queries reads, written if given.
+        sms: number of SMs to fill, two programs each; default all. The other SMs stay free only while the preceding
+            kernel occupies them; otherwise programs go to the emptiest SM.
+        early: the bounds are older than the preceding kernel and may be read while it runs.
+        scores: buffers for the scores of all keys that some query reads, written if given.
 
     Returns:
         Output [B, T, Hq, D] normalised over these keys, and natural-log LSE [B, T, Hq] fp32; 0 and -inf (with sinks:
         the sink) where a query reads no key.
 
     Source:
-        FlashDecoding; the contiguous runs of stream-K (arXiv:2301.03598); Helix Parallelism (arXiv:2507.07120),
-        section 2.1.
+        FlashDecoding; stream-K (arXiv:2301.03598); Helix Parallelism (arXiv:2507.07120), section 2.1.
     """
     found = decode_parts(q, keys, out=out, lse=lse, sms=sms, early=early, scores=scores)
     found.merge_states()
@@ -214,9 +213,9 @@ def decode_parts(
     """Runs `flash_decode`, with the same arguments, up to the merge.
 
     Args:
-        lane: of the workspaces, the one that holds the parts until they are merged.
-        ready: `early`, and what this one reads and writes is older than the preceding kernel, an attention of other
-            rows in another lane or a pause: it does not wait.
+        lane: workspace that holds the partial states until they are merged.
+        ready: `early`, and everything this launch reads or writes is older than the preceding kernel (attention over
+            other rows in another lane, or a pause), so it does not wait.
     """
     if not dispatch.on_gpu(q):
         return PartialAttention(*reference(q, keys, out=out, lse=lse, scores=scores))
@@ -242,7 +241,7 @@ def decode_parts(
     if scores is not None:
         key_scores, score_table, collect = scores.planes, scores.table, scores.rows
         assert key_scores.shape[2:] == (Hkv, keys.page_size) and key_scores.stride()[2:] == (keys.page_size, 1)
-        assert len(key_scores) >= triton.cdiv(T * group, tile["BLOCK_M"]), "there is a plane for each tile of rows"
+        assert len(key_scores) >= triton.cdiv(T * group, tile["BLOCK_M"]), "key scores need one plane per tile of rows"
         score_strides = key_scores.stride(0), key_scores.stride(1), score_table.stride(0)
     programs = 8 // tile["num_warps"] * (sms or sm_count(q.device))  # eight warps fill an SM's registers
     part, part_lse = workspace(q.device, q.dtype, programs, rows, D, lane)

@@ -1,10 +1,9 @@
-"""Variant of `kernels.attention.flash_decode` on Hopper for keys and values in e4m3, or values alone.
+"""Hopper variant of `kernels.attention.flash_decode` for keys and values, or only values, in e4m3.
 
-Reading fewer bytes, a program is bound by its instructions. So every warp has keys of its own, of which it keeps a
-running softmax: no warp waits for another but for the copies into shared memory, and the four are merged when an item
-ends. Numbers go from shared memory to the registers where the tensor cores want them, sixteen bytes at once: a product
-may add up its terms in any order, and columns of the output may lie anywhere, so that neighbouring bytes become terms,
-or columns, of one thread.
+FP8 halves the bytes, so the kernel is bound by instructions. Each warp therefore runs its own softmax over its own keys
+and waits for other warps only when copies into shared memory land; the four states are merged at the end of an item.
+Loads from shared memory fill the MMA operand registers directly, 16 bytes at a time: a dot product may sum its terms in
+any order, and output columns may be permuted, so neighbouring bytes become terms, or columns, of one thread.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from kernels.paged_keys import PagedKeys
 from kernels.scaled_keys import scale_at
 
 WARPS = gl.constexpr(4)
-MAX_ROWS = 32  # of queries
-# Keys of a warp's tile, by rows: with more, accumulators leave registers for fewer scores.
+MAX_ROWS = 32
+# Keys per warp and tile, by rows: more rows take accumulator registers, and leave fewer for scores.
 KEYS_PER_WARP = {16: 32, MAX_ROWS: 16}
-STAGED = 384  # keys of e4m3 on their way, of bf16 two thirds: two programs fit an SM
-EACH = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # a key a thread
+STAGED = 384  # e4m3 keys in flight (two thirds of it for bf16): two programs fit an SM
+EACH = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # one key per thread
 PRODUCT = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1, 1], instr_shape=[1, 16, 8]))
 LEFT, RIGHT = (gl.constexpr(gl.DotOperandLayout(i, PRODUCT.value, 2)) for i in range(2))
 ROW_LAYOUT, KEY_LAYOUT = (gl.constexpr(gl.SliceLayout(axis, PRODUCT.value)) for axis in (2, 1))
@@ -48,9 +47,9 @@ def _bits(size):
 
 @gluon.constexpr_function
 def keys_layout(D, keys_per_warp):
-    """Returns the layout of keys [tile, D] whose registers are those of the right operand of the scores.
+    """Returns the layout of keys [tile, D] that matches the right MMA operand of the scores.
 
-    A thread has D / 4 neighbouring numbers of every eighth key of its warp.
+    A thread holds D / 4 consecutive elements of every eighth key of its warp.
     """
     registers = [[0, 1 << bit] for bit in range(_bits(D) - 2)] + [
         [1 << bit, 0] for bit in range(3, _bits(keys_per_warp))
@@ -63,9 +62,9 @@ def keys_layout(D, keys_per_warp):
 
 @gluon.constexpr_function
 def values_layout(D, keys_per_warp):
-    """Returns the layout of values [tile, D] whose registers are those of the right operand of the output.
+    """Returns the layout of values [tile, D] that matches the right MMA operand of the output.
 
-    A thread has D / 8 neighbouring numbers of a quarter of its warp's keys.
+    A thread holds D / 8 consecutive elements of a quarter of its warp's keys.
     """
     registers = [[0, 1 << bit] for bit in range(_bits(D) - 3)] + [[1, 0]]
     registers += [[1 << bit, 0] for bit in range(3, _bits(keys_per_warp))]
@@ -77,21 +76,21 @@ def values_layout(D, keys_per_warp):
 
 @gluon.constexpr_function
 def copied_layout(D, bytes):
-    """Returns the layout of a copy of [tile, D] numbers, sixteen bytes a thread."""
+    """Returns the layout that copies [tile, D] elements, 16 bytes per thread."""
     across = min(32, D * bytes // 16)
     return gl.BlockedLayout([1, 16 // bytes], [32 // across, across], [4, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def swizzled(D, bytes):
-    """Returns the shared layout of tiles in which sixteen bytes of rows below each other lie in different banks."""
+    """Returns a shared layout that puts 16-byte vectors of consecutive rows into different banks."""
     chunks = min(8, D * bytes // 16)
     return gl.SwizzledSharedLayout(16 // bytes, 8 // chunks, chunks, [1, 0])
 
 
 @gluon.jit
 def _place(tile, pages, start, stop, TILE: gl.constexpr, LAYOUT: gl.constexpr, PAGE: gl.constexpr, HOLES: gl.constexpr):
-    """Finds a tile's keys: their pages and slots, int64, and which are live."""
+    """Finds the pages and slots (int64) of a tile's keys, and which keys are live."""
     key = tile * TILE + gl.arange(0, TILE, layout=LAYOUT)
     live = (key >= start) & (key < stop)
     page = gl.load(pages + key // PAGE, mask=live, other=0).to(gl.int64)
@@ -121,7 +120,6 @@ def _copy(
     V_FIRST: gl.constexpr, PAGE: gl.constexpr, HOLES: gl.constexpr, V_APART: gl.constexpr,
     SCALE_PAGE: gl.constexpr, SCALE_NEXT: gl.constexpr, SCALE_HEAD: gl.constexpr,
 ):  # fmt: skip
-    """Starts the copies of a tile's keys, values and scales into a slot; those that are not live become zero."""
     strides = (page_stride, slot_stride, head_stride)
     _copy_rows(tile, k_shared.index(slot), k_cache, pages, start, stop, head, *strides, PAGE, HOLES, 1)
     _copy_rows(tile, v_shared.index(V_FIRST + slot), v_cache, pages, start, stop, head, *strides, PAGE, HOLES, V_APART)
@@ -136,7 +134,7 @@ def _copy(
 
 @gluon.jit
 def _numbers(x, dtype: gl.constexpr):
-    """Converts e4m3 to 16 bits; not to bf16 at once, which goes by way of fp16 and is slow."""
+    """Converts e4m3 to 16 bits; direct conversion to bf16 would go through fp16 and is slow."""
     return x if x.dtype == dtype else x.to(gl.float32).to(dtype)
 
 
@@ -156,7 +154,7 @@ def _flash_decode_fp8_sm90_kernel(
     KEYS: gl.constexpr = keys_layout(D, KEYS_PER_WARP)
     VALUES: gl.constexpr = values_layout(D, KEYS_PER_WARP)
     LIFT: gl.constexpr = lift(dtype)
-    # Keys and values of one type are one piece of memory, in which the sums of an item fit.
+    # Keys and values of one dtype share a buffer, large enough for the accumulators of an item.
     V_FIRST: gl.constexpr = STAGES if K_BYTES == 1 else 0
     k_shared = gl.allocate_shared_memory(k_cache.dtype.element_ty, [STAGES + V_FIRST, TILE, D], swizzled(D, K_BYTES))
     v_shared = k_shared
@@ -172,14 +170,14 @@ def _flash_decode_fp8_sm90_kernel(
     bounds = (lo, hi, lo_b, lo_t, hi_b, hi_t, B)
     schedule = schedule_of(bounds, 1, T, BLOCK_B, EARLY, HEADS, TILE)
     seq, starts, stops, fulls_from, fulls_to, tiles, ends, begin, end, run = schedule
-    if gl.max(ends, 0) >= 0:  # Always true: without it the compiler moves the wait to before the loads of the bounds.
+    if gl.max(ends, 0) >= 0:  # always true; keeps the compiler from moving the wait above the loads of the bounds
         if EARLY and not READY:
             gdc_wait()
-    # Not at the end: all programs are on the GPU at once, and the merge is small enough to fit beside them, and
-    # programs of another attention begin as these end.
+    # Not at the end: all programs are resident at once, the merge is small enough to share the SMs with them, and
+    # programs of another attention can start as these end.
     gdc_launch_dependents()
 
-    r = gl.arange(0, QUERIES, layout=gl.SliceLayout(0, ROW_LAYOUT))  # as rows of the running softmax
+    r = gl.arange(0, QUERIES, layout=gl.SliceLayout(0, ROW_LAYOUT))  # rows of the running softmax
     each_warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, LEFT)))
     at = begin
     while at < end:
@@ -195,14 +193,14 @@ def _flash_decode_fp8_sm90_kernel(
         b = i.to(gl.int64)
         pages = block_table + b * table_b + head * table_h
 
-        # One row per query token and head of the group: the group's heads read the same keys. All warps have all rows.
+        # One row per query token and head of the group: heads of a group read the same keys. Every warp has all rows.
         m = gl.arange(0, QUERIES, layout=gl.SliceLayout(1, ROWS_OF_Q))
         c = gl.arange(0, D, layout=gl.SliceLayout(0, ROWS_OF_Q))
-        # Terms in the order of `keys_layout`.
+        # Same order of terms as `keys_layout`.
         d = c % 8 // 2 * (D // 4) + c // 16 * 4 + c % 16 // 8 * 2 + c % 2
         rows = b * q_b + (m // GROUP) * q_t + (head * GROUP + m % GROUP) * q_h
         query = gl.load(q + (rows[:, None] + d[None, :]), mask=(m < T * GROUP)[:, None], other=0.0)
-        tl.debug_barrier()  # all warps are done with the item before
+        tl.debug_barrier()  # all warps are done with the previous item
         q_shared.store(query)
         t = r // GROUP
         row_lo = gl.load(lo + b * lo_b + t * lo_t, mask=t < T, other=0)
@@ -210,9 +208,9 @@ def _flash_decode_fp8_sm90_kernel(
 
         acc = gl.zeros([WARPS, QUERIES, D], gl.float32, layout=PRODUCT)
         total = gl.zeros([WARPS, QUERIES], gl.float32, layout=ROW_LAYOUT)
-        # A finite floor: -inf minus -inf would be NaN.
+        # Finite: -inf minus -inf would be NaN.
         peak = gl.full([WARPS, QUERIES], -1.0e38, gl.float32, layout=ROW_LAYOUT)
-        tl.debug_barrier()  # the memory below held the sums of the item before
+        tl.debug_barrier()  # the buffer held the accumulators of the previous item
         for s in gl.static_range(STAGES - 1):
             if first + s < last:
                 _copy(
@@ -223,7 +221,7 @@ def _flash_decode_fp8_sm90_kernel(
         for tile in range(first, last):
             slot = (tile - first) % STAGES
             async_copy.wait_group(STAGES - 2)
-            tl.debug_barrier()  # all copies of the tile have arrived, and all warps are done with the one before
+            tl.debug_barrier()  # all copies of the tile have landed, and all warps are done with the previous tile
             ahead = tile + STAGES - 1
             if ahead < last:
                 _copy(
@@ -236,7 +234,7 @@ def _flash_decode_fp8_sm90_kernel(
             k = _numbers(k_shared.index(slot).load(KEYS), dtype)
             k = gl.permute(gl.reshape(k, [WARPS, KEYS_PER_WARP, 4, D // 16, 2, 2]), (0, 3, 4, 2, 5, 1))
             k = gl.convert_layout(gl.reshape(k, [WARPS, D, KEYS_PER_WARP]), RIGHT, assert_trivial=True)
-            # Loaded again for each tile: registers are scarce.
+            # Reload for each tile: registers are scarce.
             rows_of_q, _ = gl.broadcast(q_shared.load(gl.SliceLayout(0, LEFT))[None, :, :], each_warp[:, None, None])
             scores = mma_v2(rows_of_q, k, gl.zeros([WARPS, QUERIES, KEYS_PER_WARP], gl.float32, layout=PRODUCT))
             if k_scales is not None:
@@ -269,7 +267,7 @@ def _flash_decode_fp8_sm90_kernel(
             v = gl.convert_layout(gl.reshape(v, [WARPS, KEYS_PER_WARP, D]), RIGHT, assert_trivial=True)
             acc = mma_v2(weights, v, acc * rescale[:, :, None])
 
-        # The warps' sums become the program's; the memory of the tiles holds them, where rows are read by one warp.
+        # Merge the warps' states through the tile buffers, so that one warp reads each row.
         best = gl.max(peak, 0)
         factor = gl.exp2(peak - best[None, :])
         total = gl.sum(total * factor, 0)
@@ -290,7 +288,7 @@ def _flash_decode_fp8_sm90_kernel(
         column = gl.arange(0, D, layout=gl.SliceLayout(0, MERGED))
         t = m // GROUP
         q_head = head * GROUP + m % GROUP
-        # Discards what rows that read no key accumulated from tiles without masks.
+        # Drop what rows that read no key accumulated from unmasked tiles.
         reads = gl.load(lo + b * lo_b + t * lo_t, mask=t < T, other=0) < gl.load(
             hi + b * hi_b + t * hi_t, mask=t < T, other=0
         )
@@ -315,7 +313,7 @@ def _flash_decode_fp8_sm90_kernel(
 
 
 def fits(q: torch.Tensor, keys: PagedKeys) -> bool:
-    """Returns whether this kernel supports these tensors of `kernels.attention.flash_decode.flash_decode`."""
+    """Returns whether `launch` supports these arguments of `kernels.attention.flash_decode.flash_decode`."""
     T, Hq, D = q.shape[1:]
     return (
         keys.v_scale is not None
@@ -323,7 +321,7 @@ def fits(q: torch.Tensor, keys: PagedKeys) -> bool:
         and T * (Hq // keys.k.shape[2]) <= MAX_ROWS
         and q.dtype in (torch.bfloat16, torch.float16)
         and torch.cuda.get_device_capability(q.device)[0] == 9
-        # Copies of sixteen bytes.
+        # 16-byte copies
         and all(stride * cache.itemsize % 16 == 0 for cache in (keys.k, keys.v) for stride in cache.stride()[:3])
         and keys.k.data_ptr() % 16 == keys.v.data_ptr() % 16 == 0
     )
@@ -339,7 +337,7 @@ def launch(
     lane: int,
     ready: bool,
 ) -> UnmergedAttention:
-    """Runs `kernels.attention.flash_decode.flash_decode` up to the merge, for tensors that fit."""
+    """Runs `kernels.attention.flash_decode.flash_decode` up to the merge; requires `fits`."""
     B, T, Hq, D = q.shape
     table, lo, hi, heads = keys.table, keys.lo, keys.hi, keys.k.shape[2]
     group = Hq // heads

@@ -1,12 +1,12 @@
-"""Variant of `kernels.attention.flash_decode` on Hopper for 65 to 128 query rows a KV head, as verification has them.
+"""Hopper variant of `kernels.attention.flash_decode` for 65 to 128 query rows per KV head (speculative verification).
 
-One tile of so many rows that loads, scores and sums in turn takes twice as long as its keys. Here a program is three
-groups of warps, as in `kernels.attention.flash_prefill_sm90`, over the runs of keys of decode:
+One tile that loads, scores and accumulates 128 rows in sequence takes twice as long as loading its keys. This kernel is
+warp-specialized like `kernels.attention.flash_prefill_sm90`, over the key runs of decode:
 
-* one warp loads pairs of tiles: the keys of a tile with the values of the one before it, which are needed together;
-* four warps attend 64 of the rows, four others the rest, over the same keys in shared memory, at their own pace.
+* one warp loads pairs of tiles: the keys of a tile with the values of the previous one, which are needed together;
+* two warpgroups attend 64 rows each, over the same keys in shared memory, at their own pace.
 
-Scores of keys that the first group finds go to the second through shared memory, which stores those of all rows.
+The first warpgroup passes its key scores through shared memory to the second, which stores the scores over all rows.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from kernels.overlap import sm_count
 from kernels.paged_keys import KeyScores, PagedKeys
 from kernels.sm90 import COPIED, SHARED, next_stage, zero_dead_keys
 
-D = gl.constexpr(128)  # head dim
-SIDE = gl.constexpr(64)  # rows per group of warps
-MAX_QUERIES = 32  # each is a round of loads before the first tile
-STAGES = gl.constexpr(5)  # pairs in shared memory
+D = gl.constexpr(128)
+SIDE = gl.constexpr(64)  # rows per warpgroup
+MAX_QUERIES = 32  # each costs a round of loads before the first tile
+STAGES = gl.constexpr(5)  # pairs of tiles in shared memory
 SCORES = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
 SUMS = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
 WEIGHTS = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=SUMS.value, k_width=2))
 ROW_LAYOUT, KEY_LAYOUT = (gl.constexpr(gl.SliceLayout(axis, SCORES.value)) for axis in (1, 0))
 FOUND = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-EACH = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # a key, or a query, a thread
+EACH = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # one key, or one query, per thread
 
 
 @gluon.jit
@@ -51,7 +51,7 @@ def _load(
     keys, values, page_rows, head_rows, head_columns, block_table, table_b, bounds, pairs,
     T: gl.constexpr, HEADS: gl.constexpr, PAGE: gl.constexpr, BLOCK_B: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Fills the stages, in a warp of its own: of an item's pairs, the first has no values, the last no keys."""
+    """Producer warp. The first pair of an item has no values, the last has no keys."""
     k_shared, v_shared, ready, free = pairs
     BYTES: gl.constexpr = TILE * D * 2
     schedule = schedule_of(bounds, 1, T, BLOCK_B, EARLY, HEADS)
@@ -65,12 +65,12 @@ def _load(
         column = head * head_columns
         page = gl.load(pages + first * TILE // PAGE, mask=first < last, other=0)
         if EARLY:
-            if page >= 0:  # Always true: without it the compiler moves the wait to before the load.
+            if page >= 0:  # always true; keeps the compiler from moving the wait above the load
                 gdc_wait()
         before = 0
         for tile in range(first, last):
             row = page * page_rows + head * head_rows + tile * TILE % PAGE
-            # One iteration ahead, so that the next page's number has arrived when its tile is loaded.
+            # One iteration ahead, so that the page index has arrived when its tile is loaded.
             page = gl.load(pages + (tile + 1) * TILE // PAGE, mask=tile + 1 < last, other=0)
             here = ready.index(stage)
             mbarrier.wait(free.index(stage), phase)
@@ -89,18 +89,18 @@ def _load(
             stage, phase = next_stage(stage, phase, STAGES)
         at = gl.minimum(end, item_end)
     if EARLY:
-        gdc_wait()  # those without items, too
+        gdc_wait()  # also in programs without items
 
 
 @gluon.jit
 def _load_queries(q_shared, side: gl.constexpr, q, q_t, q_h, earliest, latest, GROUP: gl.constexpr):
-    """Copies a group's rows; those of queries outside earliest..latest repeat the nearest, and change no maximum."""
+    """Copies a warpgroup's rows. Queries outside earliest..latest repeat the nearest one, which changes no maximum."""
     m = side * SIDE + gl.arange(0, SIDE, layout=gl.SliceLayout(1, COPIED))
     t = gl.minimum(gl.maximum(m // GROUP, earliest), latest)
     rows = q + t * q_t + (m % GROUP) * q_h
     wanted = (t >= earliest)[:, None]
     c = gl.arange(0, 64, layout=gl.SliceLayout(0, COPIED))
-    tl.debug_barrier()  # all warps are done with the item before
+    tl.debug_barrier()  # all warps are done with the previous item
     for k in gl.static_range(D // 64):
         x = gl.load(rows[:, None] + (k * 64 + c)[None, :], mask=wanted, other=0.0)
         q_shared.slice(k * 64, 64, dim=1).store(x)
@@ -110,7 +110,6 @@ def _load_queries(q_shared, side: gl.constexpr, q, q_t, q_h, earliest, latest, G
 
 @gluon.jit
 def _mask(scores, key, full_from, full_to, row_lo, row_hi):
-    """Masks the scores of a tile: -inf for keys that a row does not read."""
     if (key < full_from) | (key + TILE > full_to):
         n = key + gl.arange(0, TILE, layout=KEY_LAYOUT)
         reads = (n[None, :] >= row_lo[:, None]) & (n[None, :] < row_hi[:, None])
@@ -120,7 +119,7 @@ def _mask(scores, key, full_from, full_to, row_lo, row_hi):
 
 @gluon.jit
 def _found(scores, is_end, COLLECT: gl.constexpr):
-    """Returns each key's score over a group's rows: the maximum, or the sum of the ends; 0 if none is collected."""
+    """Reduces scores to one per key over a warpgroup's rows: maximum, or sum of the ends; 0 if not collected."""
     if COLLECT == "any":
         return gl.max(scores, 0)
     elif COLLECT == "ends":
@@ -134,7 +133,7 @@ def _keep(
     found, side: gl.constexpr, handed, scored, phase, key, start, stop, key_scores, page, score_page, share,
     PAGE: gl.constexpr, COLLECT: gl.constexpr,
 ):  # fmt: skip
-    """Sends a tile's scores of keys to the second group, which stores those of all rows."""
+    """Sends a tile's key scores to the second warpgroup, which stores the scores over all rows."""
     if COLLECT != "":
         if side == 0:
             handed.store(found)
@@ -157,7 +156,7 @@ def _attend(
     T: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr, BLOCK_B: gl.constexpr,
     ROWS: gl.constexpr, SINKS: gl.constexpr, COLLECT: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Attends a group's 64 rows to the run's tiles; writes results of whole items, else parts."""
+    """Consumer warpgroup: attends 64 rows over the run's tiles; writes results of whole items, else partial states."""
     q_b, q_t, q_h, out_b, out_t, out_h, lse_b, lse_t, lse_h = strides
     k_shared, v_shared, ready, free = pairs
     handed, scored = handing
@@ -166,7 +165,7 @@ def _attend(
     dtype: gl.constexpr = q.dtype.element_ty
     schedule = schedule_of(bounds, 1, T, BLOCK_B, EARLY, HEADS)
     seq, _, _, fulls_from, fulls_to, _, _, begin, end, run = schedule
-    # One row per query token and head of the group: the group's heads read the same keys.
+    # One row per query token and head of the group: heads of a group read the same keys.
     row = side * SIDE + gl.arange(0, SIDE, layout=ROW_LAYOUT)
     t = row // GROUP
     share = scale_log2 / (T * GROUP)
@@ -187,7 +186,7 @@ def _attend(
         score_head = key_scores
         page = 0
         if COLLECT != "":
-            # Queries that read no key may be NaN: those before a rank's first key, and unused drafts behind the last.
+            # Queries that read no key may be NaN: those before a rank's first key, and unused drafts after the last.
             query = gl.arange(0, 128, layout=EACH)
             los = gl.load(lo + b * lo_b + query * lo_t, mask=query < T, other=0)
             his = gl.load(hi + b * hi_b + query * hi_t, mask=query < T, other=0)
@@ -200,7 +199,7 @@ def _attend(
         _load_queries(q_shared, side, q + b * q_b + q_head * q_h, q_t, q_h, earliest, latest, GROUP)
         acc = gl.zeros([SIDE, D], gl.float32, layout=SUMS)
         total = gl.zeros([SIDE], gl.float32, layout=ROW_LAYOUT)
-        # A finite floor: -inf minus -inf would be NaN.
+        # Finite: -inf minus -inf would be NaN.
         peak = gl.full([SIDE], -1.0e38, gl.float32, layout=ROW_LAYOUT)
         if first < last:
             if COLLECT != "":
@@ -219,7 +218,7 @@ def _attend(
             mbarrier.arrive(free.index(stage))
             stage, phase = next_stage(stage, phase, STAGES)
             scores = _mask(scores, first * TILE, full_from, full_to, row_lo, row_hi)
-            # Scaled after the maximum, within the subtraction: one instruction a score.
+            # Scale after the maximum, fused into the subtraction: one instruction per score.
             peak = gl.maximum(peak, gl.max(scores, 1) * scale_log2)
             weights = gl.exp2(scores * scale_log2 - peak[:, None])
             total = gl.sum(weights, 1)
@@ -248,10 +247,10 @@ def _attend(
                 )  # fmt: skip
                 used = stage
                 stage, phase = next_stage(stage, phase, STAGES)
-                # The next pair is waited for here, so that ptxas does not move the wait for the sums above the softmax
-                # (see `kernels.attention.flash_prefill_sm90`).
+                # Wait for the next pair here, so that ptxas does not move the wait for the accumulators above the
+                # softmax (see `kernels.attention.flash_prefill_sm90`).
                 mbarrier.wait(ready.index(stage), phase)
-                # p too: its registers are read until the products are done.
+                # p too: the MMA reads its registers until it is done.
                 acc, p = warpgroup_mma_wait(num_outstanding=0, deps=[acc, p])
                 tl.debug_barrier()
                 mbarrier.arrive(free.index(used))
@@ -263,7 +262,7 @@ def _attend(
             acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
             tl.debug_barrier()
             if COLLECT != "":
-                if side == 0:  # this pair has no scores, but a stage has a turn of both barriers
+                if side == 0:  # this pair has no scores, but every stage uses both barriers once
                     mbarrier.arrive(scored.index(stage))
             mbarrier.arrive(free.index(stage))
             stage, phase = next_stage(stage, phase, STAGES)
@@ -289,7 +288,7 @@ def _attend(
             gl.store(part_lse + here + row, log2)
         at = gl.minimum(end, item_end)
     if EARLY:
-        gdc_wait()  # those without items, too
+        gdc_wait()  # also in programs without items
 
 
 @gluon.jit
@@ -346,12 +345,12 @@ def _flash_decode_many_sm90_kernel(
         [4, 1],
         [232, 40],
     )  # fmt: skip
-    # Not earlier: the successor's programs would take the room of this launch's that have not started yet.
+    # Not earlier: the successor's programs would take the SMs of this launch's programs that have not started yet.
     gdc_launch_dependents()
 
 
 def fits(q: torch.Tensor, keys: PagedKeys) -> bool:
-    """Returns whether this kernel supports these tensors of `kernels.attention.flash_decode.flash_decode`."""
+    """Returns whether `launch` supports these arguments of `kernels.attention.flash_decode.flash_decode`."""
     T, Hq = q.shape[1:3]
     return (
         keys.v_scale is None
@@ -374,10 +373,10 @@ def launch(
     scores: KeyScores | None,
     lane: int,
 ) -> UnmergedAttention:
-    """Runs `kernels.attention.flash_decode.flash_decode` up to the merge, for tensors that fit.
+    """Runs `kernels.attention.flash_decode.flash_decode` up to the merge; requires `fits`.
 
     Source:
-        FlashAttention-3 (arXiv:2407.08608), over the contiguous runs of stream-K (arXiv:2301.03598).
+        FlashAttention-3 (arXiv:2407.08608) over stream-K runs (arXiv:2301.03598).
     """
     B, T, Hq, dim = q.shape
     k, table, lo, hi, heads = keys.k, keys.table, keys.lo, keys.hi, keys.k.shape[2]

@@ -24,13 +24,13 @@ def _flash_prefill_kernel(
     splits, scale_log2, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    # The last queries read the most keys: they start first.
+    # Start with the last queries: they read the most keys.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     segment, tile_m, begin, length = tile_of_segment(cu_q, segments, tile, GROUP, BLOCK_M)
     head = tl.program_id(1)
     split = tl.program_id(2)
     if tile_m * BLOCK_M < length * GROUP:
-        # One row per query token and head of the group: the group's heads read the same keys.
+        # One row per query token and head of the group: heads of a group read the same keys.
         row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
         live = row // GROUP < length
         n = (begin + row // GROUP).to(tl.int64)
@@ -50,7 +50,7 @@ def _flash_prefill_kernel(
         pages = block_table + segment.to(tl.int64) * table_i
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
-        peak = tl.full([BLOCK_M], -1.0e38, tl.float32)  # A finite floor: -inf minus -inf would be NaN.
+        peak = tl.full([BLOCK_M], -1.0e38, tl.float32)  # finite: -inf minus -inf would be NaN
         acc, total, peak = attend_tiles(
             acc, total, peak, query, row_lo, row_hi, start, stop, first, last, full, full_stop, k_cache, v_cache, pages,
             page_stride, slot_stride, head_stride, head, scale_log2,
@@ -60,7 +60,7 @@ def _flash_prefill_kernel(
         acc /= tl.where(empty, 1.0, total)[:, None]
         log2 = tl.where(empty, float("-inf"), peak + tl.log2(total))
         if SINKS:
-            if split == 0:  # a sink is a key, and counts once
+            if split == 0:  # a sink counts once
                 log2, factor = with_sink(log2, tl.load(sinks + q_head))
                 acc *= factor[:, None]
         out += split.to(tl.int64) * out_s
@@ -82,12 +82,11 @@ def flash_prefill(
     """Attends prompt chunks of several sequences to their paged keys; returns the partial output and its LSE.
 
     Args:
-        q: [N, Hq, D] bf16, fp16 or fp32, the chunks one after another; last dim contiguous.
-        keys: in q's dtype, or values, or both, in e4m3 with scales; row i of the table belongs to segment i. Bounds
-            [N], contiguous, do not decrease within a segment.
-        cu_q: [n + 1] int32, where each segment of q begins, and the end of the last.
-        max_q: length of the longest segment.
-        max_k: keys of the longest segment, an upper bound; of keys in q's dtype an estimate will do, for speed alone.
+        q: [N, Hq, D] bf16, fp16 or fp32, concatenated chunks; last dim contiguous.
+        keys: in q's dtype; keys and values, or only values, may be e4m3 with scales. Row i of the table belongs to
+            segment i. Bounds [N], contiguous, do not decrease within a segment.
+        cu_q: [n + 1] int32, cumulative segment lengths of q.
+        max_k: upper bound of keys per segment; for keys in q's dtype an estimate is enough (it only affects speed).
         out: [N, Hq, D] in q's dtype, written if given; last dim contiguous.
         lse: [N, Hq] fp32, written if given.
 

@@ -1,12 +1,12 @@
-"""Variant of `kernels.attention.flash_prefill` for long chunks on Hopper, with explicit asynchronous instructions.
+"""Hopper variant of `kernels.attention.flash_prefill` for long chunks: warp-specialized TMA and WGMMA.
 
-A program attends 128 rows (query tokens x heads of a KV head) with three groups of warps:
+A program attends 128 rows (query tokens x heads of a KV head):
 
-* one warp loads pairs of tiles: the keys of a tile with the values of the one before it, which are needed together;
-* four warps attend 64 of the rows, four others the other 64, at their own pace.
+* one warp loads pairs of tiles: the keys of a tile with the values of the previous one, which are needed together;
+* two warpgroups attend 64 rows each, at their own pace.
 
-A group issues the products of a pair at once, and computes the softmax weights of the new scores while the values of
-the tile before are still being summed; meanwhile idle tensor cores serve the other group.
+A warpgroup issues both matmuls of a pair at once, and computes the softmax of the new scores while the previous tile's
+values are still being accumulated; tensor cores it leaves idle serve the other warpgroup.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from kernels.attention.split_prefill import attend_split, locate_tile, tiles_of_
 from kernels.paged_keys import PagedKeys
 from kernels.sm90 import COPIED, SHARED, add, next_stage, pair_barriers, zero_dead_keys
 
-ROWS = gl.constexpr(64)  # per group of warps
-PIECE = gl.constexpr(64)  # keys of one load, all in one page
-SHAPES = {128: {"KEYS": 128, "STAGES": 3}, 256: {"KEYS": 64, "STAGES": 2}}  # by head dim: keys of a tile, pairs held
-# Least rows (queries x heads) and keys, or keys alone; smaller sizes are faster in programs of one group, of which
-# several run on a multiprocessor: one begins while others end.
+ROWS = gl.constexpr(64)  # per warpgroup
+PIECE = gl.constexpr(64)  # keys per load, within one page
+SHAPES = {128: {"KEYS": 128, "STAGES": 3}, 256: {"KEYS": 64, "STAGES": 2}}  # by head dim: keys per tile, pairs held
+# Min rows (queries x heads) and keys, or keys alone. Smaller sizes are faster with one warpgroup per program, several
+# programs per SM: one starts while another ends.
 MIN_ROWS, MIN_KEYS_MANY_ROWS = 24 << 10, 1536
 MIN_KEYS = 16 << 10
 
 
 @gluon.jit
 def _page(pages, tile, piece: gl.constexpr, start, stop, last, KEYS: gl.constexpr, PAGE: gl.constexpr):
-    """Loads the page of a piece of a tile; for keys outside [start, stop), the page of the nearest key inside."""
+    """Loads the page index of a piece of a tile; outside [start, stop), that of the nearest key inside."""
     key = gl.minimum(gl.maximum(tile * KEYS + piece * PIECE, start), stop - 1)
     return gl.load(pages + key // PAGE, mask=tile < last, other=0)
 
@@ -62,9 +62,9 @@ def _load(
     keys, values, pages, head, tiles, pairs,
     KEYS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr,
 ):  # fmt: skip
-    """Fills the stages, in a warp of its own: pair i is the keys of tile i and the values of tile i - 1.
+    """Producer warp: pair i is the keys of tile i and the values of tile i - 1.
 
-    `head` holds the rows of a page and the head's first row and column in them.
+    `head` holds the rows per page, and the head's first row and column in them.
     """
     start, stop, _, _, first, last = tiles
     k_parts, v_shared, ready, free = pairs
@@ -80,7 +80,7 @@ def _load(
         stage = 1
         phase = 1
         for tile in range(first + 1, last):
-            # One iteration ahead, so that page numbers have arrived when their tile is loaded.
+            # One iteration ahead, so that page indices have arrived when their tile is loaded.
             ahead_0 = _page(pages, tile + 1, 0, start, stop, last, KEYS, PAGE)
             ahead_1 = _page(pages, tile + 1, 1, start, stop, last, KEYS, PAGE)
             here = ready.index(stage)
@@ -100,7 +100,6 @@ def _load(
 
 @gluon.jit
 def _mask(scores, tile, full, full_stop, row_lo, row_hi):
-    """Masks the scores of a tile: -inf for keys that a row does not read."""
     KEYS: gl.constexpr = scores.shape[1]
     if (tile < full) | (tile >= full_stop):
         key = tile * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, scores.type.layout))
@@ -111,7 +110,6 @@ def _mask(scores, tile, full, full_stop, row_lo, row_hi):
 
 @gluon.jit
 def _products(q_parts, k_parts, stage, scores):
-    """Starts the products of queries and the keys of a stage, part by part of their dims."""
     for i in gl.static_range(len(q_parts)):
         keys = k_parts[i].index(stage).permute((1, 0))
         scores = warpgroup_mma(q_parts[i], keys, scores, use_acc=i > 0, is_async=True)
@@ -123,11 +121,11 @@ def attend_rows(
     side: gl.constexpr, lo, hi, sinks, out, lse, strides, scale_log2, q_parts, pairs, chunk, tiles,
     KEYS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, SINKS: gl.constexpr,
 ):  # fmt: skip
-    """Attends a group's 64 rows to all tiles, and stores output [.., D] and LSE; without `lo`, to keys from 0 on."""
+    """Attends 64 rows over all tiles and stores output [.., D] and LSE; without `lo`, keys start at 0."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=PRODUCT, k_width=2)
-    # A thread has the same rows in both; where the layouts differ, they are converted without moving anything.
+    # A thread has the same rows in both layouts, so conversion moves no data.
     SCORE_LAYOUT: gl.constexpr = gl.SliceLayout(1, SCORES)
     PRODUCT_LAYOUT: gl.constexpr = gl.SliceLayout(1, PRODUCT)
     out_n, out_h, lse_n, lse_h = strides
@@ -145,7 +143,7 @@ def attend_rows(
         row_lo = gl.load(lo + n, mask=live, other=0)
     acc = gl.zeros([ROWS, D], gl.float32, layout=PRODUCT)
     total = gl.zeros([ROWS], gl.float32, layout=SCORE_LAYOUT)
-    # A finite floor: -inf minus -inf would be NaN.
+    # Finite: -inf minus -inf would be NaN.
     peak = gl.full([ROWS], -1.0e38, gl.float32, layout=SCORE_LAYOUT)
     if first < last:
         mbarrier.wait(ready.index(0), 0)
@@ -155,7 +153,7 @@ def attend_rows(
         tl.debug_barrier()
         mbarrier.arrive(free.index(0))
         scores = _mask(scores, first, full, full_stop, row_lo, row_hi)
-        # Scaled after the maximum, within the subtraction: one instruction a score.
+        # Scale after the maximum, fused into the subtraction: one instruction per score.
         peak = gl.maximum(peak, gl.max(scores, 1) * scale_log2)
         weights = gl.exp2(scores * scale_log2 - peak[:, None])
         total = gl.sum(weights, 1)
@@ -178,11 +176,11 @@ def attend_rows(
             next_p = gl.convert_layout(weights.to(dtype), WEIGHTS)
             used = stage
             stage, phase = next_stage(stage, phase, STAGES)
-            # The next pair is waited for here, though it is needed only in the next iteration: ptxas moves the wait for
-            # the sums to the front of its block of instructions, above all of the softmax, so that nothing would
-            # overlap. This wait is a loop, which ends the block.
+            # Wait for the next pair here although only the next iteration needs it: ptxas hoists the wait for the
+            # accumulators to the start of its basic block, above the softmax, and nothing would overlap. This wait is a
+            # loop, which ends the block.
             mbarrier.wait(ready.index(stage), phase)
-            # p too: its registers are read until the products are done.
+            # p too: the MMA reads its registers until it is done.
             acc, p = warpgroup_mma_wait(num_outstanding=0, deps=[acc, p])
             tl.debug_barrier()
             mbarrier.arrive(free.index(used))
@@ -197,7 +195,7 @@ def attend_rows(
     log2 = gl.where(empty, float("-inf"), peak + gl.log2(total))
     factor = 1.0 / gl.where(empty, 1.0, total)
     if SINKS:
-        if split == 0:  # a sink is a key, and counts once
+        if split == 0:  # a sink counts once
             log2, shrink = with_sink(log2, gl.load(sinks + q_head))
             factor = factor * shrink
     gl.store(lse + n * lse_n + q_head * lse_h, log2 * 0.6931471805599453, mask=live)
@@ -209,7 +207,7 @@ def attend_rows(
 
 @gluon.jit
 def tile_of_segment(cu_q, segments, tile, GROUP: gl.constexpr):
-    """Finds the segment of a tile of 128 rows, as `kernels.attention.split_prefill.tile_of_segment` does."""
+    """Finds the segment of a tile of 128 rows, like `kernels.attention.split_prefill.tile_of_segment`."""
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     segment = tile * 0
     before = tile * 0
@@ -233,7 +231,7 @@ def _flash_prefill_sm90_kernel(
     KEYS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr,
     SINKS: gl.constexpr,
 ):  # fmt: skip
-    # The last queries read the most keys: they start first.
+    # Start with the last queries: they read the most keys.
     tile = gl.num_programs(0) - 1 - gl.program_id(0)
     segment, tile_m, begin, length = tile_of_segment(cu_q, segments, tile, GROUP)
     row_0 = tile_m * 2 * ROWS
@@ -245,12 +243,12 @@ def _flash_prefill_sm90_kernel(
         k_shared = gl.allocate_shared_memory(dtype, [STAGES, KEYS, D], SHARED)
         v_shared = gl.allocate_shared_memory(dtype, [STAGES, KEYS, D], SHARED)
         ready, free = pair_barriers(STAGES)
-        # Bounds and queries are on their way together.
+        # Overlap the loads of bounds and queries.
         row = row_0 + gl.arange(0, 2 * ROWS, layout=gl.BlockedLayout([1], [32], [4], [0]))
         live = row // GROUP < length
         row_lo = gl.load(lo + begin + row // GROUP, mask=live, other=0)
         row_hi = gl.load(hi + begin + row // GROUP, mask=live, other=0)
-        # One row per query token and head of the group: the group's heads read the same keys.
+        # One row per query token and head of the group: heads of a group read the same keys.
         c = gl.arange(0, 64, layout=gl.SliceLayout(0, COPIED))
         for side in gl.static_range(2):
             m = row_0 + side * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, COPIED))
@@ -264,7 +262,7 @@ def _flash_prefill_sm90_kernel(
         stop = gl.max(gl.where(reads, row_hi, 0), 0)
         start = gl.min(gl.where(reads, row_lo, stop), 0)
         first, last = tiles_of_split(start // KEYS, (stop + KEYS - 1) // KEYS, split, splits)
-        # Tiles of [full, full_stop) are read whole by every row and need no mask.
+        # Every row reads all keys of tiles [full, full_stop): no mask.
         full = (gl.max(gl.where(live, row_lo, 0), 0) + KEYS - 1) // KEYS
         full_stop = gl.min(gl.where(live, row_hi, stop), 0) // KEYS
         tl.debug_barrier()
@@ -308,7 +306,7 @@ def fits(q: torch.Tensor, keys: PagedKeys, max_q: int, max_k: int) -> bool:
     """Returns whether `launch` supports these arguments of `kernels.attention.flash_prefill` and is faster."""
     rows = max_q * q.shape[1]
     return (
-        # A program of one group also reads the keys of one group's rows only once.
+        # a one-warpgroup program reads the keys of its rows only once, too
         (
             (rows >= MIN_ROWS and max_k >= MIN_KEYS_MANY_ROWS)
             or (max_k >= MIN_KEYS and rows > ROWS.value * keys.k.shape[2])
@@ -320,12 +318,12 @@ def fits(q: torch.Tensor, keys: PagedKeys, max_q: int, max_k: int) -> bool:
 
 
 def slots_suit(keys: PagedKeys) -> bool:
-    """Returns whether pieces of 64 keys and values of 16 bits can be loaded from the cache by `slots_of` on Hopper."""
+    """Returns whether TMA through `slots_of` can load pieces of 64 keys and 16-bit values from this cache."""
     k = keys.k
     page_size, heads, dim = k.shape[1:]
     return (
         page_size % PIECE.value == 0
-        # Heads side by side, or each in its own rows.
+        # heads next to each other, or each in its own rows
         and (k.stride()[1:] == (heads * dim, dim, 1) or (k.stride(1) == dim and k.stride(2) % dim == 0))
         and k.stride(0) % k.stride(1) == 0
         and k.data_ptr() % 16 == keys.v.data_ptr() % 16 == 0
@@ -335,7 +333,7 @@ def slots_suit(keys: PagedKeys) -> bool:
 
 
 def slots_of(cache: torch.Tensor) -> TensorDescriptor:
-    """Returns a descriptor of the cache's slots as rows of one matrix, including the gaps between pages."""
+    """Returns a TMA descriptor of the cache as one matrix of slots, including the gaps between pages."""
     width = cache.stride(1)
     rows = 1 + sum((n - 1) * (stride // width) for n, stride in zip(cache.shape[:3], cache.stride(), strict=False))
     slots = cache.as_strided((rows, width), (width, 1))
@@ -351,10 +349,10 @@ def launch(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    """Runs `kernels.attention.flash_prefill.flash_prefill` for arguments that `fits` accepts.
+    """Runs `kernels.attention.flash_prefill.flash_prefill`; requires `fits`.
 
     Source:
-        FlashAttention-3 (arXiv:2407.08608), without its ping-pong scheduling of the groups.
+        FlashAttention-3 (arXiv:2407.08608), without ping-pong scheduling.
     """
     k = keys.k
     heads, dim = k.shape[2:]
@@ -371,5 +369,5 @@ def launch(
             **shape, num_warps=4,
         )  # fmt: skip
 
-    tile = {"BLOCK_M": 2 * ROWS.value, "BLOCK_N": shape["KEYS"], "num_warps": 8}  # and a warp that loads
+    tile = {"BLOCK_M": 2 * ROWS.value, "BLOCK_N": shape["KEYS"], "num_warps": 8}  # plus the producer warp
     attend_split(out, lse, tile, heads, len(cu_q) - 1, max_k, attend)

@@ -1,4 +1,4 @@
-"""Mean squares of all of a token's query heads, and of all its key heads, for norms over all of them."""
+"""Mean squares over all query heads, and over all key heads, of a token: for QK norms that span the heads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kernels import dispatch
 from kernels.attention.reference import head_squares as reference
 from kernels.overlap import pdl_options, start_successor, wait_for_predecessor
 
-BLOCK = 1024  # numbers of a row at a time
+BLOCK = 1024  # elements of a row per iteration
 
 
 @triton.jit
@@ -36,15 +36,12 @@ def _head_squares_kernel(
 
 
 def head_squares(qkv: torch.Tensor, kv_heads: int, shares: tuple[float, float]) -> torch.Tensor:
-    """Computes sums of squares of query heads and of key heads, times `shares`, in fp32.
+    """Computes sums of squares over the query heads and over the key heads, times `shares` -> [N, 2] fp32.
 
     Args:
-        qkv: [N, Hq + 2 Hkv, D]: the query heads, then the key heads, then the value heads; a token's are contiguous.
+        qkv: [N, Hq + 2 Hkv, D], query heads, key heads, value heads; contiguous per token.
         kv_heads: Hkv; may be 0.
-        shares: factor on the sum over query heads, and on that over key heads.
-
-    Returns:
-        [N, 2] fp32.
+        shares: factors of the sum over query heads and of the sum over key heads.
     """
     if not dispatch.on_gpu(qkv):
         return reference(qkv, kv_heads, shares)

@@ -1,4 +1,4 @@
-"""Append: normalisation and rotation of a step's heads, and writes of this rank's keys and values to its cache."""
+"""KV append: QK norm, RoPE, and the write of this rank's keys and values to the paged cache."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from kernels.attention.reference import kv_append as reference
 from kernels.overlap import pdl_options, start_successor, wait_for_predecessor
 from kernels.scaled_keys import reciprocal, scale_at, scale_bits, scale_strides
 
-MANY = 1024  # tokens x heads; below, each is one program; a GPU starts about one program per nanosecond
-TOKENS = 16  # tokens of a head per program from MANY on
+MANY = 1024  # tokens x heads; below, one program each (a GPU starts about one program per ns)
+TOKENS = 16  # tokens of a head per program, from MANY on
 
 
 @dataclass(frozen=True)
 class QKVTarget:
-    """Destinations of a QKV projection's heads (see `kv_append`): `q` [N, Hq, D], and cache slots of the others."""
+    """Outputs of a QKV projection (see `kv_append`): `q` [N, Hq, D], and cache slots for keys and values."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -34,7 +34,7 @@ class QKVTarget:
         cls, x: torch.Tensor, heads: int, cos: torch.Tensor, sin: torch.Tensor,
         k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor,
     ) -> QKVTarget:  # fmt: skip
-        """Creates the destinations of all `heads` of N rows, x [N, ...], in its dtype."""
+        """Allocates q for N rows of `x` [N, ...], in its dtype; `heads` counts query, key and value heads."""
         kv_heads, D = k_cache.shape[2:]
         assert k_cache.stride(1) == v_cache.stride(1) and k_cache.stride(3) == v_cache.stride(3) == 1
         assert k_cache.stride(2) == v_cache.stride(2) or k_cache.dtype != v_cache.dtype
@@ -53,7 +53,6 @@ class QKVTarget:
 
     @property
     def shape(self) -> dict[str, int]:
-        """Compile-time arguments of the kernels."""
         (_, q_heads, D), (_, page_size, kv_heads, _) = self.q.shape, self.k_cache.shape
         slot, head = self.k_cache.stride()[1:3]
         return dict(Q_HEADS=q_heads, KV_HEADS=kv_heads, D=D, PAGE=page_size, SLOT=slot, HEAD=head)
@@ -65,10 +64,10 @@ def store_heads(
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, SLOT: tl.constexpr,
     HEAD: tl.constexpr,
 ):  # fmt: skip
-    """Stores values d and d + D / 2 of heads of tokens n: queries and keys rotated, keys and values in their slots.
+    """Stores elements d and d + D / 2 of heads of tokens n: queries and keys rotated, keys and values in their slots.
 
-    All arguments but the cache and its shape broadcast to one shape; values are fp32, not rounded yet. Within a page,
-    SLOT is the stride between tokens and HEAD the stride between heads.
+    Elements are fp32, not rounded yet. All arguments but the cache and its shape broadcast to one shape. SLOT and HEAD
+    are the strides between tokens and between heads within a page.
     """
     half: tl.constexpr = D // 2
     dtype: tl.constexpr = q.dtype.element_ty
@@ -97,7 +96,6 @@ def _store_fp8(
     first, second, d, slot, live, cache, scales, head, page_stride, D: tl.constexpr, PAGE: tl.constexpr,
     SLOT: tl.constexpr, HEAD: tl.constexpr, SCALE_NEXT: tl.constexpr, SCALE_HEAD: tl.constexpr,
 ):  # fmt: skip
-    """Stores both halves [TOKENS, BLOCK] of a head of tokens, fp32, in e4m3 with their scale."""
     is_stored = live & (slot >= 0)
     max_abs = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))[:, None]
     bits = scale_bits(max_abs)
@@ -119,14 +117,14 @@ def _kv_append_kernel(
     TOKENS: tl.constexpr, BLOCK: tl.constexpr, NORMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor(PDL)
-    if D > SMALL_HEAD_DIM:  # smaller heads: attention must find the whole GPU empty, or its programs crowd on some SMs
+    if D > SMALL_HEAD_DIM:  # not for smaller heads: attention programs would crowd onto the SMs that are already free
         start_successor(PDL)
     n = (tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS))[:, None]
     live = n < N
     head = tl.program_id(1)
     slot = tl.load(slot_mapping + n, mask=live, other=-1)
     half: tl.constexpr = D // 2
-    d = tl.arange(0, BLOCK)[None, :]  # over one half of the head dim
+    d = tl.arange(0, BLOCK)[None, :]  # within one half of the head dim
     inside = live & (d < half)
     x = qkv + n * x_n + head * x_h
     first = tl.load(x + d, mask=inside, other=0.0).to(tl.float32)
@@ -136,14 +134,14 @@ def _kv_append_kernel(
     if NORMS:
         if head < Q_HEADS + KV_HEADS:
             norm_weight = (q_norm if head < Q_HEADS else k_norm) + d
-            if means is not None:  # of all heads
+            if means is not None:
                 norm_weight += (head if head < Q_HEADS else head - Q_HEADS) * D
                 scale = tl.rsqrt(tl.load(means + 2 * n + (head >= Q_HEADS), mask=live, other=0.0) + eps)
             else:
                 sum_squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
                 scale = tl.rsqrt(sum_squares / D + eps)[:, None]
             dtype: tl.constexpr = qkv.dtype.element_ty
-            # Rounded before and after the weight is applied, as the models were trained.
+            # Round before and after applying the weight, as the models were trained.
             first = (first * scale).to(dtype).to(tl.float32) * tl.load(norm_weight, mask=d < half, other=0.0).to(
                 tl.float32
             )
@@ -192,26 +190,22 @@ def kv_append(
     scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
     means: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Rotates queries and keys, writes this rank's keys and values to their cache slots, and returns the queries.
+    """Applies RoPE, writes this rank's keys and values to their cache slots, and returns the queries [N, Hq, D].
 
     Args:
-        qkv: [N, Hq + 2 Hkv, D]: the query heads, then the key heads, then the value heads; last dim contiguous.
-        cos: [N, D / 2], contiguous; cosines of the angles by which the halves of a head are rotated.
-        sin: like `cos`.
+        qkv: [N, Hq + 2 Hkv, D], query heads, key heads, value heads; last dim contiguous.
+        cos, sin: [N, D / 2], contiguous.
         k_cache: [pages, page_size, Hkv, D] in qkv's dtype or e4m3, last dim contiguous.
         v_cache: like `k_cache`, with the same stride between tokens; in its dtype, between heads too.
-        slots: [N] int64, `page * page_size + offset`, distinct, or -1 for a token that another rank owns.
-        norms: RMSNorm of each head before the rotation: weights of queries and of keys [D], and eps.
-        scales: of a cache in e4m3, [pages, Hkv, page_size] fp32, of the same strides, last dim contiguous (see
-            `kernels.scaled_keys`): None, or of values, or of keys and of values.
-        means: mean squares of all query heads and of all key heads, [N, 2] fp32 contiguous, where the norms are over
-            all of them; weights are then [Hq, D] and [Hkv, D], contiguous.
-
-    Returns:
-        Queries [N, Hq, D] in qkv's dtype.
+        slot_mapping: [N] int64, `page * page_size + offset`, distinct, or -1 for a token of another rank.
+        norms: QK norm, applied before RoPE: query and key RMSNorm weights [D], and eps.
+        scales: for e4m3 caches (None where 16 bits): key scales, value scales [pages, Hkv, page_size] fp32, same
+            strides, last dim contiguous (see `kernels.scaled_keys`).
+        means: [N, 2] fp32 contiguous, for norms over all heads: mean squares of the query heads and of the key heads;
+            weights are then [Hq, D] and [Hkv, D], contiguous.
 
     Source:
-        RoPE in the half-split form of https://arxiv.org/abs/2104.09864's implementations.
+        RoPE (https://arxiv.org/abs/2104.09864), in the half-split form.
     """
     if not dispatch.on_gpu(qkv):
         return reference(qkv, cos, sin, k_cache, v_cache, slot_mapping, norms, scales, means)

@@ -1,4 +1,4 @@
-"""Merge of partial attention outputs of several key shards into attention over all their keys."""
+"""Merges partial attention states of several KV shards into attention over all keys."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from kernels import dispatch
 from kernels.attention.reference import merge_states as reference
 from kernels.precompile import is_precompiling
 
-MANY = 2048  # rows; below, each is one program; a GPU starts about one program per nanosecond
-ROWS = 8  # per program from MANY on
-SOURCES_PER_STEP = tl.constexpr(16)  # sources whose LSEs are compared
+MANY = 2048  # rows; below, one program each (a GPU starts about one program per ns)
+ROWS = 8  # per program, from MANY on
+SOURCES_PER_STEP = tl.constexpr(16)  # LSEs loaded per step for the maximum
 
 
-# Sources and rows change from chunk to chunk, and with them the stride of LSEs.
+# They change from chunk to chunk.
 @triton.jit(do_not_specialize=["W", "rows", "l_w"])
 def _merge_states_kernel(
     partials, lse, out, out_lse,
@@ -40,12 +40,12 @@ def _merge_states_kernel(
     d = tl.arange(0, BLOCK_D)[None, :]
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    # One source after another: the order of the sum is part of the contract, and unrolling lets the loads overlap.
+    # Sequential: the order of the sum is part of the contract; unrolling overlaps the loads.
     for _ in tl.range(0, W, loop_unroll_factor=8):
         source_lse = tl.load(lse, mask=live, other=float("-inf"))
         weight = tl.exp(source_lse - peak)
         total += weight
-        # An empty source is not read: its partial may be NaN. A NaN LSE propagates to the output.
+        # Do not read an empty source: it may be NaN. A NaN LSE propagates to the output.
         width = tl.where(source_lse == float("-inf"), 0, D)
         part = tl.load(partials + d, mask=d < width[:, None], other=0.0)
         acc += weight[:, None] * part.to(tl.float32)
@@ -86,13 +86,12 @@ def merge_states(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Rescales and sums partial attention outputs, in fp32 and in the order of the sources.
 
-    A source whose LSE is -inf is not read at all; where every source is empty the result is 0 with LSE -inf.
-    A NaN LSE makes its output NaN.
+    A source whose LSE is -inf is not read; if all are, the result is 0 with LSE -inf. A NaN LSE makes its output NaN.
 
     Args:
         partials: [W, N, H, D], each normalised over its own keys; last dim contiguous.
         lse: [W, N, H] fp32, natural log.
-        out: [N, H, D], written if given (its dtype is the result's); last dim contiguous. It may alias a source if
+        out: [N, H, D], written if given (its dtype is the result's); last dim contiguous. May alias a source if
             `out_lse` aliases that source's LSE.
         out_lse: [N, H] fp32, written if given.
         return_lse: also return the LSE over all keys.
@@ -111,7 +110,7 @@ def merge_states(
     out_lse = torch.empty(N, H, dtype=torch.float32, device=lse.device) if out_lse is None else out_lse
     assert partials.stride(3) == out.stride(2) == 1
     block_d = triton.next_power_of_2(D)
-    # Which chunks share keys among programs depends on their sizes, of which a rehearsal has few.
+    # Whether a chunk splits its keys depends on its size; precompilation sees few sizes, so compile both.
     for rows in (1, ROWS) if is_precompiling() else (1 if N * H < MANY else ROWS,):
         _merge_states_kernel[(triton.cdiv(N * H, rows),)](
             partials, lse, out, out_lse,

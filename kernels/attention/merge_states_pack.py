@@ -1,6 +1,6 @@
-"""Merge of a rank's attention parts straight into the messages of the exchange, one for each rank of the group.
+"""Merges a rank's partial states directly into the send buffers of the all-to-all, one message per rank of the group.
 
-Of prompts, whose attention leaves nothing to merge, one launch copies outputs and LSEs.
+Prefill has nothing to merge: one launch copies outputs and LSEs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kernels.attention.split_kv import (
 )
 from kernels.overlap import pdl_options, start_successor, wait_for_predecessor
 
-PACKED = 4096  # values that a program copies
+PACKED = 4096  # elements copied per program
 
 
 @triton.jit
@@ -36,11 +36,11 @@ def _merge_states_pack_kernel(
 ):  # fmt: skip
     SLICES: tl.constexpr = (D + SLICE - 1) // SLICE
     tiles_m: tl.constexpr = (T * GROUP + BLOCK_M - 1) // BLOCK_M
-    piece = tl.program_id(0) // SLICES  # a query and a lane: the lane-th head of each destination
+    piece = tl.program_id(0) // SLICES  # (query, lane): the lane-th head of each destination
     n = piece // lanes
     lane = piece % lanes
     to = tl.program_id(1)
-    # The bounds are older than the predecessor, so the schedule is computed while the predecessor runs.
+    # The bounds are older than the predecessor: compute the schedule while it runs.
     _, _, tiles, ends, run = schedule(lo, hi, lo_b, lo_t, hi_b, hi_t, B, T, HEADS * tiles_m, programs, BLOCK_B, BLOCK_N)
     head = tl.load(starts + to) + lane
     live = head < tl.load(starts + to + 1)
@@ -50,7 +50,7 @@ def _merge_states_pack_kernel(
     item_begin, length, row = item_of(i, t, head, tiles, ends, T, HEADS, GROUP, BLOCK_B, BLOCK_M)
     first = item_begin // run
     parts = tl.where(live, (item_begin + length - 1) // run - first + 1, 0)
-    if parts >= 0:  # Always true: it keeps the wait after the schedule.
+    if parts >= 0:  # always true; keeps the wait after the schedule
         wait_for_predecessor(PDL)
     start_successor(PDL)
     s = tl.program_id(0) % SLICES
@@ -93,7 +93,7 @@ def _pack_states_kernel(
 def pack_states(
     out: torch.Tensor, lse: torch.Tensor, send_out: torch.Tensor, send_lse: torch.Tensor, starts: torch.Tensor
 ) -> None:
-    """Copies merged partials into messages, a query and some heads of a destination in a program."""
+    """Copies merged states into messages; a program handles one query and some heads of a destination."""
     K, N, lanes, D = send_out.shape
     assert send_out.stride(3) == 1 and send_lse.shape == (K, N, lanes)
     block_d = triton.next_power_of_2(D)
@@ -108,14 +108,14 @@ def pack_states(
 def merge_states_pack(
     parts: PartialAttention, send_out: torch.Tensor, send_lse: torch.Tensor, shares: Sequence[int], starts: torch.Tensor
 ) -> None:
-    """Merges `parts` and writes each destination's heads into its message; lanes beyond them read as an empty shard.
+    """Merges `parts` and writes each destination's heads into its message; padding lanes read as an empty shard.
 
     Args:
         parts: attention of N queries, in their order.
         send_out: [K, N, lanes, D] in the dtype of `parts`, written; last dim contiguous.
         send_lse: [K, N, lanes] fp32, written.
-        shares: number of heads of each destination, contiguous runs in this order.
-        starts: [K + 1] int32, the first head of each destination, and the end.
+        shares: heads per destination, contiguous runs in this order.
+        starts: [K + 1] int32, cumulative `shares`.
 
     Source:
         Helix Parallelism (arXiv:2507.07120), section 2.1.2.

@@ -1,4 +1,4 @@
-"""Shared parts of flash_decode and flash_prefill: the inner loop over paged keys, tile shapes, and sinks."""
+"""Shared by flash_decode and flash_prefill: the inner loop over paged keys, tile shapes, and sinks."""
 
 from __future__ import annotations
 
@@ -8,25 +8,24 @@ import triton.language as tl
 
 from kernels.scaled_keys import scale_at
 
-SMALL_HEAD_DIM = tl.constexpr(64)  # largest head dim at which an SM has room for more attention programs than intended
+SMALL_HEAD_DIM = tl.constexpr(64)  # up to here an SM has room for more attention programs than intended
 
 
 def tile_shape(rows: int, max_rows: int, D: int, dtype: torch.dtype, more: int = 0) -> dict[str, int]:
     """Returns launch options for a kernel around `attend_tiles`, without register spills on sm_90 up to head dim 256.
 
     Args:
-        rows: upper bound of query rows (tokens x heads of a group) for one tile.
-        max_rows: rows of the largest tile that suits the kernel.
-        D: head dim.
-        dtype: dtype of queries and cache; fp32 has no tensor cores at full precision, hence small tiles and more warps.
-        more: further stages, of keys or values in e4m3.
+        rows: upper bound of query rows (tokens x heads of a group) per tile.
+        max_rows: largest tile that suits the kernel.
+        dtype: of queries and cache; fp32 has no full-precision tensor cores, hence small tiles and more warps.
+        more: extra stages, for e4m3 keys or values.
     """
-    block_d = max(16, triton.next_power_of_2(D))  # the least that tl.dot takes
+    block_d = max(16, triton.next_power_of_2(D))  # minimum of tl.dot
     max_rows = 32 if dtype == torch.float32 else max_rows
     block_m = min(max_rows, max(16, triton.next_power_of_2(rows)))
-    # 16 KiB of keys, and of values.
+    # 16 KiB of keys, and of values
     block_n = max(16, min(128 if block_m == 128 else 64, 16384 // (block_d * dtype.itemsize)))
-    if block_m == 64 and more == 1:  # keys stay large: one more stage would leave room for a single program
+    if block_m == 64 and more == 1:  # keys are 16-bit: one more stage would leave room for a single program
         more = 0
     wide = dtype == torch.float32 or block_m == 128 or block_m * block_d >= 128 * 128
     return dict(
@@ -34,9 +33,9 @@ def tile_shape(rows: int, max_rows: int, D: int, dtype: torch.dtype, more: int =
         BLOCK_N=block_n,
         BLOCK_D=block_d,
         num_warps=8 if wide else 4,
-        # Stages are sized so that two programs of four warps fit an SM, and no third: when programs start while others
-        # finish, some SMs would take three and others one. 128 rows have an SM to themselves.
-        # Of numbers in e4m3 as many bytes are in flight, with more tiles.
+        # Stages are sized so that exactly two programs of four warps fit an SM: with room for a third, some SMs would
+        # run three and others one while programs start and end. A tile of 128 rows has an SM to itself. e4m3 takes more
+        # stages to keep the same number of bytes in flight.
         num_stages=2 if dtype == torch.float32 else (4 if block_m in (16, 128) else 3) + more,
     )
 
@@ -45,8 +44,8 @@ def tile_shape(rows: int, max_rows: int, D: int, dtype: torch.dtype, more: int =
 def mean_query(query, counts):
     """Computes rows [16, BLOCK_D] that add up to the sum of the rows of `query` [BLOCK_M, BLOCK_D] where `counts`.
 
-    Scores are linear in queries: the sum of all rows' scores costs one more row. Half of the rows hold the rounding
-    error of the others, so that a product keeps twice the digits. Rows that do not count must be finite.
+    Scores are linear in queries, so the sum of all rows' scores costs one more row. Half of the rows hold the rounding
+    error of the others, which doubles the precision of the product. Rows that do not count must be finite.
     """
     row = tl.arange(0, 16)[:, None]
     ones = tl.where(counts[None, :] & (row >= 0), 1.0, 0.0).to(query.dtype)
@@ -57,7 +56,7 @@ def mean_query(query, counts):
 
 @triton.jit
 def tiles_read_whole(row_lo, row_hi, live, stop, first, last, BLOCK_N: tl.constexpr):
-    """Returns the range of the tiles first..last-1 that every row of `live` reads whole: they need no mask."""
+    """Returns the sub-range of tiles first..last-1 that every `live` row reads in full: they need no mask."""
     shared_lo = tl.max(tl.where(live, row_lo, 0), 0)
     shared_hi = tl.min(tl.where(live, row_hi, stop), 0)
     full = tl.minimum(tl.maximum(tl.cdiv(shared_lo, BLOCK_N), first), last)
@@ -66,7 +65,7 @@ def tiles_read_whole(row_lo, row_hi, live, stop, first, last, BLOCK_N: tl.conste
 
 @triton.constexpr_function
 def lift(dtype):
-    """Returns a factor of weights that are scaled for values in e4m3: it keeps small ones in the range of fp16."""
+    """Returns a factor for softmax weights times e4m3 value scales that keeps small ones in fp16's range."""
     return 2.0**7 if dtype == tl.float16 else 1.0
 
 
@@ -80,24 +79,24 @@ def attend_tiles(
     k_scales=None, v_scales=None, V_APART: tl.constexpr = 1,
     SCALE_PAGE: tl.constexpr = 1, SCALE_NEXT: tl.constexpr = 0, SCALE_HEAD: tl.constexpr = 0,
 ):  # fmt: skip
-    """Folds the key tiles first..last-1 into a running softmax in base 2; tile j holds keys j*BLOCK_N onwards.
+    """Folds key tiles first..last-1 into a running base-2 softmax; tile j starts at key j * BLOCK_N.
 
-    Only keys of [start, stop) are touched, and no other entry of `pages` is followed. The caller guarantees that every
-    live row reads every key of tiles full..full_stop-1. With HOLES, negative entries of `pages` are pages without keys.
-    `scale_log2` is the scale times log2(e), above 0. With `key_scores`, a score of each key of page j is stored in page
-    `score_pages[j]` of a score plane: the maximum over the rows that count (COLLECT is any), or their sum, computed
-    from the `mean` query if given; times `share`. With scales, keys and values are e4m3 (see `kernels.scaled_keys`).
-    Pages and heads of values are V_APART times as far apart as those of keys.
+    Only keys of [start, stop) and their entries of `pages` are read. Every live row must read all keys of tiles
+    full..full_stop-1. `scale_log2` is the scale times log2(e), above 0. HOLES: negative entries of `pages` mean no
+    page. `key_scores`: stores a score for each key of page j in page `score_pages[j]` of a score plane: the maximum
+    over the rows that count (COLLECT is any), or their sum, computed from the `mean` query if given; times `share`.
+    Scales: keys and values are e4m3 (see `kernels.scaled_keys`). V_APART: page and head strides of values, in those of
+    keys.
     """
     LIFT: tl.constexpr = lift(q.dtype) if v_scales is not None else 1.0
     if LIFT != 1.0:
         acc *= LIFT
     lane = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
-    # A page that holds whole tiles is looked up once per tile, any other page once per key.
+    # One page lookup per tile if pages hold whole tiles, else one per key.
     step = 0 if PAGE % BLOCK_N == 0 else lane
     within = lane[:, None] * slot_stride + d[None, :]
-    # Loaded one iteration ahead: an index loaded where it is used would prevent pipelining of K and V.
+    # Load one iteration ahead: an index loaded where it is used would prevent pipelining of K and V.
     ahead = tl.maximum(first * BLOCK_N + step, start)
     next_page = tl.load(pages + ahead // PAGE, mask=(first < last) & (ahead < stop), other=0)
     if key_scores is not None:
@@ -111,7 +110,7 @@ def attend_tiles(
         if HOLES:
             live = live & (page >= 0)
         mask = live[:, None] & (d < D)[None, :]
-        # A tile within one page lies at fixed offsets from one address: fewer instructions, which dominate short runs.
+        # A tile within one page has one base address: fewer instructions, which dominate short runs.
         if PAGE % BLOCK_N == 0:
             base = page * page_stride + tile * BLOCK_N % PAGE * slot_stride
             at = base + head * head_stride + within
@@ -124,7 +123,7 @@ def attend_tiles(
             slot = (key % PAGE).to(tl.int64)
             k_scales_at = scale_at(k_scales, page, slot, head, PAGE, SCALE_PAGE, SCALE_NEXT, SCALE_HEAD)
             k_scale = tl.load(k_scales_at, mask=live, other=0.0)
-            k = k.to(tl.float32).to(q.dtype)  # to bf16 at once goes by way of fp16, which is slow
+            k = k.to(tl.float32).to(q.dtype)  # direct conversion to bf16 would go through fp16, which is slow
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if k_scales is not None:
             scores *= k_scale[None, :]
@@ -133,11 +132,11 @@ def attend_tiles(
             next_score_page = tl.load(score_pages + ahead // PAGE, mask=(tile + 1 < last) & (ahead < stop), other=0)
             if COLLECT == "any":
                 found = tl.max(tl.where(counts[:, None], scores, float("-inf")), 0) * share
-                if SEVERAL:  # several tiles of rows: possibly none of this one counts
+                if SEVERAL:  # several tiles of rows: maybe none of this one counts
                     found = tl.where(found == float("-inf"), 0.0, found)
             elif mean is None:
                 found = tl.sum(tl.where(counts[:, None], scores, 0.0), 0) * share
-        # One loop: separate loops for masked and unmasked tiles would restart the pipeline of loads and products.
+        # One loop: separate masked and unmasked loops would restart the pipeline.
         if HOLES or ((tile < full) | (tile >= full_stop)):
             reads = (key[None, :] >= row_lo[:, None]) & (key[None, :] < row_hi[:, None])
             if HOLES:
@@ -148,10 +147,10 @@ def attend_tiles(
             if k_scales is not None:
                 found *= k_scale
         new_peak = tl.maximum(peak, tl.max(scores, 1) * scale_log2)
-        weights = tl.exp2(scores * scale_log2 - new_peak[:, None])  # scaled and shifted by one instruction
+        weights = tl.exp2(scores * scale_log2 - new_peak[:, None])  # scale and shift in one instruction
         rescale = tl.exp2(peak - new_peak)
         total = total * rescale + tl.sum(weights, 1)
-        # Dead lanes of V are zero: a weight of zero times the NaN of an unused slot would be NaN.
+        # Zero dead lanes of V: a weight of zero times the NaN of an unused slot would be NaN.
         if V_APART > 1:
             farther = (page * page_stride + head * head_stride) * (V_APART - 1)
             at += farther if PAGE % BLOCK_N == 0 else farther[:, None]
@@ -163,7 +162,7 @@ def attend_tiles(
             v = v.to(tl.float32).to(q.dtype)
         acc = tl.dot(weights.to(q.dtype), v, acc * rescale[:, None], input_precision="ieee")
         peak = new_peak
-        if key_scores is not None:  # after the product, which runs meanwhile
+        if key_scores is not None:  # overlaps with the matmul
             tl.store(to, found.to(to.dtype.element_ty), mask=live)
     if LIFT != 1.0:
         acc *= 1.0 / LIFT
@@ -172,9 +171,9 @@ def attend_tiles(
 
 @triton.jit
 def with_sink(log2, sink):
-    """Adds a key of value zero with score `sink` (natural units) to a softmax whose LSE is `log2` (base 2).
+    """Adds a sink (score `sink` in natural units, value zero) to a softmax with base-2 LSE `log2`.
 
-    Returns the new LSE in base 2, and the factor for the output.
+    Returns the new base-2 LSE, and the factor for the output.
     """
     sink = sink.to(tl.float32) * 1.4426950408889634
     peak = tl.maximum(log2, sink)

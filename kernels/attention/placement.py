@@ -1,7 +1,6 @@
-"""Placement of a step's tokens on this rank: cache slots, and the local keys that queries read, one launch each.
+"""Cache slots of a step's tokens on this rank, and the local keys that queries read: one launch each.
 
-The arithmetic of round-robin blocks is `helix.layout`'s, which is also the reference of these kernels: a step of a few
-tokens would otherwise spend a dozen launches on it.
+`helix.layout` defines the round-robin block arithmetic and is the reference; in torch it takes a dozen launches.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ BLOCK = 128
 
 @triton.jit
 def local_length(length, start, KVP: tl.constexpr, RANK: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
-    """Computes how many of a sequence's first `length` tokens this rank stores."""
+    """Returns how many of a sequence's first `length` tokens this rank stores."""
     cycle: tl.constexpr = BLOCK_TOKENS * KVP
     first = (RANK - start + KVP) % KVP * BLOCK_TOKENS
     rest = tl.minimum(tl.maximum(length % cycle - first, 0), BLOCK_TOKENS)
@@ -71,10 +70,11 @@ def local_bounds(
     append_block: int,
     window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes the local keys `[lo, hi)`, int32 [N], of causal queries at `positions`; empty ranges where not `live`.
+    """Computes the local key range `[lo, hi)`, int32 [N], of causal queries at `positions`; empty where not `live`.
 
     Args:
-        positions, starts: int64 [N], contiguous; `starts` is the kvp rank of each sequence's first block.
+        positions: int64 [N], contiguous.
+        starts: int64 [N], contiguous: kvp rank of each sequence's first block.
         live: bool [N], contiguous.
         window: sliding window in tokens, including the query's own; None for all.
     """
@@ -104,7 +104,7 @@ def compute_slot_mapping(
     Args:
         positions, starts, live: as in `local_bounds`.
         block_tables: int32 [n, P], rows contiguous.
-        rows: int64 [N], the table row of each token; None: row i for token i.
+        rows: int64 [N], table row of each token; None: row i for token i.
     """
     slot_mapping = torch.empty(len(positions), dtype=torch.int64, device=positions.device)
     assert positions.is_contiguous() and starts.is_contiguous() and live.is_contiguous()

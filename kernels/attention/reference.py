@@ -1,4 +1,4 @@
-"""The ops of `kernels.attention` in plain torch."""
+"""Plain torch reference of `kernels.attention`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from kernels.dense.reference import rms_norm, rotate
 from kernels.paged_keys import KeyScores, PagedKeys
 from kernels.scaled_keys import store
 
-# Scores held at once (8 MiB of fp32): large enough for the matmuls, small enough to stay near the cache.
+# Scores held at once (8 MiB of fp32): large enough for the matmuls, small enough for the cache.
 SCORES = 1 << 21
-QUERIES = 256  # Queries of one block: their scores against a block of keys stay small, and the matmuls stay large.
+QUERIES = 256  # per block: keeps scores small and matmuls large
 
 
 def attend(
@@ -28,7 +28,7 @@ def attend(
 
     Args:
         q: [B, T, Hq, D], any float dtype.
-        keys: keys of all sequences, any float dtype.
+        keys: any float dtype.
         pages: [B, max_pages] int, or [B, Hkv, max_pages], per KV head; negative: no page.
         lo: [B, T] int, first key of each query.
         hi: [B, T] int, one past the last key of each query.
@@ -39,7 +39,7 @@ def attend(
     """
     out = q.new_zeros(q.shape, dtype=torch.float32)
     lse = q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float32)
-    live = (lo < hi).any(1)  # nothing is looked up for the others, whose pages may be no pages
+    live = (lo < hi).any(1)  # skip the others: their page entries may be invalid
     if live.all():
         out, lse = _attend(q, keys, pages, lo, hi)
     elif live.any():
@@ -53,28 +53,28 @@ def attend(
 def _attend(
     q: torch.Tensor, keys: PagedKeys, pages: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attends as `attend` does, without sinks, queries of sequences that all read some key."""
+    """`attend` without sinks, for sequences that all read at least one key."""
     B, T, Hq, D = q.shape
     page_size, Hkv = keys.k.shape[1:3]
     group = Hq // Hkv
     rows = (q.float() * keys.scale).view(B, T, Hkv, group, D).transpose(1, 2).reshape(B, Hkv, T * group, D)
     reads = lo < hi
-    first = lo.masked_fill(~reads, torch.iinfo(lo.dtype).max).amin(1, keepdim=True)  # of a sequence [B, 1]
+    first = lo.masked_fill(~reads, torch.iinfo(lo.dtype).max).amin(1, keepdim=True)  # per sequence [B, 1]
     last = hi.masked_fill(~reads, 0).amax(1, keepdim=True) - 1
     lo, hi = (bound.repeat_interleave(group, 1)[:, None, :, None] for bound in (lo, hi))  # [B, 1, T * group, 1]
     out = torch.zeros_like(rows)
     total = rows.new_zeros(B, Hkv, T * group, 1)
-    # A finite floor: -inf minus -inf would be NaN for a row that has read no key yet.
+    # Finite: -inf minus -inf would be NaN for a row that has read no key yet.
     peak = torch.full_like(total, torch.finfo(torch.float32).min)
 
     stop = int(last.max()) + 1
     block = max(64, SCORES // max(1, B * T * Hq))
     for begin in range(int(first.min()), stop, block):
         at = torch.arange(begin, min(begin + block, stop), device=q.device)
-        key_index = torch.minimum(torch.maximum(at, first), last)  # [B, n]: instead of no key a sequence repeats one
+        key_index = torch.minimum(torch.maximum(at, first), last)  # [B, n]; past its keys a sequence repeats the last
         column, slot = key_index // page_size, key_index % page_size
         page = pages.gather(-1, column if pages.dim() == 2 else column[:, None].expand(-1, Hkv, -1))
-        # Sequence by sequence, as views of what was read: long ones are not copied again for one product of all.
+        # Per sequence, as views: one batched product would copy long sequences again.
         indices = [*zip(page, slot, strict=True)]
         scores = torch.stack([own @ _lookup(keys.k, *index).mT for own, index in zip(rows, indices, strict=True)])
         if pages.dim() == 3:
@@ -113,7 +113,7 @@ def flash_decode(
     lse: torch.Tensor | None = None,
     scores: KeyScores | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attends a few queries per sequence to paged keys; shapes as in `kernels.attention.flash_decode`."""
+    """Plain torch `kernels.attention.flash_decode.flash_decode`."""
     keys = keys.dequantize()
     rows_out, rows_lse = attend(q, keys, keys.table, keys.lo, keys.hi)
     out = rows_out.to(q.dtype) if out is None else out.copy_(rows_out)
@@ -125,9 +125,8 @@ def flash_decode(
 
 
 def _collect(q: torch.Tensor, keys: PagedKeys, b: int, scores: KeyScores) -> None:
-    """Stores one sequence's key scores over the heads of each KV head and the queries that count."""
     lo, hi = keys.lo[b], keys.hi[b]
-    reads = lo < hi  # queries before a rank's first key read none, and so do unused drafts behind the last
+    reads = lo < hi  # false before a rank's first key, and for unused drafts after the last
     if not reads.any():
         return
     at = torch.arange(int(lo[reads].min()), int(hi[reads].max()), device=q.device)
@@ -139,7 +138,7 @@ def _collect(q: torch.Tensor, keys: PagedKeys, b: int, scores: KeyScores) -> Non
     if scores.rows == "any":
         each = torch.einsum("thgd,nhd->nhtg", rows, key_index)
         each = each.masked_fill(~reads[:, None], -torch.inf).flatten(2)  # [n, Hkv, T * group]
-        tile = 1 << (-(-each.shape[2] // len(scores.planes)) - 1).bit_length()  # rows of a tile of the kernel
+        tile = 1 << (-(-each.shape[2] // len(scores.planes)) - 1).bit_length()  # rows per tile of the kernel
         by_key = torch.stack([part.amax(2) for part in each.split(tile, 2)])
         by_key = by_key.masked_fill(by_key == -torch.inf, 0)  # tiles in which no row counts
     else:
@@ -163,11 +162,11 @@ def flash_prefill(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attends prompt chunks to paged keys; shapes as in `kernels.attention.flash_prefill.flash_prefill`."""
+    """Plain torch `kernels.attention.flash_prefill.flash_prefill`."""
     keys = keys.dequantize()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if lse is None else lse
-    if len(q) == len(keys.table) and max_q == 1:  # pages of its own for each query, such as chosen tokens
+    if len(q) == len(keys.table) and max_q == 1:  # separate pages per query, such as selected tokens
         page_out, page_lse = attend(q[:, None], keys, keys.table, keys.lo[:, None], keys.hi[:, None])
         return out.copy_(page_out[:, 0]), lse.copy_(page_lse[:, 0])
     for i, (first, last) in enumerate(pairwise(cu_q.tolist())):
@@ -189,7 +188,7 @@ def kv_append(
     scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
     means: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Rotates, appends, returns the queries; shapes as in `kernels.attention.kv_append.kv_append`."""
+    """Plain torch `kernels.attention.kv_append.kv_append`."""
     page_size, kv_heads = k_cache.shape[1:3]
     q, k, v = qkv.split([qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
     if norms is not None:
@@ -210,7 +209,7 @@ def kv_append(
 
 
 def head_squares(qkv: torch.Tensor, kv_heads: int, shares: tuple[float, float]) -> torch.Tensor:
-    """Sums squares; arguments and shapes as in `kernels.attention.head_squares.head_squares`."""
+    """Plain torch `kernels.attention.head_squares.head_squares`."""
     parts = qkv.float().split([qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], 1)[:2]
     return torch.stack([part.square().sum((1, 2)) * share for part, share in zip(parts, shares, strict=True)], 1)
 
@@ -222,7 +221,7 @@ def merge_states(
     out: torch.Tensor | None = None,
     out_lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merges partial attention outputs by their LSE; shapes as in `kernels.attention.merge_states.merge_states`."""
+    """Plain torch `kernels.attention.merge_states.merge_states`."""
     out = torch.empty(partials.shape[1:], dtype=partials.dtype, device=partials.device) if out is None else out
     out_lse = torch.empty(lse.shape[1:], dtype=torch.float32, device=lse.device) if out_lse is None else out_lse
     empty = lse == -torch.inf
@@ -233,7 +232,7 @@ def merge_states(
     merged = torch.zeros(partials.shape[1:], dtype=torch.float32, device=partials.device)
     for source, weight, skip in zip(partials, weights, empty, strict=True):
         total += weight
-        # Skipped, not multiplied by zero: the partial of an empty source may be NaN.
+        # Skip, not multiply by zero: the partial of an empty source may be NaN.
         merged += (source.float() * weight[..., None]).masked_fill_(skip[..., None], 0)
     out.copy_(merged / total.masked_fill(total == 0, 1)[..., None])
     out_lse.copy_(peak + total.log())  # log 0 = -inf
@@ -243,11 +242,10 @@ def merge_states(
 def merge_states_pack(
     out: torch.Tensor, lse: torch.Tensor, send_out: torch.Tensor, send_lse: torch.Tensor, shares: Sequence[int]
 ) -> None:
-    """Writes merged partials [N, Hq, D] and [N, Hq] into messages, as `kernels.attention.merge_states_pack` does.
+    """Plain torch `kernels.attention.merge_states_pack`, for merged states.
 
     Args:
         out, lse: [N, sum(shares), D] and [N, sum(shares)].
-        send_out, send_lse, shares: see there.
     """
     lanes = send_out.shape[2]
     k = head = 0

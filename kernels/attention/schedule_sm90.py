@@ -1,4 +1,4 @@
-"""Schedule of the decode kernels for Hopper: runs of key tiles, parts and slots as in `kernels.attention.split_kv`."""
+"""Gluon version of the split-KV schedule in `kernels.attention.split_kv`, for the Hopper decode kernels."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from triton.language.extra.cuda import gdc_wait
 from kernels.attention.split_kv import first_slot
 from kernels.sm90 import add
 
-TILE = gl.constexpr(64)  # keys per tile
+TILE = gl.constexpr(64)
 
 
 def block_of(sequences: int) -> int:
-    """Chooses BLOCK_B, at least a warp: the compiler then knows that a sum over a warp is equal in all its threads."""
+    """Returns BLOCK_B, at least 32: the compiler then knows that a reduction over a warp is uniform."""
     return max(32, triton.next_power_of_2(sequences))
 
 
@@ -23,9 +23,9 @@ def schedule_of(
     bounds, TILES_M: gl.constexpr, T: gl.constexpr, BLOCK_B: gl.constexpr, EARLY: gl.constexpr,
     HEADS: gl.constexpr = 1, TILE_N: gl.constexpr = TILE,
 ):  # fmt: skip
-    """Computes `kernels.attention.split_kv.schedule` with HEADS items per sequence, and this program's run of it.
+    """Computes `kernels.attention.split_kv.schedule` with HEADS items per sequence, and this program's run.
 
-    Also the keys that all queries of a sequence read, which need no mask: [full_from, full_to). If EARLY, bounds and
+    Also returns [full_from, full_to), the keys that all queries of a sequence read (no mask). If EARLY, bounds and
     block table are older than the predecessor, and the caller waits for it after this call.
     """
     lo, hi, lo_b, lo_t, hi_b, hi_t, B = bounds
@@ -43,7 +43,7 @@ def schedule_of(
         full_from = gl.maximum(full_from, first)
         full_to = gl.minimum(full_to, last)
     starts = gl.minimum(starts, stops)
-    # At least one tile, so that a sequence without keys is written as well.
+    # At least one tile, so that sequences without keys get written too.
     tiles = gl.where(seq < B, gl.maximum((stops + TILE_N - 1) // TILE_N - starts // TILE_N, 1), 0)
     ends = gl.associative_scan(tiles, 0, add) * HEADS
     total = gl.max(ends, 0)
@@ -56,14 +56,15 @@ def schedule_of(
 
 @gluon.jit
 def of(values, seq, i):
+    """Returns the value of sequence i, a scalar, from a vector over sequences."""
     return gl.sum(gl.where(seq == i, values, 0), 0)
 
 
 @gluon.jit
 def item_at(at, schedule, HEADS: gl.constexpr = 1):
-    """Finds the item of tile `at` of the row, with HEADS items per sequence.
+    """Finds the item that contains tile `at`, with HEADS items per sequence.
 
-    Returns its sequence, its index in the sequence, the key range, its tiles in the row, and this run's key tiles.
+    Returns its sequence, index in the sequence, key range, tile range, and this run's tiles of it.
     """
     seq, starts, stops, _, _, tiles, ends, _, end, _ = schedule
     i = gl.sum((ends <= at).to(gl.int32), 0)
@@ -85,5 +86,5 @@ def item_at(at, schedule, HEADS: gl.constexpr = 1):
 
 @gluon.jit
 def slot_of(begin, item_begin, run, TILES_M: gl.constexpr):
-    """Returns the workspace slot of this run's part of an item, int64."""
+    """Returns the workspace slot (int64) of this run's part of an item."""
     return gl.where(item_begin >= begin, first_slot(item_begin, run), gl.program_id(0) // TILES_M * 2).to(gl.int64)

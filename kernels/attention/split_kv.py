@@ -1,8 +1,7 @@
-"""Split of a batch's keys among programs in equal runs, and the merge of the programs' partial results.
+"""Stream-K split of a batch's keys into equal runs, one per program, and the merge of partial states.
 
-The key tiles of all (sequence, KV head, query tile) items stand in a row, cut into equal runs, one for each program. A
-run that holds a whole item writes its result. Otherwise its part goes to a slot of a workspace, and a second kernel
-merges the parts.
+The key tiles of all (sequence, KV head, query tile) items form one line, cut into equal runs. A run that covers a whole
+item writes the result; otherwise it writes a partial state to a workspace slot, and a second kernel merges them.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ import triton.language as tl
 from kernels.attention.paged_tiles import with_sink
 from kernels.overlap import pdl_options, start_successor, wait_for_predecessor
 
-SLICE = 32  # least slice of the head dim per program of the merge
-MERGE_PROGRAMS = 512  # programs of a merge that are enough: beyond, each takes a larger slice
-MERGE_BYTES = 8192  # bytes of parts that a warp of the merge holds at once
-LARGE = 4096  # elements of a part from which on its bytes matter
+SLICE = 32  # min head-dim slice per merge program
+MERGE_PROGRAMS = 512  # beyond this, each merge program takes a larger slice
+MERGE_BYTES = 8192  # bytes of partial states that a merge warp holds at once
+LARGE = 4096  # elements of a partial state from which its bytes matter
 
 
 @triton.jit
@@ -28,10 +27,10 @@ def schedule(
     lo, hi, lo_b, lo_t, hi_b, hi_t, B, T: tl.constexpr, ITEMS: tl.constexpr, programs,
     BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Computes each sequence's key range, and the layout of its key tiles in the row of all items' tiles.
+    """Computes each sequence's key range, and where its key tiles lie in the line of all items' tiles.
 
-    ITEMS is the number of items per sequence. Returns starts, stops, tiles, ends [BLOCK_B] and the length of a run in
-    tiles; each item of sequence i has tiles[i] tiles, and its last item ends at ends[i].
+    ITEMS is the number of items per sequence. Returns starts, stops, tiles, ends [BLOCK_B] and the run length in tiles;
+    each item of sequence i has tiles[i] tiles, and its last item ends at ends[i].
     """
     seq = tl.arange(0, BLOCK_B)
     token = tl.arange(0, triton.next_power_of_2(T))
@@ -40,7 +39,7 @@ def schedule(
     his = tl.load(hi + seq[:, None] * hi_b + token[None, :] * hi_t, mask=real, other=0)
     stops = tl.max(tl.where(los < his, his, 0), 1)
     starts = tl.min(tl.where(los < his, los, stops[:, None]), 1)
-    # At least one tile, so that a sequence without keys is written as well.
+    # At least one tile, so that sequences without keys get written too.
     tiles = tl.where(seq < B, tl.maximum(tl.cdiv(stops, BLOCK_N) - starts // BLOCK_N, 1), 0)
     ends = tl.cumsum(tiles, 0) * ITEMS
     run = tl.maximum(tl.cdiv(tl.max(ends, 0), programs), 1)
@@ -51,8 +50,8 @@ def schedule(
 def first_slot(item_begin, run):
     """Returns the workspace slot of an item's first part.
 
-    Each program has one slot for the item that its run begins with and one for an item that begins inside the run. Only
-    the first program of an item can be of the second kind.
+    A program has two slots: one for the item at the start of its run, and one for an item that begins inside the
+    run. Only the first program of an item uses the second kind.
     """
     program = item_begin // run
     return 2 * program + (item_begin > program * run).to(tl.int32)
@@ -60,10 +59,9 @@ def first_slot(item_begin, run):
 
 @triton.jit
 def item_at(at, starts, stops, tiles, ends, ITEMS: tl.constexpr, BLOCK_B: tl.constexpr):
-    """Finds the item that tile `at` of the row belongs to, in a schedule with ITEMS items per sequence.
+    """Finds the item that contains tile `at`, in a schedule with ITEMS items per sequence.
 
-    Returns its sequence, its index in the sequence, the begin and end of its tiles in the row, and the sequence's key
-    range (first, one past the last).
+    Returns its sequence, index in the sequence, tile range, and the sequence's key range [first, last + 1).
     """
     i = tl.sum((ends <= at).to(tl.int32), 0)
     mine = tl.arange(0, BLOCK_B) == i
@@ -80,9 +78,9 @@ def store_item(
     acc, total, peak, begin, end, item_begin, item_end, run, sinks, out, lse, part, part_lse, inside, live,
     D: tl.constexpr, ROWS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Writes a run's part of an item: the result to `out`, `lse` if [begin, end) covers the item, else a part.
+    """Writes a run's share of an item: the result (`out`, `lse`) if [begin, end) covers the item, else a partial state.
 
-    With SINKS, a result includes one more key per row, of value zero, whose score is at `sinks`.
+    With SINKS, a result includes a sink per row (score at `sinks`, value zero).
     """
     empty = total == 0.0
     acc /= tl.where(empty, 1.0, total)[:, None]
@@ -107,7 +105,7 @@ def item_of(
     i, t, q_head, tiles, ends, T: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Finds the item that holds a query: returns its first tile, its number of tiles, and the query's row in it."""
+    """Returns the first tile and number of tiles of the item that holds a query, and the query's row in it."""
     tiles_m: tl.constexpr = (T * GROUP + BLOCK_M - 1) // BLOCK_M
     row = t * GROUP + q_head % GROUP
     item = q_head // GROUP * tiles_m + row // BLOCK_M
@@ -121,7 +119,7 @@ def merge_states_slice(
     part, part_lse, sink, item_begin, run, first, parts, row, d,
     D: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, SLICE: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Merges columns d [SLICE] of an item's row from its parts (with SINKS, plus a sink); also its LSE in base 2."""
+    """Merges columns d [SLICE] of an item's row from its parts (and a sink, with SINKS); also its base-2 LSE."""
     acc = tl.zeros([SLICE], tl.float32)
     total = 0.0
     peak = -1.0e38
@@ -152,16 +150,16 @@ def load_merged_states(
     out, lse, part, part_lse, sink, item_begin, run, first, parts, row, d, live,
     D: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, SLICE: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Reads columns d [SLICE] of a query's result at `out`, or merges its parts; also its natural-log LSE.
+    """Loads columns d [SLICE] of a query's result from `out`, or merges its parts; also its natural-log LSE.
 
-    A query that is not `live` has no parts: zeros and -inf.
+    Zeros and -inf if the query is not `live`.
     """
     if parts > 1:
         values, log2 = merge_states_slice(
             part, part_lse, sink, item_begin, run, first, parts, row, d, D, ROWS, PARTS, SLICE, SINKS
         )
         log = log2 * 0.6931471805599453
-    else:  # one program has written the result
+    else:  # a single program has written the result
         values = tl.load(out + d, mask=live & (d < D), other=0.0).to(tl.float32)
         log = tl.load(lse, mask=live, other=float("-inf"))
     return values, log
@@ -175,7 +173,7 @@ def _merge_splits_kernel(
     BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
     PARTS: tl.constexpr, SLICE: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # The bounds are older than the predecessor, so the schedule is computed while the predecessor runs.
+    # The bounds are older than the predecessor: compute the schedule while it runs.
     tiles_m: tl.constexpr = (T * GROUP + BLOCK_M - 1) // BLOCK_M
     _, _, tiles, ends, run = schedule(lo, hi, lo_b, lo_t, hi_b, hi_t, B, T, HEADS * tiles_m, programs, BLOCK_B, BLOCK_N)
     q_head = tl.program_id(0) % (HEADS * GROUP)
@@ -184,10 +182,10 @@ def _merge_splits_kernel(
     item_begin, length, row = item_of(i, t, q_head, tiles, ends, T, HEADS, GROUP, BLOCK_B, BLOCK_M)
     first = item_begin // run
     parts = (item_begin + length - 1) // run - first + 1
-    if parts >= 0:  # Always true: it keeps the wait after the schedule.
+    if parts >= 0:  # always true; keeps the wait after the schedule
         wait_for_predecessor(PDL)
     start_successor(PDL)
-    if parts > 1:  # otherwise one program has written the result
+    if parts > 1:  # otherwise a single program has written the result
         d = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
         acc, log2 = merge_states_slice(
             part, part_lse, sinks + q_head if SINKS else sinks, item_begin, run, first, parts, row, d,
@@ -203,9 +201,9 @@ def _merge_splits_kernel(
 def workspace(
     device: torch.device, dtype: torch.dtype, programs: int, rows: int, D: int, lane: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Allocates the parts and their LSEs in base 2; cached, shared by all launches on one stream with this `lane`.
+    """Allocates partial states and their base-2 LSEs; cached, shared by all launches on a stream with this `lane`.
 
-    Large parts have the output's dtype, to save bytes; small ones are fp32, which the merge adds up faster.
+    Large parts have the output's dtype to save bytes; small ones are fp32, which merges faster.
     """
     slots = 2 * programs
     return (
@@ -216,7 +214,7 @@ def workspace(
 
 @dataclass(frozen=True)
 class PartialAttention:
-    """Attention over one rank's keys.
+    """Attention state over one rank's keys.
 
     Attributes:
         out: [..., Hq, D] for queries [N] or [B, T].
@@ -227,19 +225,19 @@ class PartialAttention:
     lse: torch.Tensor
 
     def merge_states(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Merges the parts; returns the output [N, Hq, D] and LSE [N, Hq] over the rank's keys."""
+        """Merges the parts; returns output [N, Hq, D] and LSE [N, Hq] over the rank's keys."""
         return self.out.flatten(0, -3), self.lse.flatten(0, -2)
 
 
 @dataclass(frozen=True)
 class UnmergedAttention(PartialAttention):
-    """Attention before the merge: results of items that one program computed, parts of all others.
+    """Attention before the merge: results of items that one program computed, partial states of all others.
 
     Attributes:
         out, lse, lo, hi, sinks: see `flash_decode`; queries [B, T].
-        part, part_lse: the workspace, valid until attention's next launch with the same lane.
-        programs: number of runs of the schedule.
-        heads: KV heads of the schedule.
+        part, part_lse: the workspace, valid until the next attention launch with the same lane.
+        programs: runs in the schedule.
+        heads: KV heads in the schedule.
         block_m, block_n: rows and keys of a tile.
     """
 
@@ -274,11 +272,11 @@ class UnmergedAttention(PartialAttention):
 
 @cache
 def merge_tile(rows: int, D: int, itemsize: int, items: int, programs: int) -> tuple[int, int, int]:
-    """Chooses a merge program's parts per iteration, slice of the head dim, and warps."""
+    """Returns a merge program's parts per iteration, head-dim slice, and number of warps."""
     numbers = MERGE_BYTES // itemsize
-    # Rows of latents gain from longer slices and a second round.
+    # MLA rows are faster with longer slices and a second round.
     longer = 2 if D > 256 else 1
-    # Parts at equal lengths; a long sequence among short ones has more parts, and takes several rounds.
+    # For equal lengths; a long sequence among short ones has more parts, and takes several rounds.
     expected = min(512, triton.next_power_of_2(triton.cdiv(programs, items) + 1)) // longer
     width = SLICE
     while width < D and rows * triton.cdiv(D, width) > MERGE_PROGRAMS and expected * width < longer * numbers:

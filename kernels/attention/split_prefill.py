@@ -1,8 +1,7 @@
-"""Split of the keys of a tile of prompt rows among programs, if too few tiles would leave a GPU idle.
+"""Split-KV for prefill: several programs share the keys of a tile of rows when too few tiles would leave the GPU idle.
 
-Prefill attention has a program for each tile of rows. A short chunk has few, however many keys it reads: then several
-programs share the keys of a tile, and `kernels.attention.merge_states` merges their results. The host chooses their
-number from sizes alone, so that no launch waits for the device.
+A short chunk has few tiles of rows, however many keys it reads. `kernels.attention.merge_states` merges the results.
+The host chooses the split from sizes alone, so no launch waits for the device.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ import triton.language as tl
 from kernels.attention.merge_states import merge_states
 from kernels.overlap import sm_count
 
-# Overheads of a program, in units of key tiles: each is a microsecond or two on an H200.
-START = 3  # to begin and to end
-PART = 2  # to store and to merge a part of a result
-MERGE = 3  # to launch the merge
-ROUNDS = 8  # most rounds of programs: beyond, tiles of rows fill a GPU unsplit, and parts would take much memory
+# Overheads per program, in key tiles: each is 1-2 us on an H200.
+START = 3  # start and end
+PART = 2  # store and merge a partial state
+MERGE = 3  # launch the merge
+ROUNDS = 8  # max waves: beyond, tiles of rows fill the GPU unsplit, and partial states take much memory
 
 
 @triton.jit
 def tiles_of_split(first, last, split, splits):
-    """Returns the range of key tiles of one of the `splits` programs that share tiles first..last-1."""
+    """Returns the key tiles of one of the `splits` programs that share tiles first..last-1."""
     run = (last - first + splits - 1) // splits
     begin = tl.minimum(first + split * run, last)
     return begin, tl.minimum(begin + run, last)
@@ -34,13 +33,13 @@ def tiles_of_split(first, last, split, splits):
 
 @triton.jit
 def tile_of_segment(cu_q, segments, tile, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Finds the segment of a tile of rows, which of its tiles it is, its first token and how many it has.
+    """Finds the segment of a tile of rows, the tile's index in it, and the segment's first token and length.
 
-    Tiles are counted through all segments: a grid has as many as there can be, not as many for each segment as the
-    longest one may have. Behind the last one there are no tokens. Without `segments` each has one tile.
+    Tiles are numbered across segments, so the grid is bounded by the total number of rows, not by segments times the
+    longest. Tiles past the last segment have no tokens. Without `segments`, each segment has one tile.
     """
     segment = tile * 0
-    before = tile * 0  # tiles of these segments
+    before = tile * 0  # tiles of the preceding segments
     counted = tile * 0
     for first in range(0, segments, 64):
         s = first + tl.arange(0, 64)
@@ -55,7 +54,7 @@ def tile_of_segment(cu_q, segments, tile, GROUP: tl.constexpr, BLOCK_M: tl.const
 
 @triton.jit
 def locate_tile(cu_q, segments, tile, segment, before):
-    """Returns what `tile_of_segment` does, once it has found the segment and how many tiles stand before its own."""
+    """Finishes `tile_of_segment`, given the segment and the number of tiles in front of it."""
     if segments == 0:
         segment = tile
         before = tile
@@ -68,11 +67,11 @@ def locate_tile(cu_q, segments, tile, segment, before):
 
 
 def tiles_of_rows(rows: int, longest: int, segments: int, block: int) -> tuple[int, int]:
-    """Returns a grid's tiles of `block` rows, and the segments among which `tile_of_segment` looks for one.
+    """Returns a grid's tiles of `block` rows, and the segments among which `tile_of_segment` searches.
 
     Args:
-        rows: of all segments together.
-        longest: rows of the longest one, an upper bound.
+        rows: total over all segments.
+        longest: upper bound of a segment's rows.
     """
     if longest <= block:
         return segments, 0
@@ -81,12 +80,12 @@ def tiles_of_rows(rows: int, longest: int, segments: int, block: int) -> tuple[i
 
 @lru_cache
 def split_count(items: int, tiles: int, max_programs: int) -> int:
-    """Chooses the number of programs that share the keys of each tile of rows, for the least time.
+    """Chooses how many programs share the keys of each tile of rows, for the least time.
 
     Args:
         items: tiles of rows, at least one.
-        tiles: key tiles that each of them reads, an estimate.
-        slots: programs that the GPU runs at a time.
+        tiles: key tiles per item, an estimate.
+        max_programs: programs that run on the GPU at once.
     """
 
     def cost(splits: int) -> int:
@@ -105,18 +104,17 @@ def attend_split(
     max_k: int,
     attend: Callable[[torch.Tensor, torch.Tensor, int], None],
 ) -> None:
-    """Runs `attend` with the fastest number of splits, and merges them into `out` [N, Hq, D] and `lse` [N, Hq].
+    """Runs `attend` with the fastest number of splits, and merges into `out` [N, Hq, D] and `lse` [N, Hq].
 
     Args:
-        tile: launch options of the kernel.
-        heads: KV heads; query heads that share one are rows of the same tiles.
+        heads: KV heads; query heads that share one are rows of the same tile.
         segments: number of segments; tiles do not cross them.
         max_k: keys per row, an upper bound or estimate.
-        attend: writes each split's partial result into [splits, N, Hq, D] and [splits, N, Hq].
+        attend: writes each split's partial state into [splits, N, Hq, D] and [splits, N, Hq].
     """
     max_programs = max(1, 8 // tile["num_warps"]) * sm_count(out.device)  # eight warps fill an SM's registers
     N, Hq, _ = out.shape
-    # Each segment may end in a partly filled tile.
+    # Each segment may end in a partial tile.
     items = heads * (triton.cdiv(N * Hq // heads, tile["BLOCK_M"]) + segments - 1)
     splits = split_count(max(items, 1), triton.cdiv(max_k, tile["BLOCK_N"]), max_programs)
     if splits == 1:

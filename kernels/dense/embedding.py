@@ -1,4 +1,4 @@
-"""Embedding lookup in a slice of the vocabulary."""
+"""Vocabulary-parallel embedding lookup."""
 
 from __future__ import annotations
 

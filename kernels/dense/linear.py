@@ -1,9 +1,8 @@
-"""Projections of a few rows at the read rate of the weights, with bias and gate in the same pass.
+"""GEMV-like projections of a few rows at the read rate of the weights, with fused bias and gate.
 
-A library's matrix product reaches a third of the read rate on the small matrices that a rank holds. Here every program
-streams some rows of the weight through registers and multiplies them with all rows of x, which costs nothing extra for
-so few rows. On Hopper that serves one row of bf16; more use `kernels.dense.linear_sm90`, and weights in e4m3
-`kernels.dense.linear_fp8_sm90`.
+cuBLAS reaches a third of the read rate on a rank's small matrices. Here every program streams some weight rows through
+registers and multiplies them with all rows of x. On Hopper that serves one row of bf16; more rows use
+`kernels.dense.linear_sm90`, and e4m3 weights `kernels.dense.linear_fp8_sm90`.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from kernels.overlap import pdl_options, start_successor, wait_for_predecessor
 from kernels.peers.ll_protocol import DTYPES, SumTarget, epoch, send_sum, sum_ll_buffers, sum_words
 from kernels.scaled import Matrix, ScaledMatrix
 
-MAX_ROWS = 4  # of x; more rows go to Hopper's kernels or a library
-RUN = 8  # neighbouring weights that a thread loads at once (16 bytes of bf16) and reduces itself
+MAX_ROWS = 4  # of x; more rows go to the Hopper kernels or cuBLAS
+RUN = 8  # consecutive weights that a thread loads at once (16 bytes of bf16) and reduces itself
 
 
 @triton.jit
@@ -42,9 +41,9 @@ def stream(
     GROUP: tl.constexpr, GROUPS: tl.constexpr, BEGIN: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr, PAIRED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies all rows of x with rows `row` [BLOCK_R] of the weight, of R, and, if PAIRED, with rows `up`.
+    """Multiplies all rows of x with weight rows `row` [BLOCK_R], of R in total, and, if PAIRED, with rows `up`.
 
-    Returns both products, [BLOCK_N, BLOCK_R, BLOCK_K / RUN] in fp32, to be summed over the last dim.
+    Returns both products, [BLOCK_N, BLOCK_R, BLOCK_K / RUN] fp32, to be summed over the last dim.
     """
     n = tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -83,14 +82,14 @@ def _linear_kernel(
     RANKS: tl.constexpr, PIECES: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor(PDL)
-    if RANKS > 0:  # Looked up while weights are loaded.
+    if RANKS > 0:  # overlaps with the loads of weights
         dtype: tl.constexpr = x.dtype.element_ty
-        VALUES: tl.constexpr = 1 if tl.float32 == dtype else 2  # of a word
+        VALUES: tl.constexpr = 1 if tl.float32 == dtype else 2  # per word
         w = tl.program_id(0) * (BLOCK_R // VALUES) + tl.arange(0, BLOCK_R // VALUES)
         tag = epoch(count)
         ll_buffers = sum_ll_buffers(peers, w // SIZE, RANKS, False)
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    row = tl.minimum(r, R - 1)  # beyond the last row: read it again, store nothing
+    row = tl.minimum(r, R - 1)  # past the last row: read it again, store nothing
     n = tl.arange(0, BLOCK_N)
     acc, ups = stream(
         x, weight, scales, row, row + R, x_n, N, 2 * R if GATED else R, K, GROUP, GROUPS, BEGIN,
@@ -120,17 +119,14 @@ def linear(
     gated: bool = False,
     exact: bool = False,
 ) -> torch.Tensor:
-    """Computes y = x W^T + b, or silu(y_1) * y_2 of the two halves of its columns; sums in fp32.
+    """Computes y [N, R] = x W^T + b, or silu(y_1) * y_2 of the two halves of its columns; sums in fp32.
 
     Args:
         x: [N, K], last dim contiguous.
-        weight: [R, K] in x's dtype or e4m3, contiguous; gated: [2 R, K], the gate's rows before the others.
-        bias: one value for each row of the weight, or None.
+        weight: [R, K] in x's dtype or e4m3, contiguous; gated: [2 R, K], gate rows first.
+        bias: one value per weight row, or None.
         gated: apply the gate, silu(y_1) * y_2.
-        exact: return fp32 if x's dtype is shorter; not with bias or gate.
-
-    Returns:
-        [N, R] in x's dtype, unless exact.
+        exact: return fp32 instead of x's dtype; not with bias or gate.
     """
     N, K = x.shape
     R = len(weight) // 2 if gated else len(weight)
@@ -179,7 +175,7 @@ def linear_send(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None, sums
         x: [N, K], last dim contiguous.
         weight: [H, K] in x's dtype or e4m3, contiguous.
         bias: [H] or None.
-        sums: the reducing ranks' boxes, with as many slices per row as `H` values fill.
+        sums: the reducing ranks' LL buffers, with as many slices per row as `H` elements fill.
     """
     if x.is_cuda and fits_sm90(x, weight):
         launch_sm90(x, weight, bias, sums, False)
@@ -197,7 +193,7 @@ def linear_send(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None, sums
 
 
 def fits_sm90(x: torch.Tensor, weight: Matrix, half: int | None = None) -> bool:
-    """Returns whether `launch_sm90` supports these tensors, and rows in pairs `half` apart."""
+    """Returns whether `launch_sm90` supports these tensors, and row pairs `half` apart."""
     if isinstance(weight, ScaledMatrix):
         return linear_fp8_sm90.fits(x, weight, half)
     return linear_sm90.fits(x, weight)
@@ -210,7 +206,7 @@ def launch_sm90(
     out: torch.Tensor | SumTarget | QKVTarget,
     gated: bool,
 ) -> None:
-    """Runs `linear` on Hopper into `out`: a contiguous [N, R], the boxes of an all-reduce, or attention's heads."""
+    """Runs `linear` on Hopper into `out`: a contiguous [N, R], an all-reduce's LL buffers, or attention's heads."""
     if isinstance(weight, ScaledMatrix):
         linear_fp8_sm90.launch(x, weight, bias, out, gated)
     else:
@@ -224,12 +220,12 @@ def _is_plain(x: torch.Tensor, weight: torch.Tensor) -> bool:
 def _tile(N: int, R: int, K: int, gated: bool, run: int) -> dict[str, int]:
     """Chooses launch options, by H200 timings: few weights per thread, or more for a matrix with many rows.
 
-    A thread loads `run` neighbouring weights at once; fewer if its row is too short for all threads.
+    A thread loads `run` consecutive weights at once; fewer if its row is too short for all threads.
     """
     short = R <= 2048
     if N == 1 and not gated and K <= 512:  # more warps would have nothing to read
         rows, warps, stages = 8, 2, 1
-    elif N > 2:  # products of more rows of x need the registers: weights are staged in shared memory
+    elif N > 2:  # more rows of x need the registers: stage weights in shared memory
         rows, warps, stages = (4, 1, 3) if gated else (4, 4, 3) if short else (8, 1, 3)
     elif gated:
         rows, warps, stages = 2, 4 if short else 2, 1
@@ -237,7 +233,7 @@ def _tile(N: int, R: int, K: int, gated: bool, run: int) -> dict[str, int]:
         rows, warps, stages = 2, 8, 1
     else:
         rows, warps, stages = (8, 2, 1) if N == 2 and K <= 1024 else (4, 4, 1)
-    # The warps lie side by side along K, so that x and the weights are cut into the same threads' runs.
+    # Lay out the warps along K, so that x and the weights are split into the same runs per thread.
     run = min(run, max(RUN, triton.next_power_of_2(K) // (warps * 32))) if run > RUN else run
     return dict(
         BLOCK_N=triton.next_power_of_2(N), BLOCK_R=rows, BLOCK_K=warps * 32 * run, RUN=run, STAGES=stages,

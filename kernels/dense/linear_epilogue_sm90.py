@@ -1,4 +1,4 @@
-"""Beginning and end of a projection's tile on Hopper, shared by its kernels: what is looked up, and where sums go."""
+"""Prologue and epilogue of a projection tile, shared by the Hopper kernels: lookups, and where sums go."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ def load_epilogue(
     RESULT: gl.constexpr, TILE: gl.constexpr, N_MAX: gl.constexpr, BIAS: gl.constexpr, PAIRED: gl.constexpr,
     RANKS: gl.constexpr, SIZE: gl.constexpr, TWO_SHOT: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """Waits for the predecessor, and loads what the end of a tile needs while its weights arrive.
+    """Waits for the predecessor, and loads what the epilogue needs while the tile's weights arrive.
 
-    The tile's sums are [TILE, N_MAX] in the layout RESULT, of results from `row` on and weight rows from `top` on; or
+    The tile's sums are [TILE, N_MAX] in the layout RESULT, of output rows from `row` and weight rows from `top` on; or
     pairs of sums: of rows `apart` from each other, or of neighbours that share a word.
 
     Returns:
-        Which sums are results; the biases of both sums of a pair; and for words their turn, pieces, columns and boxes,
-        for heads their number, dims, places, cosines and sines.
+        Which sums are valid; the biases of both sums of a pair; and for words the epoch, pieces, columns and LL
+        buffers, for heads their index, dims, slots, cosines and sines.
     """
     SENDS: gl.constexpr = RANKS > 0
     i = gl.arange(0, TILE, layout=gl.SliceLayout(1, RESULT))
     r = 2 * i if SENDS else i
-    y_bias, up_bias = i, i  # if there are none
+    y_bias, up_bias = i, i
     if BIAS:
         y_bias = gl.load(bias + top + r, mask=row + r < R, other=0.0).to(gl.float32)[:, None]
         if PAIRED or SENDS:
@@ -40,7 +40,7 @@ def load_epilogue(
     n = gl.arange(0, N_MAX, layout=gl.SliceLayout(0, RESULT))
     if SENDS:
         tag = gl.load(count) // EPOCH_UNITS + 1
-        column = (row + r)[:, None] // 2 + (n * 0)[None, :]  # of words
+        column = (row + r)[:, None] // 2 + (n * 0)[None, :]
         piece = column // SIZE + n[None, :] * ((R // 2 + SIZE - 1) // SIZE)
         ll_buffers = gl.load(peers + (piece % RANKS if TWO_SHOT else 0))
     live = (row + r < R)[:, None] & (n < N)[None, :]
@@ -65,7 +65,7 @@ def store_epilogue(
     Q_HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, SLOT: gl.constexpr,
     HEAD: gl.constexpr,
 ):  # fmt: skip
-    """Writes or sends live sums of a tile, `found` as `load_epilogue` returns it: with bias and gate, or as heads."""
+    """Writes or sends a tile's live sums, with bias and gate, or as heads; `found` comes from `load_epilogue`."""
     SENDS: gl.constexpr = RANKS > 0
     if BIAS:
         y += y_bias

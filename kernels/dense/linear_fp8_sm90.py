@@ -1,10 +1,9 @@
-"""Variant of `kernels.dense.linear` for 1 to 128 rows of x on Hopper, with weights in e4m3, converted in registers.
+"""Hopper variant of `kernels.dense.linear` for 1 to 128 rows of x and e4m3 weights, converted in registers.
 
-A program owns 64 rows of the weight, or 128 from 65 rows of x on, which every program reads; if results take pairs of
-rows, half of each kind, interleaved by eights, so that one thread has both. It loads blocks of 128 columns, each within
-one group, by TMA, converts them in registers, and adds their product times the rows' scales. A step is one block or
-two: then the second is converted while the first is multiplied. Programs that share a tile have runs of its steps, and
-their sums meet in a tree.
+A program owns 64 weight rows (128 from 65 rows of x on, as every program reads x). If outputs take row pairs, it owns
+half of each kind, interleaved by eights, so that one thread has both. TMA loads blocks of 128 columns, each within one
+group; a block is converted in registers, and its product times the row scales is added. A step is one or two blocks:
+the second is converted while the first is multiplied. Programs that share a tile split its steps, and reduce in a tree.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ MAX_SPLIT = 16  # leaves of the tree
 
 @gluon.jit
 def _load_weights(weights, head, d, column, w, ready, BYTES: gl.constexpr, PAIRED: gl.constexpr):
-    """Starts the load of a step's weights, and announces all BYTES of the step to its barrier."""
     mbarrier.expect(ready, BYTES)
     if PAIRED:
         pairs_of_eights = w.reshape([1, w.shape[0] // 16, 2, 8, w.shape[1]])
@@ -50,18 +48,18 @@ def _load_weights(weights, head, d, column, w, ready, BYTES: gl.constexpr, PAIRE
 
 @gluon.jit
 def _copy_scales(rows_at, inside, block, blocks, R, to, GROUP: gl.constexpr):
-    """Copies the scales of rows for each block of a step, of which `block` [parts x rows] are the numbers."""
+    """Copies the row scales of each block of a step; `block` [parts x rows] are block indices."""
     at = rows_at + block * BLOCK_K // GROUP * R
     async_copy.async_copy_global_to_shared(to, at, mask=inside & (block < blocks))
 
 
 @gluon.jit
 def _multiply(w_shared, x_shared, scales_shared, part: gl.constexpr, PRODUCT: gl.constexpr):
-    """Starts the product of a block of a step; returns it, what it reads from registers, and its rows' scales."""
+    """Starts the product of a block of a step; returns it, the registers it reads, and its row scales."""
     ROWS: gl.constexpr = w_shared.shape[0]
     N_MAX: gl.constexpr = x_shared.shape[0]
     dtype: gl.constexpr = x_shared.dtype
-    # Not to bf16 at once: from fp16, that is a slow instruction.
+    # Via fp32: fp16 to bf16 is a slow instruction.
     w = w_shared.slice(part * BLOCK_K, BLOCK_K, dim=1).load(gl.DotOperandLayout(0, PRODUCT, 2)).to(gl.float32).to(dtype)
     x = x_shared.slice(part * BLOCK_K, BLOCK_K, dim=1)
     scale = scales_shared.slice(part * ROWS, ROWS).load(gl.SliceLayout(1, PRODUCT))
@@ -79,12 +77,12 @@ def _linear_fp8_sm90_kernel(
     Q_HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, SLOT: gl.constexpr,
     HEAD: gl.constexpr,
 ):  # fmt: skip
-    SENDS: gl.constexpr = RANKS > 0  # words of two rows of the weight, which end in the same program
+    SENDS: gl.constexpr = RANKS > 0  # words of two weight rows, which end in the same program
     EARLY: gl.constexpr = D == 0 or D > SMALL_HEAD_DIM  # see `kernels.attention.kv_append`
     PAIRED: gl.constexpr = GATED or D > 0  # a program has rows `apart` from each other
     WARPS: gl.constexpr = ROWS // 16
     HALF: gl.constexpr = ROWS // 2
-    COLUMNS: gl.constexpr = PARTS * BLOCK_K  # of a step
+    COLUMNS: gl.constexpr = PARTS * BLOCK_K
     BYTES: gl.constexpr = COLUMNS * (ROWS + N_MAX * 2)
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, N_MAX, 16]
@@ -102,9 +100,9 @@ def _linear_fp8_sm90_kernel(
 
     part = gl.program_id(0) % SPLIT
     tile = gl.program_id(0) // SPLIT
-    row = tile * (HALF if PAIRED else ROWS)  # first row of results
+    row = tile * (HALF if PAIRED else ROWS)  # first output row
     head, d = 0, row
-    top, apart = row, R  # first row of the weight
+    top, apart = row, R  # first weight row
     if D > 0:
         head, d = row // (D // 2), row % (D // 2)
         top, apart = head * D + d, D // 2
@@ -126,7 +124,7 @@ def _linear_fp8_sm90_kernel(
         if s < steps:
             _copy_scales(rows_at, inside, block + s * PARTS, blocks, all_rows, scales_shared.index(s), GROUP)
         async_copy.commit_group()
-    TILE: gl.constexpr = HALF if PAIRED or SENDS else ROWS  # sums of a row of x, or pairs of these
+    TILE: gl.constexpr = HALF if PAIRED or SENDS else ROWS  # sums, or pairs of sums, per row of x
     live, y_bias, up_bias, found = load_epilogue(
         bias, count, peers, cos, sin, slot_mapping, top, apart, row, N, R,
         RESULT, TILE, N_MAX, BIAS, PAIRED, RANKS, SIZE, TWO_SHOT, D,
@@ -139,10 +137,10 @@ def _linear_fp8_sm90_kernel(
     acc = gl.zeros([ROWS, N_MAX], gl.float32, layout=PRODUCT)
     for step in range(steps):
         slot = step % STAGES
-        # One group of scales for each slot, and one for each step: of those after it, as many are under way.
+        # One commit group of scales per stage, then one per step: STAGES - 2 may be in flight.
         async_copy.wait_group(STAGES - 2)
         mbarrier.wait(ready.index(slot), step // STAGES % 2)
-        tl.debug_barrier()  # all warps have their scales, and are done with the step before
+        tl.debug_barrier()  # all warps have their scales, and are done with the previous step
         w_slot, x_slot, scales_slot = w_shared.index(slot), x_shared.index(slot), scales_shared.index(slot)
         y, w, scale = _multiply(w_slot, x_slot, scales_slot, 0, PRODUCT)
         if PARTS == 2:
@@ -180,10 +178,10 @@ def _linear_fp8_sm90_kernel(
 
 
 def split_of(tiles: int, steps: int, parts: int, sms: int) -> int:
-    """Chooses the number of programs that share K, by H100 timings of 24 matrices: within 2% of the best on average.
+    """Chooses split-K, by H100 timings of 24 matrices: within 2% of the best on average.
 
-    Not quite two programs an SM, with runs of three steps of two blocks, or five of one; halves of a tile where more
-    programs than fit at once follow each other.
+    Just under two programs per SM, with runs of three steps of two blocks, or five of one; half tiles where more
+    programs than fit at once would run one after the other.
     """
     if tiles > 2 * sms:
         return min(2, steps)
@@ -191,19 +189,19 @@ def split_of(tiles: int, steps: int, parts: int, sms: int) -> int:
 
 
 def rows_of(N: int) -> int:
-    """Chooses a program's rows of the weight for N rows of x."""
+    """Returns weight rows per program for N rows of x."""
     return 64 if N <= 64 else 128
 
 
 def fits(x: torch.Tensor, weight: ScaledMatrix, half: int | None = None) -> bool:
-    """Returns whether `launch` supports these tensors of `kernels.dense.linear.linear`, rows in pairs `half` apart."""
+    """Returns whether `launch` supports these tensors of `kernels.dense.linear.linear`, row pairs `half` apart."""
     N, K = x.shape
     return (
         0 < N <= MAX_ROWS
         and 0 not in weight.shape
         and not weight.packed
         and (half is None or half % 8 == 0)
-        # What TMA wants rows and coordinates to be multiples of.
+        # TMA alignment of rows and coordinates
         and K % 16 == weight.begin % 16 == 0
         and (weight.group % BLOCK_K.value == 0 or len(weight.scales) == 1)
         and x.dtype in (torch.bfloat16, torch.float16)
@@ -224,11 +222,11 @@ def launch(
     split: int | None = None,
     shared_kb: int | None = None,
 ) -> None:
-    """Runs `kernels.dense.linear` into `out`: a contiguous [N, R], the boxes of an all-reduce, or attention's heads.
+    """Runs `kernels.dense.linear` into `out`: a contiguous [N, R], an all-reduce's LL buffers, or attention's heads.
 
     Args:
         split: programs that share K, at most 16 and at most its steps; None chooses the fastest.
-        shared_kb: KiB of shared memory that a program's stages may fill; None: that of two programs, or of one.
+        shared_kb: KiB of shared memory for a program's stages; None: half an SM's, or all of it.
     """
     N, K = x.shape
     heads = out if isinstance(out, QKVTarget) else None
@@ -254,7 +252,7 @@ def launch(
     xs = TensorDescriptor(x, [N, K], [x.stride(0), 1], [n_max, columns], SHARED.value)
     stage = columns * (rows + 2 * n_max) + 4 * parts * rows
     shared_kb = shared_kb or SHARED_KB * rows // 64
-    # At least two stages: a step's slot is refilled while the next step is multiplied.
+    # At least two stages: one is refilled while the next step is multiplied.
     stages = max(2, min(triton.cdiv(steps, split), (shared_kb - 1) * 1024 // stage))
     words = workspace(x.device, triton.next_power_of_2(max(1, tiles * (split - 1) * rows // 2 * n_max)))
     _linear_fp8_sm90_kernel[(tiles * split,)](

@@ -1,9 +1,9 @@
-"""Projections of any number of rows with weights of a few bits: tensor cores multiply what is converted in registers.
+"""Projections of any number of rows with quantized weights, converted in registers for the tensor cores.
 
-A program owns some rows of the weight and some of x, and walks through the weight's groups of columns; of two programs
-on an SM, one converts while the other multiplies. Beyond 64 rows weights are rounded to x's dtype. From MANY rows on,
-converting again for each tile of x takes longer than the products: the matrix is unpacked once, into memory that all
-matrices share, for the library's product.
+A program owns some rows of the weight and of x, and loops over the weight's groups of columns; of two programs on an
+SM, one converts while the other multiplies. Past 64 rows, weights are rounded to x's dtype. From MANY rows on,
+converting again for each tile of x takes longer than the matmul: the matrix is dequantized once, into a buffer that all
+matrices share, for cuBLAS.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kernels.overlap import pdl_options, start_successor, wait_for_predecessor
 from kernels.scaled import ScaledMatrix
 
 MANY = 1024  # rows of x
-GROUP_TILES = 8  # tiles of rows of x that neighbouring programs take beside each tile of the weight, out of the L2
+GROUP_TILES = 8  # tiles of x rows that neighbouring programs take per weight tile, for L2 reuse
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -76,12 +76,12 @@ def _unpack_kernel(
 
 @cache
 def _memory(device: torch.device, stream: int) -> list[torch.Tensor]:
-    """Returns a stream's memory of unpacked matrices, a list of one tensor that grows with the largest matrix."""
+    """Returns a stream's buffer for dequantized matrices: a list of one tensor that grows with the largest matrix."""
     return [torch.empty(0, dtype=torch.uint8, device=device)]
 
 
 def dequantize(weight: ScaledMatrix, dtype: torch.dtype) -> torch.Tensor:
-    """Unpacks a matrix of e4m3 into memory that the next call overwrites -> [R, K], rounded to `dtype`."""
+    """Dequantizes an e4m3 matrix into a buffer that the next call overwrites -> [R, K], rounded to `dtype`."""
     (R, K), stream = weight.shape, torch.cuda.current_stream(weight.device) if weight.data.is_cuda else None
     memory = _memory(weight.device, stream.cuda_stream if stream else 0)
     size = R * K * dtype.itemsize
@@ -98,7 +98,7 @@ def dequantize(weight: ScaledMatrix, dtype: torch.dtype) -> torch.Tensor:
 def scaled_linear(
     x: torch.Tensor, weight: ScaledMatrix, bias: torch.Tensor | None, gated: bool, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Runs `kernels.dense.linear.linear` for a matrix of a few bits; the result is of `dtype`."""
+    """Runs `kernels.dense.linear.linear` for a quantized matrix; returns `dtype`."""
     N, K = x.shape
     if N >= MANY and not weight.packed and x.dtype == dtype:
         y = F.linear(x, dequantize(weight, x.dtype), bias)

@@ -1,16 +1,14 @@
-"""Variant of `kernels.dense.linear` for 2 to 32 rows of x on Hopper: weights loaded by TMA, products by wgmma.
+"""Hopper variant of `kernels.dense.linear` for 2 to 32 rows of x: TMA loads, wgmma products.
 
-No kernel writes weights, so a program loads as many as fit its shared memory before its predecessor is done. It owns 32
-weight rows, few enough for all programs to share a matrix, but wgmma needs 64: each row is cut into 2 slices of K that
-count as rows, and so is each row of x. Products of unequal slices are dropped; they are free while weights are the
-bottleneck.
+No kernel writes weights, so a program prefetches as many as fit its shared memory before its predecessor is done. It
+owns 32 weight rows, few enough for all programs to share a matrix, but wgmma needs 64: each row, and each row of x, is
+cut into 2 slices of K that count as rows. Products of unequal slices are dropped: free while bound by weights.
 
 If a matrix has few tiles, programs split K: into more slices or, if these would not be 16-byte aligned, into runs of
-steps. Their sums meet in a tree (`kernels.dense.split_k_reduce_sm90`): at each node the second program to arrive adds
-the first one's sum from a workspace. No program waits, and sums do not depend on the order of arrival.
+steps, with a tree reduction (`kernels.dense.split_k_reduce_sm90`).
 
-Summands of an all-reduce go straight into the boxes of `kernels.peers.all_reduce_norm`, heads to the destinations of
-`kernels.dense.qkv_append`.
+Partial sums of an all-reduce go directly to the LL buffers of `kernels.peers.all_reduce_norm`, heads to the
+destinations of `kernels.dense.qkv_append`.
 """
 
 from __future__ import annotations
@@ -40,15 +38,14 @@ from kernels.overlap import sm_count
 from kernels.peers.ll_protocol import SumTarget, sum_shape
 
 SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3))
-ROWS, SLICES = gl.constexpr(32), gl.constexpr(2)  # of a program's tile; 64 rows to the tensor cores
-MIN_ROWS, MAX_ROWS = 2, 32  # of x; one row is as fast without tensor cores, and more rows go to a library
+ROWS, SLICES = gl.constexpr(32), gl.constexpr(2)  # per tile; 64 rows to the tensor cores
+MIN_ROWS, MAX_ROWS = 2, 32  # of x; one row is as fast without tensor cores, and more rows go to cuBLAS
 SHARED_KB = 108  # per program: two fit an SM
-STREAMED_KB = 100  # a matrix with more KB per SM keeps two programs on most SMs
+STREAMED_KB = 100  # a matrix with more KB per SM runs two programs on most SMs
 
 
 @gluon.jit
 def _load_weights(weights, row, apart, part, column, w, ups, ready, PAIRED: gl.constexpr, BYTES: gl.constexpr):
-    """Starts the load of a step's weights, and announces all BYTES of the step to its barrier."""
     mbarrier.expect(ready, BYTES)
     tma.async_copy_global_to_shared(weights, [row, part * w.shape[1], column], ready, w)
     if PAIRED:
@@ -68,7 +65,6 @@ def _multiply(w, x, acc):
 
 @gluon.jit
 def _wait(acc, ups, STEPS: gl.constexpr, PAIRED: gl.constexpr):
-    """Waits until the products of at most STEPS steps are in flight."""
     if PAIRED:
         return warpgroup_mma_wait(num_outstanding=2 * STEPS, deps=[acc, ups])
     else:
@@ -95,7 +91,7 @@ def _linear_sm90_kernel(
     Q_HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, SLOT: gl.constexpr,
     HEAD: gl.constexpr,
 ):  # fmt: skip
-    SENDS: gl.constexpr = RANKS > 0  # words of two rows of the weight, which end in the same program
+    SENDS: gl.constexpr = RANKS > 0  # words of two weight rows, which end in the same program
     HEADS: gl.constexpr = D > 0
     EARLY: gl.constexpr = not HEADS or D > SMALL_HEAD_DIM  # see `kernels.attention.kv_append`
     PAIRED: gl.constexpr = GATED or HEADS  # a program has rows `apart` from each other
@@ -120,8 +116,8 @@ def _linear_sm90_kernel(
     tl.debug_barrier()
 
     part = gl.program_id(0) % SPLIT
-    row = gl.program_id(0) // SPLIT * ROWS  # first row of results
-    top, apart = row, R  # first row of the weight
+    row = gl.program_id(0) // SPLIT * ROWS  # first output row
+    top, apart = row, R  # first weight row
     if HEADS:
         top, apart = row + row // (D // 2) * (D // 2), D // 2
     local_slice = part  # this program's slices, and its first column in them
@@ -135,7 +131,7 @@ def _linear_sm90_kernel(
     for s in range(ahead):
         w, up, here = w_shared.index(s), up_shared.index(s), ready.index(s)
         _load_weights(weights, top, apart, local_slice, k + s * BLOCK_K, w, up, here, PAIRED, BYTES)
-    TILE: gl.constexpr = ROWS // 2 if SENDS else ROWS  # sums of a row of x, or pairs of these
+    TILE: gl.constexpr = ROWS // 2 if SENDS else ROWS  # sums, or pairs of sums, per row of x
     live, y_bias, up_bias, found = load_epilogue(
         bias, count, peers, cos, sin, slot_mapping, top, apart, row, N, R,
         RESULT, TILE, N_MAX, BIAS, PAIRED, RANKS, SIZE, TWO_SHOT, D,
@@ -145,7 +141,7 @@ def _linear_sm90_kernel(
     if steps <= STAGES and EARLY:
         gdc_launch_dependents()
 
-    # The first step is peeled: accumulators that only some paths initialise by products keep ptxas from overlaps.
+    # Peel the first step: accumulators initialised by MMAs on only some paths keep ptxas from overlapping.
     acc = gl.zeros([M, COLUMNS], gl.float32, layout=PRODUCT)
     ups = acc
     mbarrier.wait(ready.index(0), 0)
@@ -165,7 +161,7 @@ def _linear_sm90_kernel(
         acc, ups = _wait(acc, ups, 1, PAIRED)
         ahead = step - 1 + STAGES
         if ahead < steps:
-            tl.debug_barrier()  # all warps are done with the step before
+            tl.debug_barrier()  # all warps are done with the previous step
             w, up, x, here = w_shared.index(last), up_shared.index(last), x_shared.index(last), ready.index(last)
             _load_weights(weights, top, apart, local_slice, k + ahead * BLOCK_K, w, up, here, PAIRED, BYTES)
             _load_x(xs, 0, local_slice, k + ahead * BLOCK_K, x, here)
@@ -189,10 +185,10 @@ def _linear_sm90_kernel(
 
 @cache
 def split_of(R: int, K: int, paired: bool, sms: int) -> int:
-    """Chooses the number of programs that share K, by H200 timings over matrices of 3 to 120 MB.
+    """Chooses split-K, by H200 timings over matrices of 3 to 120 MB.
 
     One program per SM, as far as K can be halved; two on most SMs if each SM reads more than two programs' stages hold;
-    then any split rather than a third of the SMs idle.
+    then any split rather than leaving a third of the SMs idle.
     """
     tiles = triton.cdiv(R, ROWS.value)
     splits = [split for split in (1, 2, 4, 8) if K % (8 * SLICES.value * split) == 0]  # 16-byte aligned slices
@@ -232,11 +228,11 @@ def launch(
     split: int | None = None,
     shared_kb: int = SHARED_KB,
 ) -> None:
-    """Runs `kernels.dense.linear` into `out`: a contiguous [N, R], the boxes of an all-reduce, or attention's heads.
+    """Runs `kernels.dense.linear` into `out`: a contiguous [N, R], an all-reduce's LL buffers, or attention's heads.
 
     Args:
         split: programs that share K, at most 8 and at most its steps; None chooses the fastest.
-        shared_kb: KiB of shared memory that a program's stages may fill.
+        shared_kb: KiB of shared memory for a program's stages.
     """
     N, K = x.shape
     heads = out if isinstance(out, QKVTarget) else None
@@ -249,7 +245,7 @@ def launch(
     columns = K // slices
     block_k = 64 if paired or n_max > 16 or not sliced else 128
     steps = triton.cdiv(columns, block_k)
-    max_steps = steps if sliced else triton.cdiv(steps, split)  # steps of a program
+    max_steps = steps if sliced else triton.cdiv(steps, split)
     assert sliced or split <= steps, f"{split} programs cannot share {steps} steps of K = {K}"
     stage = ((2 if paired else 1) * ROWS.value + n_max) * SLICES.value * block_k * 2
     weights, xs = (
@@ -258,7 +254,7 @@ def launch(
         )
         for t, rows in ((weight, ROWS.value), (x, n_max))
     )  # fmt: skip
-    # At least two stages: a step's slot is refilled while the next step is multiplied.
+    # At least two stages: one is refilled while the next step is multiplied.
     stages = min(max_steps, max(2, (shared_kb - 1) * 1024 // stage))
     tiles = triton.cdiv(R, ROWS.value)
     words = workspace(x.device, triton.next_power_of_2(max(1, tiles * (split - 1) * ROWS.value * n_max)))

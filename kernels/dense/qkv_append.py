@@ -1,9 +1,8 @@
-"""QKV projection, rotation and append in one launch: a layer's input becomes queries and cached keys and values.
+"""Fused QKV projection, RoPE and KV append: one launch from a layer's input to queries and cached keys and values.
 
-A program computes rows d and d + D / 2 of a head, the pairs of the rotation, so that it can write final queries, keys
-and values. One row of x streams weights as in `kernels.dense.linear`; on Hopper more rows do as in
-`kernels.dense.linear_sm90`. Heads that are normalised first, or stored in e4m3, need all of their rows: these run
-`kernels.attention.kv_append` after the projection.
+A program computes rows d and d + D / 2 of a head, the pairs of RoPE, so that it can write final queries, keys and
+values. One row of x runs as in `kernels.dense.linear`; on Hopper more rows run as in `kernels.dense.linear_sm90`. Heads
+with QK norm, or stored in e4m3, need all of their rows: these run `kernels.attention.kv_append` after the projection.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ def _qkv_append_kernel(
     pairs: tl.constexpr = (Q_HEADS + 2 * KV_HEADS) * half
     p = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     live = p < pairs
-    pair = tl.minimum(p, pairs - 1)  # beyond the last: read it again, store nothing
+    pair = tl.minimum(p, pairs - 1)  # past the last: read it again, store nothing
     head, d = pair // half, pair % half
     row = head * D + d
     n = tl.arange(0, BLOCK_N)
-    # Looked up while weights are loaded.
+    # Overlaps with the loads of weights.
     slot = tl.load(slot_mapping + n, mask=n < N, other=-1)
     at = (n * half)[:, None] + d[None, :]
     c = tl.load(cos + at, mask=(n < N)[:, None], other=0.0).to(tl.float32)
@@ -75,16 +74,13 @@ def qkv_append(
     norms: tuple[torch.Tensor, torch.Tensor, float] | None = None,
     scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> torch.Tensor:
-    """Projects rows to heads, rotates queries and keys, writes this rank's keys and values, returns the queries.
+    """Projects rows to heads, applies RoPE, writes this rank's keys and values, and returns the queries [N, Hq, D].
 
     Args:
         x: [N, H], last dim contiguous.
-        weight: [(Hq + 2 Hkv) D, H] in x's dtype or e4m3, contiguous: rows of the query, the key, the value heads.
-        bias: one value for each row of the weight, or None.
-        cos, sin, k_cache, v_cache, slots, norms, scales: see `kernels.attention.kv_append.kv_append`.
-
-    Returns:
-        Queries [N, Hq, D] in x's dtype.
+        weight: [(Hq + 2 Hkv) D, H] in x's dtype or e4m3, contiguous: rows of query, key, value heads.
+        bias: one value per weight row, or None.
+        cos, sin, k_cache, v_cache, slot_mapping, norms, scales: see `kernels.attention.kv_append.kv_append`.
     """
     D = k_cache.shape[3]
     if norms is not None or scales[1] is not None or not can_fuse(x, weight, D):
@@ -113,6 +109,7 @@ def _tile(N: int, pairs: int, K: int, sms: int, run: int) -> dict[str, int]:
 
 
 def can_fuse(x: torch.Tensor, weight: Matrix, D: int) -> bool:
+    """Returns whether the fused kernels support these tensors."""
     if not dispatch.on_gpu(x) or 0 in weight.shape or D % 2:
         return False
     if isinstance(weight, torch.Tensor) and not (weight.is_contiguous() and x.dtype == weight.dtype):
@@ -121,5 +118,5 @@ def can_fuse(x: torch.Tensor, weight: Matrix, D: int) -> bool:
 
 
 def on_hopper(x: torch.Tensor, weight: Matrix, D: int) -> bool:
-    """Returns whether Hopper's kernels support the tensors and each of their tiles lies in one half of a head."""
+    """Returns whether the Hopper kernels support these tensors, and each tile is within one half of a head."""
     return x.is_cuda and D % linear_fp8_sm90.rows_of(len(x)) == 0 and fits_sm90(x, weight, D // 2)

@@ -1,4 +1,4 @@
-"""The ops of `kernels.dense` in plain torch."""
+"""Plain torch reference of `kernels.dense`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ALPHA = 1.702  # of gpt-oss's gate
 
 
 def embedding(tokens: torch.Tensor, weight: torch.Tensor, first: int) -> torch.Tensor:
-    """Looks up rows of a slice of the vocabulary; shapes as in `kernels.dense.embedding.embedding`."""
+    """Plain torch `kernels.dense.embedding.embedding`."""
     if len(weight) == 0:
         return weight.new_zeros(len(tokens), weight.shape[1])
     row = tokens - first
@@ -22,7 +22,7 @@ def embedding(tokens: torch.Tensor, weight: torch.Tensor, first: int) -> torch.T
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Normalises (RMSNorm) the residual sum; shapes as in `kernels.dense.rms_norm.rms_norm`."""
+    """Plain torch `kernels.dense.rms_norm.rms_norm`."""
     total = x if residual is None else x + residual
     wide = total.float()
     return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype), total
@@ -31,37 +31,37 @@ def rms_norm(
 def angles(
     positions: torch.Tensor, inv_freq: torch.Tensor, factor: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes cos and sin; shapes as in `kernels.dense.rotary.angles`."""
+    """Plain torch `kernels.dense.rotary.angles`."""
     angle = positions.float()[:, None] * inv_freq
     return (angle.cos() * torch.where(inv_freq == 0, 1.0, factor)).to(dtype), (angle.sin() * factor).to(dtype)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates the halves of x [N, heads, D] against each other by angles [N, D / 2], in fp32, rounded once."""
+    """Applies RoPE to x [N, heads, D] (half-split) by cos, sin [N, D / 2], in fp32, rounded once."""
     a, b = x.float().chunk(2, dim=-1)
     c, s = cos.float()[:, None], sin.float()[:, None]
     return torch.cat((a * c - b * s, b * c + a * s), dim=-1).to(x.dtype)
 
 
 def linear(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None, gated: bool, dtype: torch.dtype) -> torch.Tensor:
-    """Computes x W^T + b, or its gate, in `dtype`; shapes as in `kernels.dense.linear.linear`."""
+    """Plain torch `kernels.dense.linear.linear`; returns `dtype`."""
     y = F.linear(x.to(dtype), as_tensor(weight, dtype).to(dtype), bias)
     return silu_mul(y) if gated else y
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """Computes silu(gate) * up; shapes as in `kernels.dense.silu_mul.silu_mul`."""
+    """Plain torch `kernels.dense.silu_mul.silu_mul`."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (F.silu(gate) * up).to(gate_up.dtype)
 
 
 def clamped_swiglu(gate_up: torch.Tensor, clamp_at: float) -> torch.Tensor:
-    """Applies gpt-oss's gate to [N, 2 F] (the gate's columns first) -> [N, F] in the same dtype."""
+    """Applies gpt-oss's gate to [N, 2 F] (gate columns first) -> [N, F] in the same dtype."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     gate, up = gate.clamp(max=clamp_at), up.clamp(-clamp_at, clamp_at)
     return (gate * torch.sigmoid(ALPHA * gate) * (up + 1)).to(gate_up.dtype)
 
 
 def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """Computes x * sigmoid(gate); shapes as in `kernels.dense.sigmoid_mul.sigmoid_mul`."""
+    """Plain torch `kernels.dense.sigmoid_mul.sigmoid_mul`."""
     return (x.float() * gate.float().sigmoid()).to(x.dtype)

@@ -1,4 +1,4 @@
-"""RMSNorm, fused with the residual addition before it."""
+"""RMSNorm, fused with the preceding residual add."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def _rms_norm_kernel(
     value = tl.load(x + n * x_n + h, mask=h < H, other=0.0).to(tl.float32)
     if ADDS:
         value += tl.load(residual + n * residual_n + h, mask=h < H, other=0.0).to(tl.float32)
-        # The sum is rounded to the model's dtype before it is normalised.
+        # Round the sum to the model's dtype before normalising.
         rounded_sum = value.to(total.dtype.element_ty)
         tl.store(total + n * H + h, rounded_sum, mask=h < H)
         value = rounded_sum.to(tl.float32)
     scaled = value * tl.rsqrt(tl.sum(value * value, 0) / H + eps)
     norm_weight = tl.load(weight + h, mask=h < H, other=0.0)
-    # Rounded before the weight is applied, as the models were trained.
+    # Round before applying the weight, as the models were trained.
     rounded = scaled.to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + n * H + h, rounded * norm_weight.to(tl.float32), mask=h < H)
 
@@ -38,12 +38,11 @@ def _rms_norm_kernel(
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes y = weight * s / rms(s), s = x + residual; statistics in fp32.
+    """Computes s = x + residual and y = weight * s / rms(s); statistics in fp32.
 
     Args:
         x: [N, H], last dim contiguous.
         weight: [H].
-        eps: added to the mean square.
         residual: [N, H], last dim contiguous; None adds nothing.
 
     Returns:

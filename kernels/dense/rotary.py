@@ -1,4 +1,4 @@
-"""Angles of rotary position embedding."""
+"""RoPE angles."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def _angles_kernel(positions, inv_freq, cos, sin, factor, HALF: tl.constexpr, BL
 def angles(
     positions: torch.Tensor, inv_freq: torch.Tensor, factor: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes cos and sin [N, D / 2] of positions [N] int64 times inv_freq [D / 2] fp32, times `factor`, in fp32.
+    """Computes cos and sin [N, D / 2] of positions [N] int64 times inv_freq [D / 2] fp32, scaled by `factor`, in fp32.
 
-    Where a frequency is 0, `factor` does not count: cos is 1, sin 0.
+    Where a frequency is 0, `factor` is ignored: cos is 1, sin 0.
     """
     if not dispatch.on_gpu(positions) or len(positions) == 0:
         return reference(positions, inv_freq, factor, dtype)

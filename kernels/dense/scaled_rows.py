@@ -1,8 +1,8 @@
-"""Rows of weights of a few bits (`kernels.scaled.ScaledMatrix`) in the products of Triton kernels.
+"""Rows of quantized weights (`kernels.scaled.ScaledMatrix`) in Triton matmuls.
 
-A scale multiplies the fp32 sum over its group's columns, so that nothing is rounded but the sum. Those of e2m1, powers
-of two, go into a bf16 weight before: that is exact, and spares a sum for every 32 columns. For many rows of x those of
-e4m3 do, too, and the weight is rounded: a second accumulator would halve the tile.
+A scale multiplies the fp32 sum over its group's columns, so that only the sum is rounded. e2m1 scales, powers of two,
+are instead applied to the bf16 weight: exact, and it saves a sum per 32 columns. For many rows of x, e4m3 scales are
+too, and the weight is rounded: a second accumulator would halve the tile.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from kernels.scaled import ScaledMatrix
 
 @triton.jit
 def numbers(w, dtype: tl.constexpr):
-    """Converts stored weights [R, C] to bf16 or fp32, exactly if they are of a few bits; bytes hold pairs -> [R, 2 C].
+    """Converts stored weights [R, C] to bf16 or fp32, exactly if quantized; packed bytes give [R, 2 C].
 
     The three bits of e2m1 become exponent and mantissa of a tiny number, which is multiplied by a power of two.
     """
     if w.dtype == tl.uint8:
         w = w.to(tl.uint32)
-        w = ((w * 0x40040) & 0x01C001C0) | ((w * 0x1001000) & 0x80008000)  # two of bf16, which are also fp32's halves
+        w = ((w * 0x40040) & 0x01C001C0) | ((w * 0x1001000) & 0x80008000)  # two bf16, also upper halves of fp32
         if dtype == tl.bfloat16:
             low = w.to(tl.uint16).to(tl.bfloat16, bitcast=True)
             high = (w >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
@@ -37,7 +37,7 @@ def numbers(w, dtype: tl.constexpr):
     elif w.dtype == dtype:
         return w
     else:
-        return w.to(tl.float32).to(dtype)  # not to bf16 at once: from fp16, that is a slow instruction
+        return w.to(tl.float32).to(dtype)  # via fp32: fp16 to bf16 is a slow instruction
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def load_scales(at, mask):
 
 @triton.jit
 def inside(offset, at, K: tl.constexpr, BEGIN: tl.constexpr):
-    """Tells which of the columns from `at` on, which may be negative if BEGIN is not zero, a matrix has."""
+    """Returns which columns from `at` on (negative only if BEGIN is not zero) are inside the matrix."""
     if BEGIN > 0:
         return (offset < K - at) & (offset >= -at)
     else:
@@ -62,9 +62,9 @@ def inside(offset, at, K: tl.constexpr, BEGIN: tl.constexpr):
 def add_product(
     acc, w, xs, scales_at, group, ROWS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ROUNDS: tl.constexpr
 ):
-    """Adds the product of stored weights [R, K] and xs [K, N] to fp32 sums; ROUNDS: of weights rounded to xs' dtype.
+    """Adds the product of stored weights [R, K] and xs [K, N] to fp32 sums; ROUNDS: weights rounded to xs' dtype.
 
-    The columns begin with a group, or are a part of one; `scales_at` [R] points to scales of the first group, the next
+    The columns begin with a group, or are part of one; `scales_at` [R] points to scales of the first group, the next
     group's are ROWS further. A single group of e4m3 is left to `finish`.
     """
     if GROUPS == 0:
@@ -78,7 +78,7 @@ def add_product(
         acc = tl.dot(w, xs, acc, input_precision="ieee")
     elif GROUPS == 1:
         acc = tl.dot(numbers(w, xs.dtype), xs, acc, input_precision="ieee")
-    elif ROUNDS:  # no sums of a group's columns beside those of all
+    elif ROUNDS:  # no separate sums per group
         w = w.to(tl.float32) * tl.load(scales_at + group * ROWS)[:, None]
         acc = tl.dot(w.to(xs.dtype), xs, acc, input_precision="ieee")
     else:
@@ -102,7 +102,7 @@ def product(
     GROUP: tl.constexpr, GROUPS: tl.constexpr, BEGIN: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies rows of a weight with rows of x, given pointers to both -> [BLOCK_R, BLOCK_N] in fp32."""
+    """Multiplies weight rows with rows of x, given pointers to both -> [BLOCK_R, BLOCK_N] fp32."""
     PACK: tl.constexpr = 2 if rows_at.dtype.element_ty == tl.uint8 else 1
     k = tl.arange(0, BLOCK_K)
     c = tl.arange(0, BLOCK_K // PACK)
@@ -117,14 +117,14 @@ def product(
 
 
 def stored(weight: torch.Tensor | ScaledMatrix) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, Any]]:
-    """Returns what kernels read of a weight: its numbers, their scales or None, and the shape of the groups."""
+    """Returns a weight's kernel arguments: its data, its scales or None, and the shape of the groups."""
     if isinstance(weight, torch.Tensor):
         return weight, None, dict(GROUP=1, GROUPS=0, BEGIN=0)
     return weight.data, weight.scales, dict(GROUP=weight.group, GROUPS=weight.scales.shape[-2], BEGIN=weight.begin)
 
 
 def run_of(weight: torch.Tensor | ScaledMatrix, run: int) -> int:
-    """Computes how many neighbouring weights of one group a thread loads at once: 16 bytes, `run` of bf16, or fewer."""
+    """Returns how many consecutive weights of one group a thread loads at once: 16 bytes, `run` of bf16, or fewer."""
     if isinstance(weight, torch.Tensor):
         return run
     return math.gcd(4 * run if weight.packed else 2 * run, weight.begin)

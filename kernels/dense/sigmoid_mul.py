@@ -23,21 +23,13 @@ def _sigmoid_mul_kernel(x, gate, out, x_n, gate_n, F, EACH: tl.constexpr, BLOCK:
 
 
 def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """Multiplies x with sigmoid(gate), in fp32, rounded once.
-
-    Args:
-        x: [N, F], last dim contiguous.
-        gate: [N, F], or [N, 1]: one for each row; last dim contiguous.
-
-    Returns:
-        [N, F] in x's dtype.
-    """
+    """Multiplies x [N, F] with sigmoid(gate), gate [N, F] or [N, 1], in fp32, rounded once; last dims contiguous."""
     if not dispatch.on_gpu(x):
         return reference(x, gate)
     N, F = x.shape
     assert x.stride(1) == gate.stride(1) == 1 and gate.shape[1] in (1, F)
     out = torch.empty(N, F, dtype=x.dtype, device=x.device)
-    if out.numel():  # a rank may hold no column
+    if out.numel():  # a rank may have no columns
         block = min(1024, triton.next_power_of_2(F))
         _sigmoid_mul_kernel[N, triton.cdiv(F, block)](
             x, gate, out, x.stride(0), gate.stride(0), F, EACH=gate.shape[1] == F, BLOCK=block, num_warps=4,

@@ -1,7 +1,7 @@
-"""Tree reduction among programs that split K, on Hopper.
+"""Tree reduction among split-K programs on Hopper.
 
-Of two programs that meet at a node of a tree, the second adds the sum that the first left in a workspace. One atomic
-exchange tells which of them is second. No program waits, and sums do not depend on the order of arrival.
+Of two programs that meet at a node, the second adds the sum that the first left in a workspace; an atomic exchange
+decides which is second. No program waits, and sums do not depend on the order of arrival.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-EMPTY = gl.constexpr(-1)  # an empty word of the workspace; as floats, NaNs that no sum yields
+EMPTY = gl.constexpr(-1)  # empty word of the workspace: as floats, NaNs that no sum yields
 
 
 @gluon.jit
@@ -28,7 +28,7 @@ def send_pairs(
     even, odd, live, piece, w, ll_buffers, peers, tag, rank, dtype: gl.constexpr,
     RANKS: gl.constexpr, PIECES: gl.constexpr, SIZE: gl.constexpr, TWO_SHOT: gl.constexpr,
 ):  # fmt: skip
-    """Sends two neighbouring sums as word `w` of `piece` to the boxes of `kernels.peers.all_reduce_norm`."""
+    """Sends two neighbouring sums as word `w` of `piece` to the LL buffers of `kernels.peers.all_reduce_norm`."""
     low = even.to(dtype).to(gl.int16, bitcast=True).to(gl.int64) & 0xFFFF
     high = odd.to(dtype).to(gl.int16, bitcast=True).to(gl.int64) & 0xFFFF
     word = (tag << 32) | (high << 16) | low
@@ -43,7 +43,6 @@ def send_pairs(
 
 @gluon.jit
 def _word(y, up, TWO: gl.constexpr):
-    """Packs one sum into an int32, or two into an int64, for the exchange."""
     word = y.to(gl.int32, bitcast=True)
     if TWO:
         word = (up.to(gl.int32, bitcast=True).to(gl.int64) << 32) | (word.to(gl.int64) & 0xFFFFFFFF)
@@ -57,7 +56,7 @@ def _float(word):
 
 @gluon.jit
 def reduce_node(at, y, up, live, TWO: gl.constexpr):
-    """Leaves sums at a node of the tree or adds those already there; returns them, live where they were added."""
+    """Leaves sums at a tree node, or adds those already there; returns them, live where they were added."""
     found = gl.atomic_xchg(at, _word(y, up, TWO), mask=live, sem="relaxed")
     live = live & (found != EMPTY)
     gl.store(at, gl.full_like(found, EMPTY), mask=live)
@@ -69,9 +68,7 @@ def reduce_node(at, y, up, live, TWO: gl.constexpr):
 
 @gluon.jit
 def split_k_reduce(y, up, live, words, tile, part, SPLIT: gl.constexpr, TWO: gl.constexpr):
-    """Adds up the sums [rows, n] that the SPLIT programs of a tile have, of at most 16; live as `reduce_node` leaves
-    it.
-    """
+    """Sums [rows, n] over the (at most 16) SPLIT programs of a tile; live as in `reduce_node`."""
     i = gl.arange(0, y.shape[0], layout=gl.SliceLayout(1, y.type.layout))
     n = gl.arange(0, y.shape[1], layout=gl.SliceLayout(0, y.type.layout))
     cell = words + i[:, None] + (n * y.shape[0])[None, :]

@@ -1,1 +1,1 @@
-"""Kernels of indexers, which choose the tokens that a query of latent attention reads (DeepSeek sparse attention)."""
+"""Indexer kernels: select the tokens that an MLA query reads (DeepSeek sparse attention)."""

@@ -1,4 +1,4 @@
-"""Fused step between an indexer's projections and its scores: normalise, rotate, append keys, rotate queries."""
+"""Fused step between an indexer's projections and its scores: key LayerNorm, RoPE, key append."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _index_append_kernel(
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     half: tl.constexpr = ROPE // 2
-    r = tl.arange(0, BLOCK)  # over one half of the rotated part
+    r = tl.arange(0, BLOCK)  # within one half of the rotated part
     rotated = r < half
     d = tl.arange(0, BLOCK_D)
     wait_for_predecessor(PDL)
@@ -89,19 +89,17 @@ def index_append(
 ) -> None:
     """Writes this rank's index keys, normalised and rotated, to their cache slots; rotates index queries in place.
 
-    The first P values of queries and keys are rotated, the others are not.
+    RoPE applies to the first P elements of queries and keys.
 
     Args:
         q: [N, H, D], index queries, overwritten; heads contiguous. H may be 0.
-        k: [N, D] fp32 or q's dtype, tokens' index keys before their norm; last dim contiguous.
-        cos: [N, P / 2], contiguous; cosines of the angles by which the halves of the rotated part are turned.
-        sin: like `cos`.
-        gain, bias: [D], contiguous; weight and bias of the keys' LayerNorm.
-        eps: added to that norm's variance.
+        k: [N, D] fp32 or q's dtype, index keys before the norm; last dim contiguous.
+        cos, sin: [N, P / 2], contiguous.
+        norm_weight, bias: [D], contiguous; the keys' LayerNorm.
         cache: [pages, page_size, D], contiguous within a page; pages may be strided. With scales: e4m3.
-        slots: [N] int64, contiguous: `page * page_size + offset`, distinct, or -1 for a token that another rank owns.
-        scales: of keys in e4m3, [pages, page_size] fp32, contiguous; see `kernels.scaled_keys`.
-        numbers: [P, N, 256] int32, contiguous, zeroed, for launches behind this one to add to.
+        slot_mapping: [N] int64, contiguous: `page * page_size + offset`, distinct, or -1 for a token of another rank.
+        scales: for e4m3 keys, [pages, page_size] fp32, contiguous; see `kernels.scaled_keys`.
+        digit_counts: [P, N, 256] int32, contiguous, zeroed here for later launches to add to.
 
     Source:
         DeepSeek-V3.2 (arXiv:2512.02556), section 2.1, with the RoPE and the norm of its inference code.

@@ -1,7 +1,6 @@
-"""Keys of tokens, by which they are chosen, and what counts of their digits tell; see `kernels.indexer.select_topk`.
+"""Sort keys of tokens for radix select, and digit counts; see `kernels.indexer.select_topk`.
 
-A token's key is a number of its score, then of its position, an earlier one above a later one: keys are distinct, so
-that ties are decided alike on every grid.
+A key is the score's bits, then the position, earlier above later: keys are distinct, so every grid breaks ties alike.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ def score_codes(x):
 
 @triton.jit
 def keys_of(x, j, cycle_index, CYCLE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BITS: tl.constexpr):
-    """Computes the keys of local tokens `j` with scores `x`, int64: 32 bits of the score, BITS of the position."""
+    """Computes the keys of local tokens `j` with scores `x`, int64: 32 bits of score, BITS of position."""
     code = score_codes(x)
     at = j // BLOCK_TOKENS * CYCLE + cycle_index * BLOCK_TOKENS + j % BLOCK_TOKENS  # in the sequence
     return (code << BITS) + ((1 << BITS) - 1 - at.to(tl.int64))
@@ -32,13 +31,13 @@ def keys_of(x, j, cycle_index, CYCLE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, 
 
 @triton.jit
 def at_least(keys, bound):
-    """Tells which keys are at least `bound`: of 64 bits the first is no sign."""
+    """Unsigned comparison: keys >= `bound`."""
     return keys.to(tl.uint64, bitcast=True) >= bound.to(tl.uint64, bitcast=True)
 
 
 @triton.jit
 def begin_alike(keys, bound, BIT: tl.constexpr):
-    """Tells which keys have the bits of `bound` from bit BIT on; all, if there are none."""
+    """Returns which keys share the bits of `bound` from bit BIT up; all, if there are none."""
     if BIT < 64:
         return keys >> BIT == bound >> BIT
     else:
@@ -47,14 +46,14 @@ def begin_alike(keys, bound, BIT: tl.constexpr):
 
 @triton.jit
 def digit_of(counts, left, VALUES: tl.constexpr):
-    """Finds the digit of the `left`-th largest key, of which `counts` have each value.
+    """Finds the digit of the `left`-th largest key, given `counts` of keys per value.
 
-    Returns it, how many keys with it are chosen, and whether these are all with it.
+    Returns it, how many keys with it are selected, and whether these are all keys with it.
     """
     value = tl.arange(0, VALUES)
     reach = tl.cumsum(counts, 0, reverse=True)
     above = reach - counts
-    # All there is to know of the digit, in one number: one reduction.
+    # Pack all results into one integer: a single reduction.
     packed = tl.where((above < left) & (reach >= left), above * (2 * VALUES) + value * 2 + (reach == left), 0)
     packed = tl.max(packed, 0)
     return (packed // 2 % VALUES).to(tl.int64), left - packed // (2 * VALUES), packed % 2 == 1
@@ -64,9 +63,9 @@ def digit_of(counts, left, VALUES: tl.constexpr):
 def find_bound(
     positions, gathered, min_keys, lefts, n, N, topk, STAGE: tl.constexpr, PASSES: tl.constexpr, RANKS: tl.constexpr
 ):
-    """Finds the least key of those chosen so far, and how many more are to come of the keys with its digits; 0: none.
+    """Finds the lowest key selected so far, and how many keys with its digits are still to be selected; 0: none.
 
-    `STAGE` digits are counted, in each of them all keys with the digits before.
+    `STAGE` digits are counted, each among the keys with the preceding digits.
     """
     if STAGE <= 1:
         bound = n * 0

@@ -1,4 +1,4 @@
-"""The ops of `kernels.indexer` in plain torch."""
+"""Plain torch reference of `kernels.indexer`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ MIN_KEY = -(1 << 63)  # below every key
 
 @dataclass(frozen=True)
 class Shard:
-    """Tokens of a sequence that a rank owns, and the ranks with the others.
+    """Tokens of a sequence on this rank, and the ranks that have the others.
 
     Attributes:
         kvp, kvp_rank, append_block: the round-robin blocks, see `helix.layout`.
-        page_size: tokens of a page of the block tables.
-        gather: gathers a tensor of each rank -> [kvp, ...]; a collective. None if `kvp` is 1.
+        page_size: tokens per page of the block tables.
+        gather: all-gathers a tensor -> [kvp, ...]; None if `kvp` is 1.
     """
 
     kvp: int
@@ -32,7 +32,7 @@ class Shard:
 
 
 def ordered(scores: torch.Tensor) -> torch.Tensor:
-    """Maps fp32 to int64 numbers from 0 to 2^32 - 1 of the same order; -0 equals 0, and NaN is the highest."""
+    """Maps fp32 to int64 in [0, 2^32) of the same order; -0 equals 0, and NaN is the highest."""
     bits = torch.where(scores == 0, 0.0, scores).view(torch.int32).long()
     codes = torch.where(bits < 0, ~bits, bits + (1 << 31)) & 0xFFFFFFFF
     return torch.where(scores.isnan(), 0xFFFFFFFF, codes)
@@ -49,7 +49,7 @@ def index_topk(
     max_length: int,
     shard: Shard,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Chooses tokens; shapes as in `kernels.indexer.select_topk.index_topk`."""
+    """Plain torch `kernels.indexer.select_topk.index_topk`."""
     N, S = scores.shape
     block, cycle = shard.append_block, shard.append_block * shard.kvp
     local = torch.arange(S, device=scores.device)
@@ -84,7 +84,7 @@ def index_append(
     scales: torch.Tensor | None = None,
     digit_counts: torch.Tensor | None = None,
 ) -> None:
-    """Normalises, rotates and appends keys, rotates queries; shapes as in `kernels.indexer.append.index_append`."""
+    """Plain torch `kernels.indexer.append.index_append`."""
     if digit_counts is not None:
         digit_counts.zero_()
     rope = 2 * cos.shape[1]
@@ -111,7 +111,7 @@ def index_scores(
     scales: torch.Tensor | None = None,
     digit_counts: torch.Tensor | None = None,
 ) -> None:
-    """Writes scores of keys; shapes as in `kernels.indexer.scores.index_scores`. Sums are the same on every grid."""
+    """Plain torch `kernels.indexer.scores.index_scores`; sums are the same on every grid."""
     page_size = cache.shape[1]
     begins = torch.arange(0, len(q) + 1, max_q).tolist() if cu_q is None else cu_q.tolist()
     for pages, begin, end in zip(tables, begins, begins[1:], strict=False):

@@ -1,8 +1,7 @@
-"""An indexer's scores: for each query, one of each key of its sequence on this rank.
+"""Indexer scores: for each query, one per key of its sequence on this rank.
 
-A program holds the queries of all index heads of several tokens of a sequence, and reads a run of index keys: tokens
-that are verified together read each key once. Products, on tensor cores, have keys as rows, so that a thread has most
-of the columns that are summed over heads.
+A program holds the queries of all index heads of several tokens of a sequence, and reads a run of index keys, so tokens
+that are verified together read each key once. MMA rows are keys, so that the sum over heads is mostly within a thread.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from kernels.overlap import pdl_options, sm_count, start_successor, wait_for_pre
 def score_tile(
     rows: int, heads: int, dtype: torch.dtype, scaled: bool = False, verified: bool = False
 ) -> dict[str, int]:
-    """Returns launch options for up to `rows` tokens of a sequence, of so many index heads.
+    """Returns launch options for up to `rows` tokens of a sequence with this many index heads.
 
     Args:
-        scaled: whether keys are in e4m3.
-        verified: whether each sequence has `rows` tokens, of one of few numbers: a program of 5 multiplies 4 and 1.
+        scaled: keys are e4m3.
+        verified: each sequence has `rows` tokens, one of few values, so 5 tokens may run as 4 and 1.
     """
     block_h = triton.next_power_of_2(heads)
     columns, block_n, warps, stages = (64, 32, 4, 1) if dtype == torch.float32 else (256, 128, 8, 3)
-    max_length, least = max(1, columns // block_h), max(1, 16 // block_h)  # of a product
+    max_length, least = max(1, columns // block_h), max(1, 16 // block_h)  # per MMA
     each = max(least, min(triton.next_power_of_2(rows), max_length))
     first = each if rows > each else each // 2
     more = max(least, triton.next_power_of_2(max(rows - first, 1)))
@@ -40,10 +39,10 @@ def score_tile(
     if each * block_h <= 64:
         warps = 4
     elif rows > 16 and each * block_h == 256 and not scaled:
-        block_n, warps, stages = 64, 4, 2  # two programs on an SM: one multiplies while the other sums over heads
+        block_n, warps, stages = 64, 4, 2  # two programs per SM: one multiplies while the other sums over heads
     elif scaled and each * block_h > 128:
-        # Wider tiles would spill, as keys are unpacked in registers. Here warps take half of the columns each: a few
-        # columns more would be a part of a token's heads, and its sum another one than alone.
+        # Wider tiles would spill, as keys are dequantized in registers. Here each warp takes half the columns: a few
+        # more columns would be part of a token's heads, and its sum would differ from running it alone.
         block_n, stages, more = 64, 4, 0
     return dict(ROWS=each, MORE=more, BLOCK_H=block_h, BLOCK_N=block_n, num_warps=warps, num_stages=stages)
 
@@ -70,12 +69,12 @@ def _store_scores(
     scored, scored_n, keys, scales, queries, factors, begin, lengths, key, at_scale, longest,
     ROWS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Stores the scores of a tile of keys for ROWS tokens from `begin` on, and returns them [BLOCK_N, ROWS]."""
+    """Stores and returns the scores [BLOCK_N, ROWS] of a tile of keys for tokens from `begin` on."""
     products = tl.dot(keys, tl.trans(queries), input_precision="ieee")  # [BLOCK_N, ROWS * BLOCK_H]
     found = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL) * factors[None, :]
     found = tl.sum(tl.reshape(found, [BLOCK_N, ROWS, BLOCK_H]), 2)
     if scales is not None:
-        # A power of two: it may be multiplied last.
+        # a power of two: may be multiplied last
         found *= tl.load(scales + at_scale, mask=key < longest, other=0.0)[:, None]
     to = scored + (begin + tl.arange(0, ROWS))[None, :] * scored_n + key[:, None]
     tl.store(to, found, mask=key[:, None] < lengths[None, :])
@@ -118,10 +117,10 @@ def _index_scores_kernel(
         d = tl.arange(0, BLOCK_D)
         pages = tables + b * tables_b
         lane = tl.arange(0, BLOCK_N)
-        # A page that holds whole tiles is looked up once per tile, any other page once per key.
+        # One page lookup per tile if pages hold whole tiles, else one per key.
         step = 0 if PAGE % BLOCK_N == 0 else lane
         ahead = tl.program_id(2) * BLOCK_N + step
-        # Loaded one iteration ahead: an index loaded where it is used would prevent pipelining of the tiles.
+        # Load one iteration ahead: an index loaded where it is used would prevent pipelining.
         next_page = tl.load(pages + ahead // PAGE, mask=ahead < longest, other=0)
         if digit_counts is not None:
             counts = tl.zeros([256], tl.int32)
@@ -132,7 +131,7 @@ def _index_scores_kernel(
             next_page = tl.load(pages + ahead // PAGE, mask=ahead < longest, other=0)
             key = tile * BLOCK_N + lane
             at = page * page_stride + (key % PAGE) * D
-            # Of keys beyond the longest row anything may be read: their scored are not stored.
+            # Keys past the longest row may be anything: their scores are not stored.
             keys = tl.load(
                 cache + at[:, None] + d[None, :], mask=(key < longest)[:, None] & (d < D)[None, :], other=0.0
             )
@@ -142,9 +141,9 @@ def _index_scores_kernel(
                 scored, scored_n, keys, scales, queries, factors, begin, lengths, key, at_scale, longest,
                 ROWS, BLOCK_H, BLOCK_N,
             )  # fmt: skip
-            if digit_counts is not None:  # of the one row that has a length
-                # What is no score counts as 0, and is subtracted. A mask would not do: of a histogram Triton 3.6 orders
-                # what is reshaped as it likes, and its mask in another way.
+            if digit_counts is not None:  # of the only row with a length
+                # Count invalid scores as 0 and subtract them. A mask would not do: Triton 3.6's histogram orders
+                # reshaped values and their mask differently.
                 digits = tl.where(key[:, None] < lengths[None, :], score_codes(found) >> 24, 0)
                 counts += tl.histogram(tl.ravel(digits.to(tl.int32)), 256)
                 beside += BLOCK_N * ROWS - tl.minimum(longest - tile * BLOCK_N, BLOCK_N)
@@ -157,7 +156,7 @@ def _index_scores_kernel(
             counts -= tl.where(tl.arange(0, 256) == 0, beside, 0)
             to = digit_counts + begin * 256 + tl.arange(0, 256)
             tl.atomic_add(to, counts, mask=counts > 0, sem="relaxed")
-    # Not earlier: the successor's programs would take the room of this launch's that have not started yet.
+    # Not earlier: the successor's programs would take the SMs of this launch's programs that have not started yet.
     start_successor(PDL)
 
 
@@ -175,20 +174,20 @@ def index_scores(
 ) -> None:
     """Computes scores of this rank's keys for each query: the weighted sum over heads of relu(q.k), in fp32.
 
-    A score depends on its query and key alone, not on where the key lies.
+    A score depends only on its query and key, not on where the key is.
 
     Args:
         q: [N, H, D] bf16, fp16 or fp32, heads contiguous.
-        weights: [N, H] fp32, last dim contiguous; of any sign.
+        weights: [N, H] fp32, last dim contiguous; any sign.
         cache: [pages, page_size, D] in q's dtype, contiguous within a page. With scales: e4m3.
         tables: [n, P] int32, rows contiguous: pages of each sequence.
         hi: [N] int32, contiguous: keys of each query, in local order; 0: none.
-        cu_q: [n + 1] int32, where each sequence's queries begin, and the end of the last; None: N / n of each.
-        max_q: most queries of a sequence.
-        scores: [N, S] fp32, last dim contiguous, written: the first `hi` of a row; the others stay.
-        scales: of keys in e4m3, [pages, page_size] fp32, contiguous; see `kernels.scaled_keys`.
-        numbers: where no sequence has several queries, see `kernels.indexer.select_topk`: the first plane counts each
-            score by its first digit.
+        cu_q: [n + 1] int32, cumulative numbers of queries per sequence; None: N / n each.
+        max_q: max queries per sequence.
+        scores: [N, S] fp32, last dim contiguous; the first `hi` of each row are written.
+        scales: for e4m3 keys, [pages, page_size] fp32, contiguous; see `kernels.scaled_keys`.
+        digit_counts: only with one query per sequence, see `kernels.indexer.select_topk`: adds the counts of the
+            scores' first digits to the first plane.
 
     Source:
         DeepSeek-V3.2 (arXiv:2512.02556), section 2.1, equation 1.

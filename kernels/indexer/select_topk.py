@@ -1,17 +1,15 @@
-"""Exact choice of the best-scored tokens of a sequence, over all ranks that hold parts of it.
+"""Exact top-k token selection per query, over all ranks that hold parts of the sequence: a distributed radix select.
 
-A token's key (`kernels.indexer.keys`) is a number of its score, then of its position. Each launch counts one digit of
-eight bits, of the keys whose digits before are those of the k-th largest; `index_scores` may have counted the first.
-Ranks gather these counts, and the next launch finds the digit in their sum. Once all keys with the digits found are
-chosen, further launches count nothing.
+Keys are defined in `kernels.indexer.keys`. Each launch counts one 8-bit digit of the keys that share the preceding
+digits with the k-th largest; `index_scores` may have counted the first. Ranks all-gather the counts, and the next
+launch finds the digit in their sum. Once the digits found decide all keys, further launches count nothing.
 
-Two digits leave few keys between chosen ones and others, some hundred of a million. The next launch lists them, ranks
-gather the lists, and each program of the last launch finds what tells chosen keys from the others. It writes the chosen
-tokens in local order; the launch that lists has counted those of each part of a row.
+Two digits leave few undecided keys, some hundred of a million. The next launch lists them, ranks all-gather the lists,
+and each program of the last launch finds the bound among them and writes the selected tokens in local order; the launch
+that lists has counted those of each part of a row.
 
-Many rows would send too much, and have a program each: `kernels.indexer.select_topk_many_rows` chooses for them.
-
-With the keys of a rank alone, all of this is the same without the gathers.
+Many rows would send too much; `kernels.indexer.select_topk_many_rows` selects for them, with one program per row. On a
+single rank, all of this is the same without the gathers.
 """
 
 from __future__ import annotations
@@ -27,17 +25,17 @@ from kernels.indexer.reference import index_topk as reference
 from kernels.indexer.select_topk_many_rows import index_topk_many_rows
 from kernels.overlap import pdl_options, sm_count, start_successor, wait_for_predecessor
 
-TILE = 1024  # scores of a program per iteration
+TILE = 1024  # scores per program and iteration
 PROGRAMS = 4  # per SM
-COUNTED = tl.constexpr(2)  # digits before keys between are listed
+COUNTED = tl.constexpr(2)  # digits counted before undecided keys are listed
 FEW_ROWS = 32  # with several programs each
-PLANES = COUNTED.value + 1  # of numbers of a row that launches add to: counts of its digits, and a ticket
+PLANES = COUNTED.value + 1  # of counters per row that launches add to: counts of its digits, and a ticket
 LISTED = 1024  # listed keys of all ranks that a program keeps in registers
 
 
 @triton.jit
 def _part(hi, first_ranks, n, part, parts, kvp_rank, RANKS: tl.constexpr, TILE: tl.constexpr):
-    """Returns a row's tokens on this rank, begin and end of a part of them, and the rank's turn in a cycle."""
+    """Returns a row's tokens on this rank, the range of a part of them, and the rank's cycle index."""
     length = tl.load(hi + n)
     run = tl.cdiv(tl.cdiv(length, TILE), parts) * TILE
     begin = part * run
@@ -47,12 +45,12 @@ def _part(hi, first_ranks, n, part, parts, kvp_rank, RANKS: tl.constexpr, TILE: 
 
 @triton.jit
 def _tile(scored, begin, end, TILE: tl.constexpr):
-    """Loads the scores of a tile, before waiting where an older launch than the predecessor has written them."""
+    """Loads the scores of a tile; before the wait, if a launch older than the predecessor wrote them."""
     j = begin + tl.arange(0, TILE)
     return tl.load(scored + j, mask=j < end, other=0.0)
 
 
-@triton.jit(do_not_specialize=["N", "parts", "listed_n", "kvp_rank"])  # they change from chunk to chunk
+@triton.jit(do_not_specialize=["N", "parts", "listed_n", "kvp_rank"])  # change from chunk to chunk
 def _count_digits_kernel(
     scored, positions, first_ranks, hi, gathered, counts, min_keys, lefts, listed,
     scored_n, N, topk, parts, listed_n, kvp_rank,
@@ -71,7 +69,7 @@ def _count_digits_kernel(
     if STAGE > 0 and part == 0:
         tl.store(min_keys + STAGE * N + n, bound)
         tl.store(lefts + STAGE * N + n, left.to(tl.int32))
-        tl.store(listed + n * listed_n, tl.zeros([], tl.int64))  # none yet
+        tl.store(listed + n * listed_n, tl.zeros([], tl.int64))
     if (left > 0) & (begin < end):
         shift: tl.constexpr = 8 * (PASSES - 1 - STAGE)
         found = tl.zeros([256], tl.int32)
@@ -96,7 +94,7 @@ def _list_topk(
 ):  # fmt: skip
     """Lists the `cap` largest of more keys with the digits of `bound`; one program reads the whole row several times.
 
-    Only equal scores are so many.
+    Only equal scores are that many.
     """
     low = bound
     want = cap
@@ -122,7 +120,7 @@ def _list_topk(
         x = tl.load(scored + j, mask=inside, other=0.0)
         keys = keys_of(x, j, cycle_index, CYCLE, BLOCK_TOKENS, BITS)
         counts_out = (inside & at_least(keys, low) & (keys >> SHIFT == bound >> SHIFT)).to(tl.int32)
-        tl.store(listed + done + tl.cumsum(counts_out, 0), keys, mask=counts_out > 0)  # behind their number
+        tl.store(listed + done + tl.cumsum(counts_out, 0), keys, mask=counts_out > 0)  # after their number
         done += tl.sum(counts_out, 0)
     tl.store(listed, done.to(tl.int64))
 
@@ -146,7 +144,7 @@ def _list_between_kernel(
         tl.store(lefts + COUNTED * N + n, left.to(tl.int32))
     shift: tl.constexpr = 8 * (PASSES - COUNTED)
     listed += n * (1 + cap)
-    # Keys from `selected_from` on are chosen; those between are listed.
+    # Keys from `selected_from` on are selected; those in between are listed.
     selected_from = bound + (tl.where(left > 0, 1, 0).to(tl.int64) << shift)
     count = part * 0
     for at in range(begin, end, TILE):
@@ -165,7 +163,7 @@ def _list_between_kernel(
             tl.store(listed + to, keys, mask=(between > 0) & (to <= cap))
     tl.store(part_counts + n * parts + part, count)
     tl.debug_barrier()  # after the stores of all threads
-    if tl.atomic_add(tickets + n * 256, 1) == parts - 1:  # the last one of the row
+    if tl.atomic_add(tickets + n * 256, 1) == parts - 1:  # the row's last program
         if tl.load(listed, volatile=True) > cap:
             _list_topk(
                 scored, listed, length, bound, cycle_index, cap,
@@ -176,7 +174,7 @@ def _list_between_kernel(
 
 @triton.jit
 def _listed_keys(rank_lists, list_lengths, begin, EACH: tl.constexpr):
-    """Loads EACH listed keys of each rank from `begin` on, in any order; -1 behind the last."""
+    """Loads EACH listed keys of each rank from `begin` on, in any order; -1 past the last."""
     i = begin + tl.arange(0, EACH)
     keys = tl.load(rank_lists[:, None] + 1 + i[None, :], mask=i[None, :] < list_lengths[:, None], other=-1)
     return tl.ravel(keys, can_reorder=True)
@@ -184,7 +182,7 @@ def _listed_keys(rank_lists, list_lengths, begin, EACH: tl.constexpr):
 
 @triton.jit
 def _count_hex_digit(keys, bound, shift):
-    """Counts the values of the four bits from `shift` on, of keys whose bits above are those of `bound`."""
+    """Counts the values of the four bits from `shift` on, over keys that match `bound` above them."""
     counted = keys >> (shift + 4) == bound >> (shift + 4)
     return tl.histogram(((keys >> shift) & 15).to(tl.int32), 16, mask=counted)
 
@@ -193,8 +191,8 @@ def _count_hex_digit(keys, bound, shift):
 def _search(rank_lists, list_lengths, cap, bound, left, SHIFT: tl.constexpr, EACH: tl.constexpr):
     """Finds the last SHIFT bits of a bound that `left` listed keys of all ranks reach.
 
-    Four bits at a time, until the keys that reach it are told from the others, mostly after two or three steps. A full
-    list may lack keys of the same digits: there the bound is the least key to the last bit.
+    Four bits at a time until the bound is decided, mostly two or three steps. A full list may lack keys of the same
+    digits: there the bound is the lowest key, to the last bit.
     """
     max_length = tl.max(list_lengths, 0)
     first = _listed_keys(rank_lists, list_lengths, 0, EACH)
@@ -250,7 +248,7 @@ def _write_topk_kernel(
             total += tl.sum(counts_out.to(tl.int32), 0)
             write_at += tl.sum((counts_out & (local < begin)).to(tl.int32), 0)
     if part == 0:
-        # Never more, unless ranks are emulated, whose counts are not those of their tokens.
+        # Never more, except with emulated ranks, whose counts are not those of their tokens.
         tl.store(selected_counts + n, tl.minimum(total, width))
     pages = block_tables + row * tables_b
     for at in range(begin, end, TILE):
@@ -279,26 +277,26 @@ def index_topk(
     shard: Shard,
     digit_counts: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Chooses the `topk` best-scored tokens of a sequence for each query, or all of fewer; ties to the lower position.
+    """Selects the `topk` best-scored tokens of a sequence for each query, or all of fewer; ties to the lower position.
 
     NaN is the highest score, so that it surfaces.
 
     Args:
-        scores: [N, S] fp32, last dim contiguous: of this rank's tokens in local order, the first `hi` of a row.
-        positions, starts: [N] int64, contiguous: positions of the queries, which read all tokens up to their own, and
-            the kvp ranks of their sequences' first blocks.
+        scores: [N, S] fp32, last dim contiguous: this rank's tokens in local order, the first `hi` of a row.
+        positions: [N] int64, contiguous: of the queries, which read all tokens up to their own.
+        starts: [N] int64, contiguous: kvp ranks of the sequences' first blocks.
         hi: [N] int32, contiguous: tokens of a row on this rank.
         tables: [n, P] int32, rows contiguous: pages of each sequence.
-        rows: [N] int64, contiguous: the row of each query's sequence in `tables`; None: N / n queries of each.
-        topk: tokens of a query, over all ranks.
-        most: an upper bound of positions.
+        rows: [N] int64, contiguous: each query's row in `tables`; None: N / n queries each.
+        topk: tokens per query, over all ranks.
+        max_length: upper bound of positions.
         shard: this rank's part of the tokens; with other ranks, this is a collective.
-        numbers: [PLANES, N, 256] int32, rows contiguous, overwritten: zeros, but for the first digit's counts, which
-            `index_scores` added to the first plane. None: nothing is counted. Not read for more rows than FEW_ROWS.
+        digit_counts: [PLANES, N, 256] int32, rows contiguous, overwritten: zeros, but for the first digit's counts,
+            which `index_scores` added to the first plane; None if it did not. Ignored for more than FEW_ROWS rows.
 
     Returns:
-        Cache slots [N, min(topk, S)] int32 of the tokens chosen here, in local order, and how many they are [N] int32;
-        the entries behind them may be anything.
+        Cache slots [N, min(topk, S)] int32 of the tokens selected on this rank, in local order, and their number [N]
+        int32; entries past it are undefined.
 
     Source:
         DeepSeek-V3.2 (arXiv:2512.02556), section 2.1; radix select.

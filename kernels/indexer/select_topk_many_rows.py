@@ -1,16 +1,15 @@
-"""Exact choice of the best-scored tokens for many rows at once, over all ranks: what prompts make.
+"""Exact top-k token selection for many rows at once (prefill), over all ranks.
 
-To count a digit of a key takes longer than to read its score. So only keys that may be chosen are counted: a rank
-lists its own best, `topk` of them at least and half as many again at most. A key below `topk` others of its rank is not
-chosen, whatever other ranks have.
+Counting a digit takes longer than reading a score, so only candidates are counted: a rank lists its best, at least
+`topk` and at most 1.5 times as many. A key below `topk` others of its rank cannot be selected.
 
-The launch that lists has a program for each row, and reads it twice. First it finds a bound: each of GROUPS groups of
-scores, one beside the other, has its best in a register. What the topk-th best of these reaches, `topk` scores reach,
-and hardly more, as two of the best are seldom in one group. Then it lists all that reach the bound, in local order. If
-these are too many (ties, or most of the best in few groups), a bound is found by reading the row some more times.
+The listing launch has one program per row, and reads the row twice. First it finds a bound: each of GROUPS interleaved
+groups of scores keeps its best in a register. At least `topk` scores reach the topk-th best of these, and few more, as
+two of the best are seldom in one group. Then it lists all that reach the bound, in local order. If these are too many
+(ties, or most of the best in few groups), it reads the row a few more times to find a bound.
 
-The other launches read these lists: each counts one digit of keys, which ranks gather, until all digits of the bound
-over all ranks are found, and the last one writes the slots.
+The other launches read the lists: each counts one digit, which ranks all-gather, until all digits of the global bound
+are found, and the last one writes the slots.
 """
 
 from __future__ import annotations
@@ -23,25 +22,25 @@ from kernels.indexer.keys import DIGITS, SCORE_PASSES, at_least, begin_alike, fi
 from kernels.indexer.reference import Shard
 from kernels.overlap import pdl_options, start_successor, store_in_place, wait_for_predecessor
 
-GROUPS = 8192  # of a row's scores, of each of which the best is kept
-TILE = 4096  # scores of an iteration that lists
-WARPS = 8  # of a program that lists
-LISTED = 1024  # listed keys of an iteration that counts or writes
-MIN_CODE = tl.constexpr(-2139095041)  # the code of -inf
+GROUPS = 8192  # of a row's scores; the best of each is kept
+TILE = 4096  # scores per listing iteration
+WARPS = 8  # of a listing program
+LISTED = 1024  # listed keys per iteration that counts or writes
+MIN_CODE = tl.constexpr(-2139095041)  # code of -inf
 
 
 @triton.jit
 def _codes(x):
-    """Maps scores to int32 of the same order; adding 0 makes -0 and 0 one, and on a GPU all NaN the highest."""
+    """Maps scores to int32 of the same order; adding 0 turns -0 into 0, and on a GPU makes all NaN the highest."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 2147483647)
 
 
 @triton.jit
 def _tile(scored, at, length, TILE: tl.constexpr, RUN: tl.constexpr):
-    """Loads the scores of a tile, and which of the row's tokens they are; the least score behind the last.
+    """Loads the scores of a tile, padded with the lowest score, and their token indices in the row.
 
-    Whole runs of RUN scores are loaded, with one instruction each.
+    Loads whole runs of RUN scores, with one instruction each.
     """
     j = at + tl.arange(0, TILE)
     if at + TILE <= length:
@@ -60,7 +59,7 @@ def _all_of(code, length):
 
 @triton.jit
 def _reach(x, j, bound):
-    """Tells which scores reach a bound: 31 bits of it are of the token, an earlier one above a later one."""
+    """Returns which scores reach a bound, whose low 31 bits are of the token, earlier above later."""
     code = _codes(x)
     min_code = (bound >> 31).to(tl.int32)
     last_token = 2147483647 - (bound & 2147483647).to(tl.int32)
@@ -69,7 +68,7 @@ def _reach(x, j, bound):
 
 @triton.jit
 def _bound_of_groups(scored, length, topk, GROUPS: tl.constexpr, RUN: tl.constexpr):
-    """Finds a bound that `topk` scores of a row reach at least, and one that none does."""
+    """Finds a bound that at least `topk` scores of a row reach, and one that none does."""
     group = tl.arange(0, GROUPS)
     best = tl.full([GROUPS], -float("inf"), tl.float32)
     for at in range(0, length, GROUPS):
@@ -92,7 +91,7 @@ def _bound_of_groups(scored, length, topk, GROUPS: tl.constexpr, RUN: tl.constex
 
 @triton.jit
 def _bound_of_all(scored, length, topk, cap, low, high, number, TILE: tl.constexpr, RUN: tl.constexpr):
-    """Finds a bound that `topk` to `cap` scores of a row reach, by reading all of it for each bit that this takes.
+    """Finds a bound that `topk` to `cap` scores of a row reach, by a pass over the row per bit needed.
 
     `low` and `high` are bounds that more and fewer reach.
     """
@@ -116,7 +115,7 @@ def _list_local_topk_kernel(
 ):  # fmt: skip
     """Lists at least `topk` of a row's best scores, and at most `cap`, with their tokens, in local order.
 
-    A list begins with their number, and ends with a place for all that are too many.
+    A list begins with its length, and ends with an entry that absorbs any excess.
     """
     n = tl.program_id(0).to(tl.int64)
     scored += n * scored_n
@@ -133,7 +132,7 @@ def _list_local_topk_kernel(
         for at in range(0, length, TILE):
             x, j = _tile(scored, at, length, TILE, RUN)
             selected_counts = _reach(x, j, bound).to(tl.int32)
-            to = tl.minimum(number + tl.cumsum(selected_counts, 0), 1 + cap)  # behind their number
+            to = tl.minimum(number + tl.cumsum(selected_counts, 0), 1 + cap)  # after their number
             entry = (x.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | j.to(tl.uint32, bitcast=True)
             store_in_place(listed + to, entry.to(tl.int64, bitcast=True), selected_counts, PDL)
             number += tl.sum(selected_counts, 0)
@@ -145,7 +144,6 @@ def _list_local_topk_kernel(
 
 @triton.jit
 def _cycle_index(first_ranks, n, kvp_rank, RANKS: tl.constexpr):
-    """Returns a rank's turn in a cycle of the blocks of row `n`."""
     return (kvp_rank - tl.load(first_ranks + n) + RANKS).to(tl.int32) % RANKS
 
 
@@ -154,7 +152,7 @@ def _listed_keys(
     listed, at, number, cycle_index,
     CYCLE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Loads a tile of a row's list: keys, local tokens, and which of them are there."""
+    """Loads a tile of a row's list: keys, local tokens, and a validity mask."""
     i = at + tl.arange(0, TILE)
     inside = i < number
     entry = tl.load(listed + 1 + i, mask=inside, other=0)
@@ -169,7 +167,7 @@ def _count_listed_kernel(
     STAGE: tl.constexpr, PASSES: tl.constexpr, BITS: tl.constexpr, RANKS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Counts the digit behind `STAGE` others, of a row's listed keys with these."""
+    """Counts digit `STAGE` of a row's listed keys that match the preceding digits."""
     n = tl.program_id(0).to(tl.int64)
     listed += n * (2 + cap)
     wait_for_predecessor(PDL)
@@ -200,7 +198,6 @@ def _write_listed_kernel(
     PASSES: tl.constexpr, BITS: tl.constexpr, RANKS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, PAGE: tl.constexpr,
     TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Writes the slots of a row's listed keys that are chosen."""
     n = tl.program_id(0).to(tl.int64)
     row = n // EACH
     if query_rows is not None:
@@ -219,16 +216,15 @@ def _write_listed_kernel(
         to = done + tl.cumsum(selected.to(tl.int32), 0) - 1
         tl.store(selected_slots + n * width + to, page * PAGE + j % PAGE, mask=selected & (to < width))
         done += tl.sum(selected.to(tl.int32), 0)
-    # Never more, unless ranks are emulated, whose counts are not those of their tokens.
+    # Never more, except with emulated ranks, whose counts are not those of their tokens.
     tl.store(selected_counts + n, tl.minimum(done, width))
     start_successor(PDL)
 
 
 def list_local_topk(scores: torch.Tensor, hi: torch.Tensor, topk: int) -> torch.Tensor:
-    """Lists what a rank could have to give: see `_list_local_topk_kernel`.
+    """Lists a rank's candidates, [N, 2 + cap] int64 (score in the upper half, local token in the lower half).
 
-    Returns:
-        [N, 2 + cap] int64; of an entry, the upper half is a score, and the lower half a local token.
+    See `_list_local_topk_kernel`.
     """
     N, S = scores.shape
     width = min(topk, S)
@@ -254,9 +250,7 @@ def index_topk_many_rows(
     slots: torch.Tensor,
     selected_counts: torch.Tensor,
 ) -> None:
-    """Chooses tokens for `kernels.indexer.select_topk.index_topk`, by keys of `passes` digits, to `slots` and
-    `selected_counts`.
-    """
+    """Implements `index_topk` with keys of `passes` digits; writes `slots` and `selected_counts`."""
     N, device = len(scores), scores.device
     listed = list_local_topk(scores, hi, topk)
     cap = listed.shape[1] - 2
@@ -265,14 +259,14 @@ def index_topk_many_rows(
     options = dict(PASSES=passes, BITS=8 * (passes - SCORE_PASSES), RANKS=shard.kvp, BLOCK_TOKENS=shard.append_block)
     options |= dict(TILE=LISTED, num_warps=4, **pdl_options(scores))
     assert cap < 1 << 15
-    gathered = lefts  # not read: there are no counts before the first digit's
+    gathered = lefts  # not read: there are no counts before the first digit
     for stage in range(passes):
         counts = torch.empty(N, DIGITS, dtype=torch.int16, device=device)  # half the bytes to send
         _count_listed_kernel[(N,)](
             positions, starts, gathered, counts, min_keys, lefts, listed, N, topk, cap, shard.kvp_rank,
             STAGE=stage, **options,
         )  # fmt: skip
-        # NCCL has no numbers of 16 bits.
+        # NCCL has no 16-bit integers.
         gathered = counts if shard.gather is None else shard.gather(counts.view(torch.int32)).view(torch.int16)
     _write_listed_kernel[(N,)](
         positions, starts, gathered, min_keys, lefts, listed, tables, rows, slots, selected_counts,

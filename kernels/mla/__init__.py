@@ -1,1 +1,1 @@
-"""Attention over latents (DeepSeek's MLA)."""
+"""Multi-head latent attention (DeepSeek's MLA)."""

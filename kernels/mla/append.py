@@ -1,8 +1,7 @@
-"""Fused step between MLA's projections and its attention: absorb, rotate, normalise, append, in one launch.
+"""Fused step between MLA's projections and its attention: q absorption, RoPE, latent norm and KV append.
 
-Two kinds of programs: some take a head and columns of its W_UK, read before the predecessor is done, and project
-queries into latent space; the others take a token and write its latent and rotated key to the cache, or rotate the
-queries of some of its heads.
+Some programs absorb queries with one head's columns of W_UK, prefetched before the predecessor is done; the others
+write one token's latent and rope key to the cache, or rotate some heads of its queries.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from kernels.scaled_keys import GROUP, reciprocal, scale_at, scale_bits
 
 @triton.jit
 def _store_fp8(latent, target, scales, slot, R: tl.constexpr, PAGE: tl.constexpr, BLOCK_R: tl.constexpr):
-    """Stores a latent [BLOCK_R] in e4m3 with its scales."""
     width: tl.constexpr = GROUP if BLOCK_R > GROUP else BLOCK_R
     x = tl.reshape(latent.to(tl.float32), [BLOCK_R // width, width])
     group = tl.arange(0, BLOCK_R // width)
@@ -33,7 +31,7 @@ def _store_fp8(latent, target, scales, slot, R: tl.constexpr, PAGE: tl.constexpr
     tl.store(at, bits.to(tl.float32, bitcast=True), mask=group * width < R)
 
 
-@triton.jit(do_not_specialize=["N"])  # it changes from chunk to chunk
+@triton.jit(do_not_specialize=["N"])  # changes from chunk to chunk
 def _mla_append_kernel(
     q, kv, cos, sin, norm_weight, weight, cache, scales, ropes, slot_mapping, out,
     q_n, q_h, kv_n, w_h, w_a, page_stride, rope_stride, out_n, out_h, N, absorbs, eps,
@@ -50,11 +48,11 @@ def _mla_append_kernel(
     else:
         wait_for_predecessor(PDL)
         start_successor(PDL)
-        each: tl.constexpr = 1 + (HEADS + BLOCK_H - 1) // BLOCK_H  # programs of a token
+        each: tl.constexpr = 1 + (HEADS + BLOCK_H - 1) // BLOCK_H  # programs per token
         token = ((tl.program_id(0) - absorbs) // each).to(tl.int64)
         part = (tl.program_id(0) - absorbs) % each
         half: tl.constexpr = P // 2
-        d = tl.arange(0, BLOCK)  # over one half of the rotated part
+        d = tl.arange(0, BLOCK)  # within one half of the rope part
         inside = d < half
         c = tl.load(cos + token * half + d, mask=inside, other=0.0).to(tl.float32)
         s = tl.load(sin + token * half + d, mask=inside, other=0.0).to(tl.float32)
@@ -67,7 +65,7 @@ def _mla_append_kernel(
                 r = tl.arange(0, BLOCK_R)
                 x = tl.load(row + r, mask=r < R, other=0.0).to(tl.float32)
                 scaled = x * tl.rsqrt(tl.sum(x * x, 0) / R + eps)
-                # Rounded before the gain is applied, as the models were trained.
+                # Round before applying the norm weight, as the models were trained.
                 rounded = scaled.to(kv.dtype.element_ty).to(tl.float32)
                 latent = rounded * tl.load(norm_weight + r, mask=r < R, other=0.0).to(tl.float32)
                 if scales is None:
@@ -104,24 +102,22 @@ def mla_append(
     scales: torch.Tensor | None = None,
     ropes: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Writes this rank's latents and rotated keys to their cache slots; returns queries, absorbed and rotated.
+    """Writes this rank's latents and rope keys to their cache slots; returns queries, absorbed and rotated.
 
     Args:
-        q: [N, Hq, nope + P], queries before absorption and rotation; last dim contiguous.
-        kv: [N, R + P], a token's latent and its key's rope part before rotation; last dim contiguous.
-        cos: [N, P / 2], contiguous; cosines of the angles by which the halves of a rope part are rotated.
-        sin: like `cos`.
-        gain: [R], contiguous; weight of the latent's RMSNorm.
-        eps: added to that norm's mean square.
-        w_uk: [Hq, nope, R], each head's up-projection of keys; last dim contiguous.
+        q: [N, Hq, nope + P], queries before absorption and RoPE; last dim contiguous.
+        kv: [N, R + P], latent and rope key before RoPE; last dim contiguous.
+        cos, sin: [N, P / 2], contiguous.
+        norm_weight: [R], contiguous; RMSNorm of the latent.
+        w_uk: [Hq, nope, R], up-projection of keys; last dim contiguous.
         cache: [pages, page_size, R + P] in kv's dtype, contiguous within a page; pages may be strided. With scales:
             [pages, page_size, R] e4m3.
-        slots: [N] int64, contiguous: `page * page_size + offset`, distinct, or -1 for a token that another rank owns.
-        scales: of latents in e4m3, [pages, R / 128 rounded up, page_size] fp32, contiguous.
-        ropes: of latents in e4m3, their rotated keys [pages, page_size, P] in kv's dtype, contiguous within a page.
+        slot_mapping: [N] int64, contiguous: `page * page_size + offset`, distinct, or -1 for a token of another rank.
+        scales: for e4m3 latents, [pages, ceil(R / 128), page_size] fp32, contiguous.
+        ropes: for e4m3 latents, the rope keys [pages, page_size, P] in kv's dtype, contiguous within a page.
 
     Returns:
-        Absorbed queries [N, Hq, R + P] in q's dtype: W_UK^T times the first `nope` values, then the rotated others.
+        Absorbed queries [N, Hq, R + P] in q's dtype: W_UK^T times the first `nope` values, then the rotated rest.
 
     Source:
         DeepSeek-V2 (arXiv:2405.04434), section 2.1; RoPE in the half-split form of kv_append.

@@ -1,4 +1,4 @@
-"""Decode attention of MLA: a few absorbed queries per sequence over this rank's shard of the paged latents."""
+"""MLA decode: a few absorbed queries per sequence over this rank's shard of the paged latents."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _mla_decode_kernel(
         acc, total, peak = attend_latents(
             tl.zeros([BLOCK_M, BLOCK_R], tl.float32),
             tl.zeros([BLOCK_M], tl.float32),
-            tl.full([BLOCK_M], -1.0e38, tl.float32),  # A finite floor: -inf minus -inf would be NaN.
+            tl.full([BLOCK_M], -1.0e38, tl.float32),  # finite: -inf minus -inf would be NaN
             q_latent, q_rope, row_lo, row_hi, start, stop, first, last, cache, scales, ropes,
             block_table + b * table_b, page_stride, rope_stride, scale_log2,
             MASKED=True, PAGE=PAGE, SCALE_PAGE=SCALE_PAGE, R=R, P=P,
@@ -74,7 +74,7 @@ def _mla_decode_kernel(
             part, part_lse, inside, t < T, D=R, ROWS=ROWS, SINKS=False,
         )  # fmt: skip
         at = tl.minimum(end, item_end)
-    # Not earlier: the successor's programs would take the room of this launch's that have not started yet.
+    # Not earlier: the successor's programs would take the SMs of this launch's programs that have not started yet.
     start_successor(PDL)
 
 
@@ -89,16 +89,15 @@ def mla_decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attends absorbed queries to paged latents; returns the partial output in latent space and its LSE.
 
-    A slot of the cache holds R latent values and P rotated ones: all R + P are the key of every head, the first R its
-    value.
+    A cache slot holds R latent and P rope values: all R + P are the key of every head, the first R its value.
 
     Args:
         q: [B, T, Hq, R + P] bf16, fp16 or fp32; last dim contiguous.
-        keys: latents in q's dtype, or in e4m3 with scales and rotated values in q's dtype.
+        keys: latents in q's dtype, or in e4m3 with scales and rope values in q's dtype.
         out: [B, T, Hq, R] in q's dtype, written if given; last dim contiguous.
         lse: [B, T, Hq] fp32, written if given.
-        sms: number of streaming multiprocessors to fill; all if None.
-        early: the bounds are older than the preceding kernel, and may be read while it runs.
+        sms: number of SMs to fill; default all.
+        early: the bounds are older than the preceding kernel and may be read while it runs.
 
     Returns:
         Output [B, T, Hq, R] normalised over these keys, and natural-log LSE [B, T, Hq] fp32; 0 and -inf where a
@@ -125,7 +124,7 @@ def decode_parts(
     """Runs `mla_decode`, with the same arguments, up to the merge.
 
     Args:
-        lane: of the workspaces, the one that holds the parts until they are merged.
+        lane: workspace that holds the partial states until they are merged.
     """
     if not dispatch.on_gpu(q):
         return PartialAttention(*reference(q, keys, out=out, lse=lse))

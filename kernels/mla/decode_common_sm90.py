@@ -1,7 +1,6 @@
-"""Shared parts of the two Hopper kernels of `kernels.mla.decode`: supported tensors and descriptors.
+"""Shared by the two Hopper kernels of `kernels.mla.decode`: supported tensors and TMA descriptors.
 
-Latents are loaded by the tensor memory accelerator, in tiles of 64 keys and two pieces: the left half of the latents
-with the rotated values, and the right half.
+TMA loads tiles of 64 keys in two pieces: the left half of the latents with the rope values, and the right half.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from kernels.sm90 import SHARED
 
 
 def fits(q: torch.Tensor, keys: PagedKeys) -> bool:
-    """Returns whether these kernels support these tensors of `kernels.mla.decode.mla_decode`."""
+    """Returns whether these kernels support these arguments of `kernels.mla.decode.mla_decode`."""
     planes = (keys.k,) if keys.rope is None else (keys.k, keys.rope)
     return (
         (keys.v.shape[-1], q.shape[3]) == (512, 576)
@@ -27,9 +26,9 @@ def fits(q: torch.Tensor, keys: PagedKeys) -> bool:
 
 
 def pieces(keys: PagedKeys) -> tuple[int, torch.Tensor | TensorDescriptor, TensorDescriptor]:
-    """Returns a page's stride in slots, and what half of a tile's latents and its rotated values are loaded from.
+    """Returns a page's stride in slots, and the sources of half a tile's latents and of its rope values.
 
-    Descriptors, of the same slots; latents in e4m3: their words, and a descriptor of the plane of rotated values.
+    Both are descriptors of the same slots; for e4m3: the latents' words, and a descriptor of the rope plane.
     """
     if keys.rope is not None:
         page_rows, slots = _rows(keys.rope)
@@ -40,7 +39,6 @@ def pieces(keys: PagedKeys) -> tuple[int, torch.Tensor | TensorDescriptor, Tenso
 
 
 def _rows(plane: torch.Tensor) -> tuple[int, torch.Tensor]:
-    """Returns a page's stride in slots, and the slots as rows of one matrix, including the gaps between pages."""
     width = plane.shape[2]
     page_rows = plane.stride(0) // width
     return page_rows, plane.as_strided(((plane.shape[0] - 1) * page_rows + plane.shape[1], width), (width, 1))

@@ -1,8 +1,7 @@
-"""Variant of `kernels.mla.decode` for few query rows on Hopper: keys are the rows of wgmma, queries its columns.
+"""Hopper variant of `kernels.mla.decode` for up to 32 query rows: keys are wgmma rows, queries columns.
 
-Up to 32 rows of queries (tokens x heads), reading the keys takes longest. Two tiles of keys fit: four warps compute
-with one while the other is loaded, and start the next load as soon as they are done. Latents in e4m3 are loaded and
-unpacked by four others.
+Bound by reading keys. Two tiles of keys fit: one warpgroup computes with one while the other loads, and issues the next
+load as soon as it is done. A second warpgroup loads and dequantizes e4m3 latents.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from kernels.paged_keys import PagedKeys
 from kernels.sm90 import COPIED, SHARED, zero_dead_keys
 
 MAX_ROWS = 32
-# Layouts of stored sums: eight neighbours of a row per thread, two threads per sector of 32 bytes.
+# Layout of stored accumulators: eight elements of a row per thread, two threads per 32-byte sector.
 _LANES, _WARPS = [[8, 0], [0, 1], [0, 2], [0, 4], [0, 8]], [[16, 0], [32, 0]]
 _EACH = [[1, 0], [2, 0], [4, 0], [64, 0], [128, 0]]
 STORED_16 = gl.constexpr(gl.DistributedLinearLayout(_EACH, _LANES, _WARPS, [], [256, 16]))
@@ -40,7 +39,7 @@ STORED_32 = gl.constexpr(gl.DistributedLinearLayout([*_EACH, [0, 16]], _LANES, _
 
 @gluon.jit
 def _seek(at, schedule, block_table, table_b):
-    """Finds the item of tile `at` of the row: pages, end in the row, key tile minus row tile, whether it has keys."""
+    """Finds the item of tile `at`: pages, tile range end, key tile minus line tile, whether it has keys."""
     i, _, start, stop, _, item_end, first, _ = item_at(at, schedule)
     return block_table + i.to(gl.int64) * table_b, item_end, first - at, stop > start
 
@@ -56,16 +55,16 @@ def _ask(
     at, item, page, schedule, block_table, table_b, page_rows, latents, ropes, keys, ready,
     R: gl.constexpr, P: gl.constexpr, PAGE: gl.constexpr,
 ):  # fmt: skip
-    """Starts the load of tile `at` of the row, which lies in `page`; returns the item and page of the next tile."""
+    """Starts the load of tile `at`, which is in `page`; returns the item and page of the next tile."""
     k_left, k_right, k_rope = keys
     left_ready, right_ready = ready
     begin, end = schedule[7], schedule[8]
     _, item_end, ahead, _ = item
-    # A tile without keys is loaded from before the first slot, which yields zeros.
+    # A tile without keys loads from before the first slot: out of bounds, hence zeros.
     row = gl.where(page >= 0, page * page_rows + (at + ahead) * TILE % PAGE, -TILE)
     if (at + 1 >= item_end) & (at + 1 < end):
         item = _seek(at + 1, schedule, block_table, table_b)
-    # After the page's last use: if both were alive, the compiler would copy one, which waits for the load.
+    # After the page's last use: if both were live, the compiler would copy one, which waits for the load.
     page = _page_of(at + 1, end, item, PAGE)
     slot = (at - begin) % 2
     inside = at < end
@@ -79,7 +78,7 @@ def _ask(
 
 @gluon.jit
 def _load_queries(q_left, q_right, q_rope, q, q_t, q_h, T: gl.constexpr, GROUP: gl.constexpr):
-    """Copies a sequence's query rows, padded with zeros; all loads are issued before the first store."""
+    """Copies a sequence's query rows, padded with zeros; issues all loads before the first store."""
     H: gl.constexpr = q_left.shape[1]
     r = gl.arange(0, q_left.shape[0], layout=gl.SliceLayout(1, COPIED))
     c = gl.arange(0, H, layout=gl.SliceLayout(0, COPIED))
@@ -101,7 +100,7 @@ def _store_half(
     acc, column: gl.constexpr, begin, end, item_begin, item_end, run, out, out_t, out_h, part,
     T: gl.constexpr, GROUP: gl.constexpr, R: gl.constexpr,
 ):  # fmt: skip
-    """Writes latents from `column` on of the run's part of an item: to `out` if the run covers it, else to a part."""
+    """Writes latents from `column` on of the run's share of an item: to `out` if the run covers it, else to a part."""
     L: gl.constexpr = STORED_32 if acc.shape[1] == 32 else STORED_16
     values = gl.convert_layout(acc.to(out.dtype.element_ty), L)
     d = column + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, L))
@@ -121,7 +120,7 @@ def _attend(
     T: gl.constexpr, GROUP: gl.constexpr, R: gl.constexpr, P: gl.constexpr, PAGE: gl.constexpr,
     BLOCK_B: gl.constexpr, ROWS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Attends in a group of four warps, which ask for tiles; with scales, `load_unpacked` brings those with keys."""
+    """Consumer warpgroup, which also requests tiles; with scales, `load_unpacked` loads those that have keys."""
     H: gl.constexpr = R // 2
     dtype: gl.constexpr = q.dtype.element_ty
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
@@ -136,7 +135,7 @@ def _attend(
         asked_item = _seek(begin, schedule, block_table, table_b)
         page = _page_of(begin, end, asked_item, PAGE)
         if EARLY:
-            if page >= -1:  # Always true: without it the compiler moves the wait to before the loads.
+            if page >= -1:  # always true; keeps the compiler from moving the wait above the loads
                 gdc_wait()
         for n in gl.static_range(2):
             asked_item, page = _ask(
@@ -145,7 +144,7 @@ def _attend(
             )  # fmt: skip
     elif EARLY:
         gdc_wait()
-    passed = begin  # tiles without keys, which are not brought with scales, count as passed
+    passed = begin  # tiles without keys are not loaded with scales, and count as passed
     at = begin
     while at < end:
         i, _, start, stop, item_begin, item_end, first, last = item_at(at, schedule)
@@ -161,8 +160,8 @@ def _attend(
         left = gl.zeros([H, ROWS], gl.float32, layout=PRODUCT)
         right = gl.zeros([H, ROWS], gl.float32, layout=PRODUCT)
         scores = gl.zeros([TILE, ROWS], gl.float32, layout=PRODUCT)
-        totals = gl.zeros([TILE, ROWS], gl.float32, layout=PRODUCT)  # per key modulo 64: added up at the end
-        # A finite floor: -inf minus -inf would be NaN.
+        totals = gl.zeros([TILE, ROWS], gl.float32, layout=PRODUCT)  # per key modulo 64, summed at the end
+        # Finite: -inf minus -inf would be NaN.
         peak = gl.full([ROWS], -1.0e38, gl.float32, layout=gl.SliceLayout(0, PRODUCT))
         ahead = first - at
         item_stop = gl.minimum(end, item_end)
@@ -280,7 +279,7 @@ def _mla_decode_few_sm90_kernel(
             [4],
             [208],
         )  # fmt: skip
-    # At the end: starting the merge early, as flash_decode does, gained nothing here (benchmarks/LOG.md).
+    # At the end: starting the merge early, like flash_decode, gained nothing here (benchmarks/LOG.md).
     gdc_launch_dependents()
 
 
@@ -293,7 +292,7 @@ def launch(
     early: bool,
     lane: int,
 ) -> UnmergedAttention:
-    """Runs `kernels.mla.decode.mla_decode` up to the merge, for tensors that fit and at most MAX_ROWS rows."""
+    """Runs `kernels.mla.decode.mla_decode` up to the merge; requires `decode_common_sm90.fits`, MAX_ROWS rows."""
     B, T, Hq, width = q.shape
     table, lo, hi, latent = keys.table, keys.lo, keys.hi, keys.v.shape[-1]
     page_rows, latents, ropes = pieces(keys)

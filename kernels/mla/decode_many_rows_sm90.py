@@ -1,14 +1,13 @@
-"""Variant of `kernels.mla.decode` for many query rows on Hopper, with explicit asynchronous instructions.
+"""Hopper variant of `kernels.mla.decode` for more than 32 query rows (tokens x heads), warp-specialized.
 
-From 33 rows on (query tokens x heads), the products take longer than the loads, and the tensor cores must be kept
-busy explicitly. A program is three groups of warps that hand work to each other through barriers in shared memory:
+Here matmuls take longer than loads. A program is three groups of warps that synchronise through mbarriers:
 
-* one warp loads tiles of 64 keys, piece by piece; latents in e4m3 are loaded and unpacked by four;
-* four warps score a tile, compute softmax weights, and accumulate the left half of the output;
-* four warps accumulate the right half, with the weights that the others store in shared memory.
+* one warp loads tiles of 64 keys, piece by piece; for e4m3 latents, a warpgroup loads and dequantizes;
+* one warpgroup scores a tile, computes the softmax, and accumulates the left half of the output;
+* one warpgroup accumulates the right half, with the weights that the other stores in shared memory.
 
-Two tiles fit: a piece is refilled as soon as the products that read it as values are done. Row tiles of one run are
-neighbouring programs, and share keys in the L2.
+Two tiles fit: a piece is refilled as soon as the matmuls that read it as values are done. Row tiles of one run are
+neighbouring programs, and share keys in L2.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def _load(
     R: gl.constexpr, P: gl.constexpr, PAGE: gl.constexpr,
     TILES_M: gl.constexpr, T: gl.constexpr, BLOCK_B: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Fills the two slots piece by piece, in a warp of its own; `load_unpacked` does so with scales."""
+    """Producer warp: fills the two stages piece by piece (`load_unpacked` if there are scales)."""
     k_left, k_right, k_rope = keys
     left_ready, right_ready = ready
     left_free, right_free = free
@@ -50,11 +49,11 @@ def _load(
         pages = block_table + i.to(gl.int64) * table_b
         page = gl.load(pages + first * TILE // PAGE, mask=first < last, other=0)
         if EARLY:
-            if page >= 0:  # Always true: without it the compiler moves the wait to before the load.
+            if page >= 0:  # always true; keeps the compiler from moving the wait above the load
                 gdc_wait()
         for tile in range(first, last):
             row = page * page_rows + tile * TILE % PAGE
-            # One iteration ahead, so that the next page's number has arrived when its tile is loaded.
+            # One iteration ahead, so that the page index has arrived when its tile is loaded.
             page = gl.load(pages + (tile + 1) * TILE // PAGE, mask=tile + 1 < last, other=0)
             slot = loaded % 2
             phase = loaded // 2 % 2
@@ -68,7 +67,7 @@ def _load(
             loaded += 1
         at = gl.minimum(end, item_end)
     if EARLY:
-        gdc_wait()  # those without items, too
+        gdc_wait()  # also in programs without items
 
 
 @gluon.jit
@@ -76,7 +75,7 @@ def _store_rows(
     acc, column: gl.constexpr, tile_m, begin, end, item_begin, item_end, run, out, out_t, out_h, part,
     T: gl.constexpr, GROUP: gl.constexpr, R: gl.constexpr, ROWS: gl.constexpr, TILES_M: gl.constexpr,
 ):  # fmt: skip
-    """Writes columns from `column` on of the run's part of an item: to `out` if the run covers it, else to a part."""
+    """Writes columns from `column` on of the run's share of an item: to `out` if the run covers it, else to a part."""
     values = gl.convert_layout(acc.to(out.dtype.element_ty), STORED)
     m = tile_m * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(1, STORED))
     d = column + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, STORED))
@@ -94,7 +93,6 @@ def _score_and_left(
     T: gl.constexpr, GROUP: gl.constexpr, R: gl.constexpr, ROWS: gl.constexpr,
     TILES_M: gl.constexpr, BLOCK_B: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Scores, computes weights, accumulates the left half and writes the LSE, in a group of four warps."""
     q_b, q_t, q_h, out_b, out_t, out_h, lse_b, lse_t, lse_h = strides
     q_left, q_right, q_rope = queries
     schedule = schedule_of(bounds, TILES_M, T, BLOCK_B, EARLY)
@@ -133,7 +131,7 @@ def _score_and_left(
             gl.store(part_lse + slot_of(begin, item_begin, run, TILES_M) * ROWS + row, log2, mask=row < ROWS)
         at = gl.minimum(end, item_end)
     if EARLY:
-        gdc_wait()  # those without items, too
+        gdc_wait()  # also in programs without items
 
 
 @gluon.jit
@@ -142,7 +140,6 @@ def _right(
     T: gl.constexpr, GROUP: gl.constexpr, R: gl.constexpr, ROWS: gl.constexpr,
     TILES_M: gl.constexpr, BLOCK_B: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Accumulates the right half, in a group of four warps."""
     _, _, _, out_b, out_t, out_h, _, _, _ = strides
     schedule = schedule_of(bounds, TILES_M, T, BLOCK_B, EARLY)
     begin, end, run = schedule[7], schedule[8], schedule[9]
@@ -163,7 +160,7 @@ def _right(
         )  # fmt: skip
         at = gl.minimum(end, item_end)
     if EARLY:
-        gdc_wait()  # those without items, too
+        gdc_wait()  # also in programs without items
 
 
 @gluon.jit
@@ -204,7 +201,7 @@ def _mla_decode_sm90_kernel(
         [4, 1 if scales is None else 4],
         [240 if scales is None else 168, 24 if scales is None else 112],
     )  # fmt: skip
-    # Not earlier: the successor's programs would take the room of this launch's that have not started yet.
+    # Not earlier: the successor's programs would take the SMs of this launch's programs that have not started yet.
     gdc_launch_dependents()
 
 
@@ -217,7 +214,7 @@ def launch(
     early: bool,
     lane: int,
 ) -> UnmergedAttention:
-    """Runs `kernels.mla.decode.mla_decode` up to the merge, for tensors that fit."""
+    """Runs `kernels.mla.decode.mla_decode` up to the merge; requires `decode_common_sm90.fits`."""
     B, T, Hq, width = q.shape
     table, lo, hi, latent = keys.table, keys.lo, keys.hi, keys.v.shape[-1]
     page_rows, latents, ropes = pieces(keys)

@@ -1,8 +1,7 @@
-"""Prefill attention of MLA over expanded latents: keys and values of each head, and a rotated part that all share.
+"""MLA prefill over expanded latents: per-head keys and values, and a rope part that all heads share.
 
-For prompts this takes fewer operations than attention over the latents themselves: for DeepSeek-V3's heads 192 and 128
-numbers of a key and a value, where an absorbed query has 576 of the latent and 512 more. What it costs to expand a
-token, some rows' attention to it save.
+Fewer FLOPs than absorbed attention: for DeepSeek-V3, 192 key and 128 value elements per head instead of 576 and 512. A
+few query rows per key pay for the expansion.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from kernels.mla.reference import expanded_prefill as reference
 def expanded_tile(rows: int, dtype: torch.dtype) -> dict[str, int]:
     """Returns launch options for up to `rows` rows of a sequence.
 
-    Keys and values of a tile are 40 KB in bf16: three stages of them and the queries fit an SM.
+    Keys and values of a tile are 40 KB in bf16: three stages and the queries fit an SM.
     """
     if dtype == torch.float32:
         return dict(BLOCK_M=min(32, max(16, triton.next_power_of_2(rows))), BLOCK_N=32, num_warps=4, num_stages=1)
@@ -37,7 +36,6 @@ def _attend_expanded(
     MASKED: tl.constexpr, NOPE: tl.constexpr, P: tl.constexpr, V: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Folds the key tiles first..last-1 into a running softmax in base 2."""
     lane = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     p = tl.arange(0, BLOCK_P)
@@ -75,7 +73,7 @@ def _expanded_prefill_kernel(
     NOPE: tl.constexpr, P: tl.constexpr, V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    # The last queries read the most keys: they start first.
+    # Start with the last queries: they read the most keys.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     segment, tile_m, begin, length = tile_of_segment(cu_q, segments, tile, 1, BLOCK_M)
     segment = segment.to(tl.int64)
@@ -86,7 +84,7 @@ def _expanded_prefill_kernel(
         n = (begin + row).to(tl.int64)
         row_hi = tl.load(hi + n, mask=live, other=0)
         stop = tl.max(row_hi, 0)
-        full = tl.min(tl.where(live, row_hi, stop), 0) // BLOCK_N  # tiles that every row reads whole
+        full = tl.min(tl.where(live, row_hi, stop), 0) // BLOCK_N  # tiles that every row reads in full
 
         d = tl.arange(0, BLOCK_D)
         p = tl.arange(0, BLOCK_P)
@@ -98,7 +96,7 @@ def _expanded_prefill_kernel(
         segment_ropes = ropes + segment * rope_b
         acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
-        peak = tl.full([BLOCK_M], -1.0e38, tl.float32)  # A finite floor: -inf minus -inf would be NaN.
+        peak = tl.full([BLOCK_M], -1.0e38, tl.float32)  # finite: -inf minus -inf would be NaN
         acc, total, peak = _attend_expanded(
             acc, total, peak, q_nope, q_rope, row_hi, stop, 0, full, head_keys, segment_ropes, key_t, rope_t,
             scale_log2,
@@ -128,14 +126,12 @@ def expanded_prefill(
     """Attends prompt chunks of several sequences to their expanded latents; returns the partial output and its LSE.
 
     Args:
-        q: [N, H, nope + P] bf16, fp16 or fp32, rotated, not absorbed, the chunks one after another; last dim
-            contiguous.
-        keys: [n, T, H, nope + V] in q's dtype, each head's part of a key that is not rotated, and its value; last dim
-            contiguous. What lies behind the keys that are read may be anything.
-        ropes: [n, T, P] in q's dtype, the rotated part of a key; last dim contiguous.
-        cu_q: [m + 1] int32, where each segment of q begins, and the end of the last; segments from `n` on read nothing.
-        max_q: length of the longest segment.
-        hi: [N] int32, contiguous: keys that a query reads, the first ones; 0: none.
+        q: [N, H, nope + P] bf16, fp16 or fp32, rotated, not absorbed, concatenated chunks; last dim contiguous.
+        keys: [n, T, H, nope + V] in q's dtype, non-rope key part and value per head; last dim contiguous. May hold
+            anything past the keys that are read.
+        ropes: [n, T, P] in q's dtype, the rope part of keys; last dim contiguous.
+        cu_q: [m + 1] int32, cumulative segment lengths of q; segments from `n` on read nothing.
+        hi: [N] int32, contiguous: number of keys that a query reads, from the first; 0: none.
         scale: factor on scores, above 0.
 
     Returns:
@@ -155,7 +151,7 @@ def expanded_prefill(
     assert q.stride(2) == keys.stride(3) == ropes.stride(2) == 1 and hi.is_contiguous() and cu_q.is_contiguous()
     out = q.new_empty(N, heads, V)
     lse = torch.empty(N, heads, dtype=torch.float32, device=q.device)
-    if not heads:  # a rank may keep none, and TMA has no tensors without columns
+    if not heads:  # a rank may have no heads, and TMA does not support empty tensors
         return out, lse
     if q.is_cuda and expanded_prefill_sm90.fits(q, keys, ropes, max_q):
         expanded_prefill_sm90.launch(q, keys, ropes, cu_q, max_q, hi, scale, out, lse)

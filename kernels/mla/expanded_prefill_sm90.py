@@ -1,7 +1,7 @@
-"""Variant of `kernels.mla.expanded_prefill` for long chunks on Hopper, with explicit asynchronous instructions.
+"""Hopper variant of `kernels.mla.expanded_prefill` for long chunks: warp-specialized TMA and WGMMA.
 
-The groups of warps are those of `kernels.attention.flash_prefill_sm90`. Keys are in two parts: a head's own, which lies
-beside its values, and the rotated one, which all heads share.
+Warps as in `kernels.attention.flash_prefill_sm90`. Keys come in two parts: a per-head part, stored next to the values,
+and the rope part that all heads share.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from kernels.attention.flash_prefill_sm90 import ROWS, attend_rows, tile_of_segm
 from kernels.attention.split_prefill import attend_split, tiles_of_rows, tiles_of_split
 from kernels.sm90 import COPIED, SHARED, next_stage, pair_barriers
 
-KEYS = 128  # of a tile
-STAGES = 2  # pairs held: 80 KB each, beside 48 KB of queries
-WIDTHS = 128, 64, 128  # of DeepSeek's keys, their rotated parts, and values
-MIN_ROWS = 2 * ROWS.value  # of a segment: a program's
+KEYS = 128  # per tile
+STAGES = 2  # pairs in shared memory: 80 KB each, plus 48 KB of queries
+WIDTHS = 128, 64, 128  # DeepSeek's keys, their rope part, and values
+MIN_ROWS = 2 * ROWS.value  # per segment: one program's rows
 
 
 @gluon.jit
@@ -30,7 +30,7 @@ def _load(
     keys, ropes, values, row, column, first, last, pairs,
     KEYS: gl.constexpr, NOPE: gl.constexpr, P: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Fills the stages, in a warp of its own: pair i is the keys of tile i and the values of tile i - 1."""
+    """Producer warp: pair i is the keys of tile i and the values of tile i - 1."""
     k_parts, v_shared, ready, free = pairs
     KEY_BYTES: gl.constexpr = KEYS * (NOPE + P) * 2
     VALUE_BYTES: gl.constexpr = KEYS * V * 2
@@ -61,7 +61,7 @@ def _expanded_prefill_sm90_kernel(
     segments, q_n, q_h, room, out_s, out_n, out_h, lse_s, lse_n, lse_h, splits, scale_log2,
     KEYS: gl.constexpr, NOPE: gl.constexpr, P: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    # The last queries read the most keys: they start first.
+    # Start with the last queries: they read the most keys.
     tile = gl.num_programs(0) - 1 - gl.program_id(0)
     segment, tile_m, begin, length = tile_of_segment(cu_q, segments, tile, 1)
     row_0 = tile_m * 2 * ROWS
@@ -93,7 +93,7 @@ def _expanded_prefill_sm90_kernel(
         row_hi = gl.load(hi + begin + row, mask=live, other=0)
         stop = gl.max(row_hi, 0)
         first, last = tiles_of_split(0, (stop + KEYS - 1) // KEYS, split, splits)
-        full_stop = gl.min(gl.where(live, row_hi, stop), 0) // KEYS  # tiles below are read whole by every row
+        full_stop = gl.min(gl.where(live, row_hi, stop), 0) // KEYS  # every row reads the tiles below in full
         tl.debug_barrier()
         pairs = ((k_shared, r_shared), v_shared, ready, free)
         strides = (out_n, out_h, lse_n, lse_h)
@@ -157,7 +157,7 @@ def launch(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    """Runs `kernels.mla.expanded_prefill.expanded_prefill` for arguments that `fits` accepts."""
+    """Runs `kernels.mla.expanded_prefill.expanded_prefill`; requires `fits`."""
     sequences, room, heads, width = keys.shape
     nope, rope, value = WIDTHS
     rows = sequences * room
@@ -177,5 +177,5 @@ def launch(
             KEYS=KEYS, NOPE=nope, P=rope, V=value, STAGES=STAGES, num_warps=4,
         )  # fmt: skip
 
-    tile = {"BLOCK_M": MIN_ROWS, "BLOCK_N": KEYS, "num_warps": 8}  # and a warp that loads
+    tile = {"BLOCK_M": MIN_ROWS, "BLOCK_N": KEYS, "num_warps": 8}  # plus the producer warp
     attend_split(out, lse, tile, heads, len(cu_q) - 1, room, attend)

@@ -1,4 +1,4 @@
-"""Shared parts of mla_decode and mla_prefill: the inner loop over paged latents, and its tile shapes."""
+"""Shared by mla_decode and mla_prefill: the inner loop over paged latents, and its tile shapes."""
 
 from __future__ import annotations
 
@@ -13,28 +13,27 @@ def latent_tile(rows: int, R: int, P: int, dtype: torch.dtype, scaled: bool = Fa
     """Returns launch options for a kernel around `attend_latents`, one program per SM.
 
     Args:
-        rows: upper bound of query rows (tokens x heads) for one tile.
-        R: latent values per slot.
-        P: rotated values per slot.
-        dtype: dtype of queries and cache.
-        scaled: whether latents are e4m3 with scales instead.
+        rows: upper bound of query rows (tokens x heads) per tile.
+        R, P: latent and rope values per slot.
+        dtype: of queries and cache.
+        scaled: latents are e4m3 with scales instead.
     """
-    if dtype == torch.float32:  # no tensor cores at full precision: for comparisons, not for speed
-        # Tiles that are unpacked would spill, were the next one loaded meanwhile.
+    if dtype == torch.float32:  # no full-precision tensor cores: for comparisons, not for speed
+        # With dequantization, loading the next tile ahead would spill.
         block_m, block_n, warps, stages = 16, 16, 8, 1 if scaled else 2
     elif rows > 32 or scaled:
-        # Three tiles of 36 KiB fit beside 64 rows of queries (72 KiB). Tiles that are unpacked would not be
-        # loaded ahead with fewer rows: the compiler does so for wgmma alone.
+        # Three tiles of 36 KiB fit next to 64 rows of queries (72 KiB). With fewer rows, tiles to dequantize would not
+        # be loaded ahead: the compiler does that only for wgmma.
         block_m, block_n, warps, stages = 64, 32, 8, 3
     else:
-        # Two tiles of 72 KiB: one is computed with while the other is loaded. At 16 rows 4 warps are 3 to 4% faster
-        # than 8, though a few addresses spill; 32 rows of accumulators need 8.
+        # Two tiles of 72 KiB: compute one while loading the other. At 16 rows 4 warps are 3 to 4% faster than 8, though
+        # a few addresses spill; 32 rows of accumulators need 8.
         block_m = max(16, triton.next_power_of_2(rows))
         block_n, warps, stages = 64, 4 if block_m == 16 else 8, 3
     return dict(
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        BLOCK_R=max(16, triton.next_power_of_2(R)),  # the least that tl.dot takes
+        BLOCK_R=max(16, triton.next_power_of_2(R)),  # minimum of tl.dot
         BLOCK_P=max(16, triton.next_power_of_2(P)),
         num_warps=warps,
         num_stages=stages,
@@ -43,7 +42,6 @@ def latent_tile(rows: int, R: int, P: int, dtype: torch.dtype, scaled: bool = Fa
 
 @triton.jit
 def _weigh(scores, total, peak, dtype: tl.constexpr):
-    """Computes a tile's softmax weights, the rescale factor of earlier tiles, and the running sum and peak."""
     new_peak = tl.maximum(peak, tl.max(scores, 1))
     rescale = tl.exp2(peak - new_peak)
     weights = tl.exp2(scores - new_peak[:, None])
@@ -55,7 +53,7 @@ def _dequantize(
     latent, scales, page, key, live,
     MASKED: tl.constexpr, PAGE: tl.constexpr, SCALE_PAGE: tl.constexpr, R: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies a tile of latents in e4m3 [keys, BLOCK_R] by their scales: exact in `dtype`, as they were written."""
+    """Dequantizes a tile of e4m3 latents [keys, BLOCK_R]: exact in `dtype`."""
     width: tl.constexpr = GROUP if latent.shape[1] > GROUP else latent.shape[1]
     groups: tl.constexpr = (R + width - 1) // width
     group = tl.arange(0, latent.shape[1] // width)
@@ -72,7 +70,7 @@ def _dequantize(
 
 @triton.jit
 def _slots(plane, page, stride, tile, key, WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Locates a tile's slots of WIDTH numbers: where the tile begins, and offsets of its keys [BLOCK_N, 1]."""
+    """Returns the address of a tile of slots with WIDTH elements, and its keys' offsets [BLOCK_N, 1]."""
     if PAGE % BLOCK_N == 0:
         lane = tl.arange(0, BLOCK_N)
         return plane + page * stride + tile * BLOCK_N % PAGE * WIDTH, (lane * WIDTH)[:, None]
@@ -87,20 +85,19 @@ def attend_latents(
     MASKED: tl.constexpr, PAGE: tl.constexpr, SCALE_PAGE: tl.constexpr, R: tl.constexpr, P: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Folds tiles of latents into a running softmax, as `kernels.attention.paged_tiles.attend_tiles` does, for one head
-    whose keys have R + P values and whose values are the first R of them.
+    """Folds tiles of latents into a running softmax, like `kernels.attention.paged_tiles.attend_tiles`, as one KV head.
 
-    Each tile is loaded once. The stride between a page's slots is R + P, a compile-time constant: with a run-time
-    stride, every address of a tile would take a register. With scales, the R values are e4m3, and the others are in
-    `ropes`.
+    Keys have R + P values, and the first R are the value: each tile is loaded once. The slot stride R + P is a
+    compile-time constant, as with a run-time stride every address of a tile would take a register. With scales, the R
+    values are e4m3, and the P values are in `ropes`.
     """
     width: tl.constexpr = R + P if scales is None else R
     lane = tl.arange(0, BLOCK_N)
     r = tl.arange(0, BLOCK_R)
     p = tl.arange(0, BLOCK_P)
-    # A page that holds whole tiles is looked up once per tile, any other page once per key.
+    # One page lookup per tile if pages hold whole tiles, else one per key.
     step = 0 if PAGE % BLOCK_N == 0 else lane
-    # Loaded one iteration ahead: an index loaded where it is used would prevent pipelining of the tiles.
+    # Load one iteration ahead: an index loaded where it is used would prevent pipelining.
     ahead = tl.maximum(first * BLOCK_N + step, start)
     next_page = tl.load(pages + ahead // PAGE, mask=(first < last) & (ahead < stop), other=0)
     for tile in range(first, last):
@@ -109,7 +106,7 @@ def attend_latents(
         next_page = tl.load(pages + ahead // PAGE, mask=(tile + 1 < last) & (ahead < stop), other=0)
         key = tile * BLOCK_N + lane
         live = (key >= start) & (key < stop)
-        # Dead lanes are zero: as values, the NaN of an unused slot would survive a weight of zero.
+        # Zero dead lanes: as values, the NaN of an unused slot would survive a weight of zero.
         mask_r = live[:, None] & (r < R)[None, :] if MASKED else (r < R)[None, :]
         mask_p = live[:, None] & (p < P)[None, :] if MASKED else (p < P)[None, :]
         base, within = _slots(cache, page, page_stride, tile, key, width, PAGE, BLOCK_N)
@@ -126,8 +123,8 @@ def attend_latents(
             reads = (key[None, :] >= row_lo[:, None]) & (key[None, :] < row_hi[:, None])
             scores = tl.where(reads, scores, float("-inf"))
         if BLOCK_M >= 64:
-            # Always true. Without the branch, the compiler sees a chain of products, keeps whole rows of scores in each
-            # warp, and has both groups of 4 warps compute the same 64 rows.
+            # Always true. Without the branch, the compiler sees chained matmuls, keeps whole score rows in each warp,
+            # and has both groups of 4 warps compute the same 64 rows.
             weights = tl.zeros(scores.shape, latent.dtype)
             rescale = tl.full(peak.shape, 1.0, tl.float32)
             if tile * BLOCK_N < stop:

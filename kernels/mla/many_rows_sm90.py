@@ -1,8 +1,8 @@
-"""An item of MLA's attention on Hopper: 64 query rows and the tiles of keys that they read, by two groups of warps.
+"""One item of MLA attention on Hopper: 64 query rows and the key tiles that they read, in two consumer warpgroups.
 
-The group of the left half scores a tile, computes softmax weights, and accumulates the left half of the output. The
-group of the right half accumulates the other one, with the weights that it is handed in shared memory. Whoever loads
-fills two tiles in turn, piece by piece: a piece is free again as soon as the products that read it as values are done.
+The left warpgroup scores a tile, computes the softmax, and accumulates the left half of the output. The right one
+accumulates the right half with the weights passed through shared memory. The producer fills two stages, piece by piece:
+a piece is free again as soon as the matmuls that read it as values are done.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from kernels.sm90 import COPIED, SHARED, zero_dead_keys
 # Layouts of scores (TILE query rows x TILE keys) and values (rows x half of the latents).
 SCORES = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
 VALUES = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16]))
-# VALUES as stored, in whole sectors of 32 bytes. (Eight neighbours per thread instead of four would go through shared
-# memory, which is full.)
+# VALUES as stored, in whole 32-byte sectors. (Eight elements per thread instead of four would need shared memory, which
+# is full.)
 STORED = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64], [0, 128]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
@@ -35,10 +35,10 @@ STORED = gl.constexpr(
 
 @gluon.jit
 def allocate_shared(dtype: gl.constexpr, R: gl.constexpr, P: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Allocates shared memory: a tile of queries, two of keys, what is handed over, and the barriers of all of these.
+    """Allocates shared memory: a tile of queries, two of keys, weights and factors to pass on, and all barriers.
 
     Args:
-        ARRIVALS: of loads, until a left half is ready.
+        ARRIVALS: loads that complete a left half.
     """
     H: gl.constexpr = R // 2
     queries = (
@@ -93,7 +93,6 @@ def load_queries(q_left, q_right, q_rope, rows, live, R: gl.constexpr):
 
 @gluon.jit
 def _score(queries, keys, ready, loaded, scores):
-    """Issues the products of the queries with the tile that was loaded as number `loaded`, counted from 0."""
     q_left, q_right, q_rope = queries
     k_left, k_right, k_rope = keys
     left_ready, right_ready = ready
@@ -108,7 +107,6 @@ def _score(queries, keys, ready, loaded, scores):
 
 @gluon.jit
 def _weigh(scores, total, peak, scale_log2, key, full_from, full_to, row_lo, row_hi):
-    """Computes a tile's softmax weights, the rescale factor of earlier tiles, and the running sum and peak."""
     scores = scores * scale_log2
     if (key < full_from) | (key + TILE > full_to):
         n = key + gl.arange(0, TILE, layout=gl.SliceLayout(0, SCORES))
@@ -122,7 +120,6 @@ def _weigh(scores, total, peak, scale_log2, key, full_from, full_to, row_lo, row
 
 @gluon.jit
 def _hand_over(weights, factors, handed, weights_shared, factors_shared, weights_ready, weights_free):
-    """Stores the tile's weights, and each row's rescale factor, for the group of the right half."""
     mbarrier.wait(weights_free, handed % 2 ^ 1)
     weights_shared.store(weights.to(weights_shared.dtype))
     factors_shared.store(factors)
@@ -136,26 +133,26 @@ def attend_left(
     queries, keys, ready, left_free, handing, loaded, handed, first, last, start, stop,
     full_from, full_to, row_lo, row_hi, scale_log2, R: gl.constexpr, ZERO_DEAD_KEYS: gl.constexpr,
 ):  # fmt: skip
-    """Scores tiles [first, last), hands their weights over, and accumulates the left half of the output.
+    """Left warpgroup: scores tiles [first, last), passes on their weights, and accumulates the left half of the output.
 
     Args:
-        loaded, handed: tiles loaded, and handovers, before these.
-        ZERO_DEAD_KEYS: whether values of dead keys may be anything.
+        loaded, handed: tiles loaded, and passed on, before these.
+        ZERO_DEAD_KEYS: values of dead keys may be anything.
 
     Returns:
-        The normalised left half, the LSE to base 2, and the new counts.
+        The normalised left half, the base-2 LSE, and the new counts.
     """
     k_left, _, _ = keys
     weights_shared, factors_shared, weights_ready, weights_free = handing
     acc = gl.zeros([TILE, R // 2], gl.float32, layout=VALUES)
     scores = gl.zeros([TILE, TILE], gl.float32, layout=SCORES)
     total = gl.zeros([TILE], gl.float32, layout=gl.SliceLayout(1, SCORES))
-    # A finite floor: -inf minus -inf would be NaN.
+    # Finite: -inf minus -inf would be NaN.
     peak = gl.full([TILE], -1.0e38, gl.float32, layout=gl.SliceLayout(1, SCORES))
     if first < last:
         scores = _score(queries, keys, ready, loaded, scores)
         scores = warpgroup_mma_wait(num_outstanding=0, deps=[scores])
-    # The last tile is peeled: products in flight across an iteration's end would be waited for there.
+    # Peel the last tile: matmuls in flight across the end of an iteration would be waited for there.
     for tile in range(first, last - 1):
         key = tile * TILE
         slot = loaded % 2
@@ -206,9 +203,9 @@ def attend_right(
     k_right, right_ready, right_free, handing, loaded, handed, first, last, start, stop,
     R: gl.constexpr, ZERO_DEAD_KEYS: gl.constexpr,
 ):  # fmt: skip
-    """Accumulates the right half of the output over tiles [first, last), with the weights that are handed over.
+    """Right warpgroup: accumulates the right half of the output over tiles [first, last) with the weights passed on.
 
-    Returns the normalised half and the new counts, as `attend_left` does.
+    Returns the normalised half and the new counts, like `attend_left`.
     """
     weights_shared, factors_shared, weights_ready, weights_free = handing
     acc = gl.zeros([TILE, R // 2], gl.float32, layout=VALUES)

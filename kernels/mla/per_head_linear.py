@@ -1,4 +1,4 @@
-"""Product of a few rows with a small matrix per head: MLA's up-projection of the values."""
+"""Batched matmul of a few rows with a small matrix per head: MLA's value up-projection."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kernels import dispatch
 from kernels.mla.reference import per_head_linear as reference
 from kernels.overlap import pdl_options, start_successor, wait_for_predecessor
 
-MAX_ROWS = 16  # the least that tensor cores take; more rows go to a library
+MAX_ROWS = 16  # minimum tile of tensor cores; more rows go to cuBLAS
 
 
 @triton.jit
@@ -31,7 +31,7 @@ def head_product(
     x, out, w, x_n, x_h, out_n, out_h, head, b, N,
     A: tl.constexpr, B: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_A: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies a head's x [N, A] with columns b of its matrix, into columns b of its rows in `out`."""
+    """Multiplies a head's x [N, A] by columns b of its matrix, into columns b of its rows in `out`."""
     n = tl.arange(0, BLOCK_N)
     a = tl.arange(0, BLOCK_A)
     rows = x + head * x_h + (n * x_n)[:, None] + a[None, :]
@@ -55,7 +55,7 @@ def _each_head_kernel(
 def head_blocks(A: int, max_columns: int, dtype: torch.dtype) -> dict[str, int]:
     """Chooses the tile of a kernel around `head_product`: all of A, and at most `max_columns` columns.
 
-    fp32, which has no tensor cores at full precision, gets few columns.
+    fp32, which has no full-precision tensor cores, gets few columns.
     """
     block_a = max(16, triton.next_power_of_2(A))
     widest = max(16, (8192 if dtype == torch.float32 else 16384) // block_a)
@@ -68,10 +68,7 @@ def per_head_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | N
     Args:
         x: [N, Hq, A], last dim contiguous.
         weight: [Hq, A, B] in x's dtype; any strides.
-        out: [N, Hq, B], written if given; last dim contiguous.
-
-    Returns:
-        [N, Hq, B] in x's dtype.
+        out: [N, Hq, B] in x's dtype, written if given; last dim contiguous.
     """
     N, heads, A = x.shape
     B = weight.shape[2]

@@ -1,4 +1,4 @@
-"""Prefill attention of MLA: chunks of several prompts over this rank's shard of the paged latents."""
+"""MLA prefill: chunks of several prompts over this rank's shard of the paged latents."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kernels.mla.reference import mla_prefill as reference
 from kernels.paged_keys import PagedKeys
 
 
-@triton.jit(do_not_specialize=["segments", "lse_s", "splits"])  # they change from chunk to chunk
+@triton.jit(do_not_specialize=["segments", "lse_s", "splits"])  # change from chunk to chunk
 def _mla_prefill_kernel(
     q, cache, scales, ropes, block_table, cu_q, lo, hi, out, lse,
     segments, q_n, q_h, page_stride, rope_stride, table_i, out_s, out_n, out_h, lse_s, lse_n, lse_h,
@@ -26,7 +26,7 @@ def _mla_prefill_kernel(
     SCALE_PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    # The last queries read the most keys: they start first.
+    # Start with the last queries: they read the most keys.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     segment, tile_m, begin, length = tile_of_segment(cu_q, segments, tile, GROUP, BLOCK_M)
     split = tl.program_id(1)
@@ -42,7 +42,7 @@ def _mla_prefill_kernel(
         stop = tl.max(tl.where(reads, row_hi, 0), 0)
         start = tl.min(tl.where(reads, row_lo, stop), 0)
 
-        # Every row reads tiles [full, full_stop) whole, which need no mask; the rest lies left and right of them.
+        # Every row reads tiles [full, full_stop) in full: no mask. The rest is left and right of them.
         first, last = tiles_of_split(start // BLOCK_N, tl.cdiv(stop, BLOCK_N), split, splits)
         full, full_stop = tiles_read_whole(row_lo, row_hi, live, stop, first, last, BLOCK_N)
 
@@ -55,8 +55,8 @@ def _mla_prefill_kernel(
         pages = block_table + segment.to(tl.int64) * table_i
         acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
-        peak = tl.full([BLOCK_M], -1.0e38, tl.float32)  # A finite floor: -inf minus -inf would be NaN.
-        # Chosen tokens, each a page of its own, are few: the next loop's first tiles would not be on their way in time.
+        peak = tl.full([BLOCK_M], -1.0e38, tl.float32)  # finite: -inf minus -inf would be NaN
+        # Selected tokens (page size 1) are few: the next loop would start with its first tiles not prefetched.
         whole: tl.constexpr = PAGE > 1
         if whole:
             acc, total, peak = attend_latents(
@@ -98,17 +98,14 @@ def mla_prefill(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attends prompt chunks of several sequences to their paged latents; returns the partial output and its LSE.
 
-    Slots of the cache as in `kernels.mla.decode.mla_decode`, bounds as in `kernels.attention.flash_prefill`.
+    Cache slots as in `kernels.mla.decode.mla_decode`, bounds as in `kernels.attention.flash_prefill`.
 
     Args:
-        q: [N, Hq, R + P] bf16, fp16 or fp32, absorbed, the chunks one after another; last dim contiguous.
-        keys: latents in q's dtype, or in e4m3 with scales and rotated values in q's dtype; row i of the
-            table belongs to segment i.
-        cu_q: [n + 1] int32, where each segment of q begins, and the end of the last.
-        max_q: length of the longest segment.
-        max_k: keys of the longest segment, an upper bound; of keys in q's dtype an estimate will do, for speed alone.
+        q: [N, Hq, R + P] bf16, fp16 or fp32, absorbed, concatenated chunks; last dim contiguous.
+        keys: latents in q's dtype, or in e4m3 with scales and rope values in q's dtype; row i of the table belongs to
+            segment i.
+        cu_q, max_q, max_k, lse: as in `kernels.attention.flash_prefill`.
         out: [N, Hq, R] in q's dtype, written if given; last dim contiguous.
-        lse: [N, Hq] fp32, written if given.
 
     Returns:
         Output [N, Hq, R] normalised over these keys, and natural-log LSE [N, Hq] fp32; 0 and -inf where a query

@@ -1,8 +1,8 @@
-"""Variant of `kernels.mla.prefill` on Hopper for queries that each read tokens of their own, which an indexer chose.
+"""Hopper variant of `kernels.mla.prefill` for sparse prefill: each query reads its own tokens, selected by an indexer.
 
-A program takes up to 64 heads of one query after the other. It is three groups of warps, as in
-`kernels.mla.decode_many_rows_sm90`; but where that loads tiles of a page, four warps gather the tokens of a tile, 16
-bytes a copy. They begin with the next query while the others end with the one before.
+A program processes up to 64 heads of one query after another, with warps as in `kernels.mla.decode_many_rows_sm90`,
+except that a producer warpgroup gathers the tokens of a tile in 16-byte copies. It starts the next query while the
+others finish the previous one.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ from kernels.overlap import sm_count
 from kernels.paged_keys import PagedKeys
 from kernels.sm90 import COPIED
 
-MIN_HEADS = 33  # fewer fill half of a tile
+MIN_HEADS = 33  # fewer fill half a tile
 
 
 @gluon.jit
 def _range(lo, hi, n):
-    """Returns the first key of a query and the one past the last, and the same of its tiles."""
     start = gl.load(lo + n)
     stop = gl.maximum(gl.load(hi + n), start)
     return start, stop, start // TILE, gl.where(stop > start, (stop + TILE - 1) // TILE, start // TILE)
@@ -38,7 +37,7 @@ def _range(lo, hi, n):
 def _gather(
     cache, table, table_n, lo, hi, keys, ready, free, items, R: gl.constexpr, P: gl.constexpr, TILES_M: gl.constexpr
 ):  # fmt: skip
-    """Fills the two slots half by half with the tokens of each query's tiles, in four warps; dead keys are zeros."""
+    """Producer warpgroup: gathers the tokens of each query's tiles, half by half; dead keys are zeros."""
     k_left, k_right, k_rope = keys
     left_ready, right_ready = ready
     left_free, right_free = free
@@ -68,7 +67,7 @@ def _gather(
                 to = k_right.index(slot).slice(k * 64, 64, dim=1)
                 async_copy.async_copy_global_to_shared(to, rows + (R // 2 + k * 64), mask=copied)
             async_copy.commit_group()
-            # While the copies are on their way, so that the next tile's slots are there when it begins.
+            # While the copies are in flight, so that the next tile's slots are ready when it begins.
             key += TILE
             live = key < stop
             at = gl.load(selected + key, mask=live, other=0)
@@ -85,7 +84,6 @@ def _gather(
 
 @gluon.jit
 def _store_half(acc, column: gl.constexpr, tile_m, out, out_h, GROUP: gl.constexpr):
-    """Writes columns of a query's output from `column` on."""
     values = gl.convert_layout(acc.to(out.dtype.element_ty), STORED)
     m = tile_m * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(1, STORED))
     d = column + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, STORED))
@@ -97,7 +95,6 @@ def _score_and_left(
     q, strides, lo, hi, scale_log2, queries, keys, ready, left_free, handing, out, lse, items,
     GROUP: gl.constexpr, R: gl.constexpr, TILES_M: gl.constexpr,
 ):  # fmt: skip
-    """Scores, computes weights, accumulates the left half and writes the LSE, in a group of four warps."""
     q_n, q_h, out_n, out_h, lse_n, lse_h = strides
     q_left, q_right, q_rope = queries
     loaded = 0
@@ -126,7 +123,6 @@ def _right(
     out_n, out_h, lo, hi, k_right, right_ready, right_free, handing, out, items,
     GROUP: gl.constexpr, R: gl.constexpr, TILES_M: gl.constexpr,
 ):  # fmt: skip
-    """Accumulates the right half, in a group of four warps."""
     loaded = 0
     handed = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
@@ -138,7 +134,7 @@ def _right(
         _store_half(acc, R // 2, item % TILES_M, out + n.to(gl.int64) * out_n, out_h, GROUP)
 
 
-@gluon.jit(do_not_specialize=["items"])  # it changes from chunk to chunk
+@gluon.jit(do_not_specialize=["items"])  # changes from chunk to chunk
 def _mla_prefill_selected_kernel(
     q, cache, table, lo, hi, out, lse, q_n, q_h, table_n, out_n, out_h, lse_n, lse_h, items, scale_log2,
     GROUP: gl.constexpr, R: gl.constexpr, P: gl.constexpr,
@@ -181,7 +177,7 @@ def fits(q: torch.Tensor, keys: PagedKeys, segments: int) -> bool:
 
 
 def launch(q: torch.Tensor, keys: PagedKeys, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Runs `kernels.mla.prefill.mla_prefill` for arguments that `fits` accepts.
+    """Runs `kernels.mla.prefill.mla_prefill`; requires `fits`.
 
     Source:
         DeepSeek-V3.2 (arXiv:2512.02556), section 2.1.

@@ -1,4 +1,4 @@
-"""The ops of `kernels.mla` in plain torch."""
+"""Plain torch reference of `kernels.mla`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kernels.dense.reference import rms_norm, rotate
 from kernels.paged_keys import PagedKeys
 from kernels.scaled_keys import dequantize_latents, quantize_latents
 
-ROWS = 256  # of one block: scores stay small, and products large
+ROWS = 256  # per block: keeps scores small and matmuls large
 
 
 def mla_append(
@@ -28,7 +28,7 @@ def mla_append(
     scales: torch.Tensor | None = None,
     ropes: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Normalises, rotates, appends, returns absorbed queries; shapes as in `kernels.mla.append.mla_append`."""
+    """Plain torch `kernels.mla.append.mla_append`."""
     latent = rms_norm(kv[:, : len(norm_weight)], norm_weight, eps)[0]
     key = rotate(kv[:, None, len(norm_weight) :], cos, sin)[:, 0]
     mine = slot_mapping >= 0
@@ -50,7 +50,7 @@ def mla_decode(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attends decode queries in latent space; shapes as in `kernels.mla.decode.mla_decode`."""
+    """Plain torch `kernels.mla.decode.mla_decode`."""
     full, lse = flash_decode(q, concat_latents(keys), lse=lse)
     latent = keys.v.shape[-1]
     return full[..., :latent].contiguous() if out is None else out.copy_(full[..., :latent]), lse
@@ -66,18 +66,18 @@ def mla_prefill(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attends prompt chunks in latent space; shapes as in `kernels.mla.prefill.mla_prefill`."""
+    """Plain torch `kernels.mla.prefill.mla_prefill`."""
     full, lse = flash_prefill(q, concat_latents(keys), cu_q, max_q, max_k, lse=lse)
     latent = keys.v.shape[-1]
     return full[..., :latent].contiguous() if out is None else out.copy_(full[..., :latent]), lse
 
 
 def concat_latents(latents: PagedKeys) -> PagedKeys:
-    """Returns latents as one KV head whose values are whole entries; the caller cuts the output."""
+    """Returns latents as one KV head whose values are whole entries; the caller slices the output."""
     entries = latents.k
     if latents.k_scale is not None and latents.rope is not None:
         scales, page = latents.k_scale, latents.page_size
-        if scales.shape[2] != page:  # slot i of all pages in a row
+        if scales.shape[2] != page:  # index slots across pages
             scales = scales.mT.flatten(0, 1).unflatten(0, (-1, page)).mT
         entries = torch.cat((dequantize_latents(entries, scales), latents.rope.float()), -1)
     slots = entries.unsqueeze(2)
@@ -93,7 +93,7 @@ def expanded_prefill(
     hi: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attends prompt chunks to expanded latents; shapes as in `kernels.mla.expanded_prefill.expanded_prefill`."""
+    """Plain torch `kernels.mla.expanded_prefill.expanded_prefill`."""
     heads, nope = q.shape[1], q.shape[2] - ropes.shape[2]
     out = q.new_zeros(len(q), heads, keys.shape[3] - nope)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
@@ -114,6 +114,6 @@ def expanded_prefill(
 
 
 def per_head_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Multiplies each head's rows by its matrix; shapes as in `kernels.mla.per_head_linear.per_head_linear`."""
+    """Plain torch `kernels.mla.per_head_linear.per_head_linear`."""
     torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
     return out

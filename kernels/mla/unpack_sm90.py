@@ -1,7 +1,7 @@
-"""Loading of latents in e4m3 for the Hopper kernels of `kernels.mla.decode`: four warps that unpack them.
+"""Producer warpgroup of the Hopper kernels of `kernels.mla.decode` for e4m3 latents: loads and dequantizes.
 
-The products read bf16 or fp16 from shared memory. So these warps load numbers and scales into registers, a tile ahead
-of what is waited for, multiply, and store. Rotated values come as they are, by the tensor memory accelerator.
+The MMAs read bf16 or fp16 from shared memory, so these warps load e4m3 and scales into registers, one tile ahead of the
+one they wait for, multiply, and store. TMA loads the rope values as they are.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from triton.language.extra.cuda import gdc_wait
 from kernels.attention.schedule_sm90 import TILE, item_at, schedule_of
 from kernels.scaled_keys import GROUP
 
-# Words of four numbers, 16 bytes a thread, whole sectors of memory; unpacked, eight threads store to all banks of
-# swizzled rows. (As single bytes, each number that waits would take a register.)
+# Words of four elements, 16 bytes per thread, whole sectors; dequantized, eight threads store to all banks of swizzled
+# rows. (As single bytes, each pending element would take a register.)
 LOADED = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
-WORDS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))  # as SHARED lies
-# A word $2 of four numbers times a scale $3, fp32 -> words $0, $1 of two numbers each; NaN stays NaN.
+WORDS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))  # same order as SHARED
+# Word $2 of four e4m3 times scale $3 (fp32) -> words $0, $1 of two elements each; NaN stays NaN.
 _UNPACK = """{
     .reg .b16 a, b, c, d;
     .reg .b32 low, high;
@@ -48,7 +48,7 @@ TO_FP16 = gl.constexpr(_UNPACK.replace("DTYPE", "f16x2"))
 def _fetch(
     latents, scales, column: gl.constexpr, page, page_stride, tile, R: gl.constexpr, PAGE: gl.constexpr
 ):  # fmt: skip
-    """Starts to load half a tile from `column` on: four pieces [TILE, 16] and the scales of two groups [TILE] each."""
+    """Starts loading half a tile from `column` on: four pieces [TILE, 16] and the scales [TILE] of two groups."""
     gl.static_assert(R // 2 == 2 * GROUP)
     n = gl.arange(0, TILE, layout=gl.SliceLayout(1, LOADED))
     c = gl.arange(0, 16, layout=gl.SliceLayout(0, LOADED))
@@ -67,7 +67,6 @@ def _fetch(
 
 @gluon.jit
 def _unpack(half, target):
-    """Multiplies half a tile by its scales, which is exact, and stores it to `target` for products."""
     code: gl.constexpr = TO_BF16 if target.dtype == gl.bfloat16 else TO_FP16
     words = target._reinterpret(gl.int32, [TILE, target.shape[1] // 2], WORDS)
     for piece in gl.static_range(4):
@@ -86,9 +85,10 @@ def load_unpacked(
     R: gl.constexpr, P: gl.constexpr, PAGE: gl.constexpr,
     TILES_M: gl.constexpr, T: gl.constexpr, BLOCK_B: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Fills the two slots piece by piece, in four warps. A left half is ready after two arrivals: its own, the copy's.
+    """Fills the two stages piece by piece.
 
-    `latents` are words of four numbers. A page begins every `page_stride` words, and every `page_rows` rows of `ropes`.
+    A left half is ready after two arrivals: this warpgroup's and the TMA copy's.
+    `latents` are words of four elements. Pages are `page_stride` words, and `page_rows` rows of `ropes`, apart.
     """
     k_left, k_right, k_rope = keys
     left_ready, right_ready = ready
@@ -103,7 +103,7 @@ def load_unpacked(
         page = gl.load(pages + first * TILE // PAGE, mask=first < last, other=0)
         next_page = gl.load(pages + (first + 1) * TILE // PAGE, mask=first + 1 < last, other=0)
         if EARLY:
-            if page >= 0:  # Always true: without it the compiler moves the wait to before the load.
+            if page >= 0:  # always true; keeps the compiler from moving the wait above the load
                 gdc_wait()
         left = _fetch(latents, scales, 0, page, page_stride, first, R, PAGE)
         right = _fetch(latents, scales, R // 2, page, page_stride, first, R, PAGE)
@@ -128,4 +128,4 @@ def load_unpacked(
             loaded += 1
         at = gl.minimum(end, item_end)
     if EARLY:
-        gdc_wait()  # those without items, too
+        gdc_wait()  # also in programs without items

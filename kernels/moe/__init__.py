@@ -1,1 +1,1 @@
-"""Routed experts."""
+"""Routed experts (MoE)."""

@@ -1,4 +1,4 @@
-"""Lookups in a few expert ids by Gluon programs: the experts that have tokens, and their pairs."""
+"""Gluon lookups in a few expert ids: which experts are active, and their pairs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 
 @gluon.constexpr_function
 def _alike(size):
-    """Creates a layout of [size]: neighbours in neighbouring lanes, replicated in each of four warps."""
+    """Layout of [size]: consecutive elements in consecutive lanes, replicated in each of four warps."""
     lanes = [[1 << i] for i in range(5)]
     registers = [[1 << i] for i in range(5, size.bit_length() - 1)]
     return gl.DistributedLinearLayout(registers, lanes, [[0], [0]], [], [size])
@@ -21,7 +21,7 @@ def _popcount(x):
 
 @gluon.jit
 def active_experts(ids, P, first, EXPERTS: gl.constexpr, BLOCK_P: gl.constexpr):
-    """Finds each local expert's index among those with tokens, or -1, in vectors of 32; also their number."""
+    """Returns each local expert's index among the active ones, or -1, in vectors of 32; also their number."""
     LAYOUT: gl.constexpr = _alike(BLOCK_P)
     p = gl.arange(0, BLOCK_P, layout=LAYOUT)
     local = gl.load(ids + p, mask=p < P, other=-1) - first
@@ -41,7 +41,7 @@ def active_experts(ids, P, first, EXPERTS: gl.constexpr, BLOCK_P: gl.constexpr):
 
 @gluon.jit
 def nth_expert(indices, j, EXPERTS: gl.constexpr):
-    """Finds the j-th local expert with tokens."""
+    """Returns the j-th active local expert."""
     lane = gl.arange(0, 32, layout=_alike(32))
     found = gl.full_like(lane, 0)
     for w in gl.static_range((EXPERTS + 31) // 32):
@@ -51,7 +51,7 @@ def nth_expert(indices, j, EXPERTS: gl.constexpr):
 
 @gluon.jit
 def slots(ids, n, N, TOP_K: gl.constexpr):
-    """Loads the experts of tokens n, one vector per slot."""
+    """Loads the experts of tokens n, one vector per top-k slot."""
     found = ()
     for s in gl.static_range(TOP_K):
         found = found + (gl.load(ids + n * TOP_K + s, mask=n < N, other=-1),)  # type: ignore[assignment]  # noqa: RUF005
@@ -60,7 +60,7 @@ def slots(ids, n, N, TOP_K: gl.constexpr):
 
 @gluon.jit
 def pairs_with(of, n, expert, TOP_K: gl.constexpr):
-    """Finds the first pair of each token n with the expert (global id), or -1."""
+    """Returns the first pair of each token n with the expert (global id), or -1."""
     pair = gl.full_like(n, -1)
     for s in gl.static_range(TOP_K - 1, -1, -1):
         pair = gl.where(of[s] == expert, n * TOP_K + s, pair)
@@ -69,7 +69,7 @@ def pairs_with(of, n, expert, TOP_K: gl.constexpr):
 
 @gluon.jit
 def weights_of(of, weights, n, expert, TOP_K: gl.constexpr):
-    """Sums the weights of the expert for tokens n."""
+    """Sums the expert's weights for tokens n."""
     total = gl.full_like(n, 0).to(gl.float32)
     for s in gl.static_range(TOP_K):
         total += gl.load(weights + n * TOP_K + s, mask=of[s] == expert, other=0.0)

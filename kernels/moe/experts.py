@@ -1,18 +1,18 @@
-"""A rank's routed experts: gather, two grouped products and the weighted sum, without a copy of x.
+"""A rank's routed experts: gather, two grouped GEMMs and the weighted sum, without permuting x.
 
 A pair is a token and one of its experts. Static shapes choose one of six algorithms; no grid depends on ids:
 
-- A few tokens: they rarely share experts, and latency dominates. Programs take a pair and some rows of its expert's
-  gate and up, and stream these through registers; programs of equal experts are neighbours, and all but the first read
-  from the L2. Then programs take some rows of down and loop over their token's experts, so that no sum remains.
-- Some: programs take an expert and some of its rows. Each finds the expert's pairs in ids itself, which costs less
-  than a launch that sorts them, and multiplies the rows with 16 pairs at a time on the tensor cores; an expert without
-  pairs costs empty programs. Every pair's output is written, and a third launch adds up each token's outputs in order:
-  sums are deterministic, and each row of a weight is read once (again if an expert has more pairs).
-- Many: the same programs, over blocks of pairs sorted by expert beforehand.
-- Instead of the first two, for a few tokens of wide experts on Hopper: `kernels.moe.experts_sm90`, whose programs share
-  the weights of the local experts that have tokens, and load them ahead. For up to 128 tokens and weights of a few
-  bits: `kernels.moe.experts_scaled_sm90`. For many pairs and weights in e4m3: `kernels.moe.experts_many_sm90`.
+- few: a few tokens rarely share experts, and latency dominates. One program per pair and some rows of its expert's gate
+  and up, streamed through registers; programs of equal experts are neighbours, and all but the first read from L2. For
+  down, one program per some rows, looping over the token's experts, so that no reduction is left.
+- some: one program per expert and some of its rows. Each finds the expert's pairs in ids itself, which is cheaper than
+  a sorting launch, and multiplies 16 pairs at a time on tensor cores; an expert without pairs costs empty programs. A
+  third launch adds up each token's outputs in order: sums are deterministic, and each weight row is read once (again if
+  an expert has more pairs).
+- many: the same, over blocks of pairs sorted by expert beforehand.
+- On Hopper, `kernels.moe.experts_sm90` instead of few and some, for a few tokens of wide experts: programs share the
+  weights of the active local experts equally, and prefetch them. `kernels.moe.experts_scaled_sm90` for up to 128 tokens
+  and quantized weights. `kernels.moe.experts_many_sm90` for many pairs and e4m3 weights.
 
 The last kernel stores a token's sum, or sends it to the reducing ranks: phase 1 of `kernels.peers.all_reduce_norm`.
 """
@@ -38,7 +38,7 @@ from kernels.peers.ll_protocol import DTYPES, SumTarget, epoch, send_sum, sum_ll
 from kernels.scaled import ScaledMatrix
 
 Strategy = Literal["few", "some", "many"]
-MIN_PROGRAMS_PER_SM = 1.8  # programs per SM with which a launch fills the GPU
+MIN_PROGRAMS_PER_SM = 1.8  # with this many, a launch fills the GPU
 
 
 @triton.jit
@@ -50,7 +50,6 @@ def _gated_row(tile, F: tl.constexpr, BLOCK_R: tl.constexpr):
 
 @triton.jit
 def _activation(y, clamp_at, CLAMPED: tl.constexpr):
-    """Applies the gate to y [.., 2], gate and up."""
     gate, up = tl.split(y)
     return clamped_swiglu(gate, up, clamp_at) if CLAMPED else swiglu(gate, up)
 
@@ -66,7 +65,7 @@ def _gate_up_few_kernel(
     tile = tl.program_id(1)
     row = _gated_row(tile, F, BLOCK_R)
     wait_for_predecessor(PDL)
-    if EARLY:  # down's programs take the places of finished ones, and read ids
+    if EARLY:  # down's programs replace finished ones, and read ids
         start_successor(PDL)
     expert = tl.load(ids + pair) - first
     if (expert >= 0) & (expert < EXPERTS):
@@ -100,7 +99,7 @@ def _gate_up_few_kernel(
 
 @triton.jit
 def _words_of(n, first, dtype: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr):
-    """Locates the words of BLOCK values of row n from `first` on: pieces, indices in them, whether the row has them."""
+    """Locates the words of BLOCK values of row n from `first` on: LL pieces, indices in them, validity."""
     VALUES: tl.constexpr = 1 if tl.float32 == dtype else 2
     column = first // VALUES + tl.arange(0, BLOCK // VALUES)
     return n * ((H // VALUES + SIZE - 1) // SIZE) + column // SIZE, column % SIZE, column < H // VALUES
@@ -122,13 +121,13 @@ def _down_few_kernel(
         tag = epoch(epochs)
         piece, w, in_row = _words_of(n, tl.program_id(1) * BLOCK_R, h.dtype.element_ty, H, BLOCK_R, SIZE)
         ll_buffers = sum_ll_buffers(peers, piece, RANKS, TWO_SHOT)
-    # Ids and weights are older than the predecessor: only h has to be waited for.
+    # Ids and weights are older than the predecessor: wait only for h.
     slot = tl.arange(0, BLOCK_S)
     expert = tl.load(ids + n * TOP_K + slot, mask=slot < TOP_K, other=-1) - first
     local = (expert >= 0) & (expert < EXPERTS) & (slot < TOP_K)
     index = tl.where(local, tl.cumsum(local.to(tl.int32), 0), 0) - 1
     count = tl.sum(local.to(tl.int32), 0)
-    if count >= 0:  # Always true: without it the compiler moves the wait to before the ids.
+    if count >= 0:  # always true; keeps the compiler from moving the wait above the loads of ids
         wait_for_predecessor(PDL)
     if EARLY:
         start_successor(PDL)
@@ -175,16 +174,15 @@ def _expert_pairs(
     BLOCK_E: tl.constexpr,
     SORTED: tl.constexpr,
 ):  # fmt: skip
-    """Finds a program's local expert and its pairs: a block of sorted ones, or all of an expert.
+    """Finds a program's local expert and its pairs: a block of sorted pairs, or all of an expert's.
 
-    Unsorted, `shares` programs divide the many pairs of each of the first SHARED_EXPERTS experts.
-
-    Returns the expert, the begin and end of its pairs and, unsorted, the running count of the expert's pairs.
+    Unsorted, `shares` programs divide the many pairs of each of the first SHARED_EXPERTS experts. Returns the expert
+    (EXPERTS past the last block), its pair range and, unsorted, the running count of its pairs.
     """
     if SORTED:
         e = tl.arange(0, BLOCK_E)
         ends = tl.load(block_ends + e, mask=e < EXPERTS, other=0x7FFFFFFF)
-        expert = tl.sum((ends <= block).to(tl.int32), 0)  # EXPERTS, where no pairs begin, in a block past the last one
+        expert = tl.sum((ends <= block).to(tl.int32), 0)  # EXPERTS, which has no pairs, in a block past the last
         before = tl.max(tl.where(ends <= block, ends, 0), 0)
         begin = tl.load(bounds + expert) + (block - before) * BLOCK_N
         stop = tl.minimum(tl.load(bounds + tl.minimum(expert + 1, EXPERTS)), begin + BLOCK_N)
@@ -205,7 +203,7 @@ def _expert_pairs(
 
 @triton.jit
 def _pairs_at(lane, stop, counts, order, SORTED: tl.constexpr):
-    """Returns the pairs at indices `lane` [BLOCK_N] of the order, or of the expert's own pairs; 0 from `stop` on."""
+    """Returns the pairs at indices `lane` [BLOCK_N] of the order, or of the expert's pairs; 0 from `stop` on."""
     if SORTED:
         pair = tl.load(order + lane, mask=lane < stop, other=0.0)
     else:
@@ -214,7 +212,7 @@ def _pairs_at(lane, stop, counts, order, SORTED: tl.constexpr):
     return tl.where(lane < stop, pair, 0).to(tl.int64)
 
 
-@triton.jit(do_not_specialize=["P"], do_not_specialize_on_alignment=["shares"])  # they change from chunk to chunk
+@triton.jit(do_not_specialize=["P"], do_not_specialize_on_alignment=["shares"])  # change from chunk to chunk
 def _gate_up_kernel(
     x, ids, weights, gate_up, scales, bias, h, order, bounds, block_ends, x_n, P, first, shares, clamp_at,
     TOP_K: tl.constexpr, EXPERTS: tl.constexpr, SHARED_EXPERTS: tl.constexpr, H: tl.constexpr, F: tl.constexpr,
@@ -267,7 +265,7 @@ def _gate_up_kernel(
         start_successor(PDL)
 
 
-@triton.jit(do_not_specialize=["P"], do_not_specialize_on_alignment=["shares"])  # they change from chunk to chunk
+@triton.jit(do_not_specialize=["P"], do_not_specialize_on_alignment=["shares"])  # change from chunk to chunk
 def _down_kernel(
     h, ids, weights, down, scales, bias, outputs, order, bounds, block_ends, P, first, shares,
     EXPERTS: tl.constexpr, SHARED_EXPERTS: tl.constexpr, H: tl.constexpr, F: tl.constexpr,
@@ -310,7 +308,7 @@ def _down_kernel(
         for i in tl.range(0, tiles * chunks, num_stages=STAGES):
             r = (tile + i // chunks) * BLOCK_R + tl.arange(0, BLOCK_R)
             row = tl.minimum(r, H - 1)
-            index = i % chunks * BLOCK_K  # from the beginning of the first group
+            index = i % chunks * BLOCK_K  # from the start of the first group
             column = index - BEGIN + k
             byte = (index - BEGIN) // PACK + c
             w_at = down + expert.to(tl.int64) * (H * F // PACK) + (row * (F // PACK))[:, None] + byte[None, :]
@@ -327,7 +325,7 @@ def _down_kernel(
                     acc += weight[None, :] * tl.load(bias + expert * H + row).to(tl.float32)[:, None]
                 tl.store(outputs + (pair * H)[None, :] + r[:, None], acc, mask=(r < H)[:, None] & valid[None, :])
                 acc = tl.zeros([BLOCK_R, BLOCK_N], tl.float32)
-    wait_for_predecessor(PDL)  # those without pairs, too
+    wait_for_predecessor(PDL)  # also in programs without pairs
     start_successor(PDL)
 
 
@@ -362,25 +360,25 @@ def _sum_kernel(
 
 @dataclass(frozen=True)
 class RoutedExperts:
-    """Pending sum over a token's chosen local experts of weight * (down(act(gate_up x))): a summand of all ranks' sum.
+    """Partial sum over a token's local experts of weight * down(act(gate_up x)), to be all-reduced.
 
     `act` is silu(gate) * up; with `clamp_at` (gpt-oss) gate * sigmoid(1.702 gate) * (up + 1), gate clamped from above
-    and up on both sides. Sums are fp32; the weighted activations, and of more than a few tokens each expert's output,
-    are rounded to x's dtype. Deterministic. No size depends on ids: one captured graph serves them all.
+    and up on both sides. Sums are fp32; the weighted activations, and for more than a few tokens each expert's output,
+    are rounded to x's dtype. Deterministic. No shape depends on ids, so one captured graph serves them all.
 
     Attributes:
         x: [N, H], last dim contiguous.
         ids: [N, k] int32, contiguous; ids outside [first, first + E_local) are skipped, others differ within a token.
         weights: [N, k] fp32, contiguous.
-        gate_up: [E_local, 2 F, H] in x's dtype, contiguous; the gate's F rows before the others. Or, for x in bf16 or
-            fp32, a scaled matrix of contiguous numbers and scales.
-        down: [E_local, H, F], as gate_up.
+        gate_up: [E_local, 2 F, H] in x's dtype, contiguous; F rows of gate, then F of up. Or, for x in bf16 or fp32, a
+            scaled matrix with contiguous data and scales.
+        down: [E_local, H, F], like `gate_up`.
         first: global id of local expert 0.
         gate_up_bias: [E_local, 2 F] in x's dtype, contiguous, or None.
-        down_bias: [E_local, H] in x's dtype, contiguous, or None; added once an expert, before its weight.
+        down_bias: [E_local, H] in x's dtype, contiguous, or None; added once per expert, before its weight.
         clamp_at: bound of the clamps, or None.
         addend: [N, H] in x's dtype, contiguous, or None; added before the sum is rounded.
-        total_experts: experts of all ranks; None: only those here. It only affects the choice of tiles.
+        total_experts: experts of all ranks, default local only; affects only the choice of tiles.
         shared_count: the first `shared_count` local experts receive every token.
     """
 
@@ -479,7 +477,7 @@ class RoutedExperts:
             )  # fmt: skip
             return
 
-        num_active = E * (1 - (1 - 1 / (self.total_experts or E)) ** P)  # expected experts with tokens, if uniform
+        num_active = E * (1 - (1 - 1 / (self.total_experts or E)) ** P)  # expected number of active experts, if uniform
         tile, down_tile = tiles_of(strategy, P, E, F, H, x.dtype, num_active / sm_count(x.device), gate_stored.dtype)
         is_sorted = strategy == "many"
         plan: tuple[torch.Tensor | None, ...] = (None, None, None)
@@ -488,7 +486,7 @@ class RoutedExperts:
             plan = pairs.order, pairs.bounds, pairs.block_ends
         shares = triton.cdiv(N, tile["BLOCK_N"])
         if is_sorted:
-            blocks = P // tile["BLOCK_N"] + E  # upper bound: all full ones, and the last of each expert
+            blocks = P // tile["BLOCK_N"] + E  # upper bound: all full blocks, and the last of each expert
         else:
             blocks = E + self.shared_count * (shares - 1)
         searched = 1 if is_sorted else triton.next_power_of_2(P)
@@ -508,11 +506,10 @@ class RoutedExperts:
 
     @property
     def _has_bias_or_clamp(self) -> bool:
-        """True if experts have biases or clamps."""
         return any(given is not None for given in (self.gate_up_bias, self.down_bias, self.clamp_at))
 
     def _sum(self, outputs: torch.Tensor, out: torch.Tensor | SumTarget, indices: torch.Tensor | None = None) -> None:
-        """Adds up the outputs [N k, H] of each token's local experts, of pair i at `indices[i]` if these are given."""
+        """Sums the outputs [N k, H] of each token's local experts; pair i is at `indices[i]` if given."""
         (N, H), E = self.x.shape, len(self.down)
         sums = out if isinstance(out, SumTarget) else None
         to = (out, None, None) if sums is None else (None, sums.peers, sums.count)
@@ -535,13 +532,13 @@ def choose_strategy(N: int, top_k: int, E: int) -> Strategy:
 
 
 def few_tiles(N: int, F: int, run: int = RUN, down_run: int = RUN) -> tuple[dict[str, int], dict[str, int]]:
-    """Chooses launch options of the two products of a few tokens, by H200 timings."""
+    """Returns launch options of both GEMMs for a few tokens, by H200 timings."""
     few_tokens = N <= 2
     warps, rows, down_warps = (2, 4, 2) if few_tokens else (1, 8, 1)
     gate_up = dict(BLOCK_R=4, BLOCK_K=warps * 32 * run, RUN=run, STAGES=3 if few_tokens else 1, num_warps=warps)
     block_k = min(down_warps * 32 * down_run, max(2 * down_run, triton.next_power_of_2(F)))
     down = dict(BLOCK_R=rows, BLOCK_K=block_k, RUN=down_run, STAGES=3, num_warps=down_warps)
-    early = dict(EARLY=few_tokens)  # successors of more programs would crowd on some SMs
+    early = dict(EARLY=few_tokens)  # successors of more programs would crowd onto some SMs
     return gate_up | early, down | early
 
 
@@ -555,12 +552,12 @@ def tiles_of(
     num_active: float,
     weights: torch.dtype = torch.bfloat16,
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Chooses launch options of both products of P pairs for "some" and "many"; `num_active`: experts in use per SM.
+    """Returns launch options of both GEMMs of P pairs for "some" and "many"; `num_active`: active experts per SM.
 
-    They are bound by reading weights, and for many pairs by multiplications. For "some", a program of down takes up to
-    200 KB of rows, so that fewer programs look for pairs, as long as MIN_PROGRAMS_PER_SM remain. With that many, down
-    starts early; fewer would crowd on the SMs that are free first. No step over weights of a few bits is wider than
-    128 columns, the least group of e4m3.
+    They are bound by reading weights, and for many pairs by compute. For "some", a program of down takes up to 200 KB
+    of rows, so that fewer programs look for pairs, as long as MIN_PROGRAMS_PER_SM remain. With that many, down starts
+    early; fewer would crowd onto the SMs that are free first. Steps over quantized weights are at most 128 columns, the
+    smallest group of e4m3.
     """
     if dtype == torch.float32:
         tile = dict(BLOCK_R=32, BLOCK_N=16, BLOCK_K=32, STAGES=2, ROUNDS=False, num_warps=4)
@@ -573,9 +570,9 @@ def tiles_of(
             rows *= 2
         early = num_active * triton.cdiv(H, rows) >= MIN_PROGRAMS_PER_SM
         return tile | dict(EARLY=early), tile | dict(TILES=rows // 64)
-    if weights == torch.float8_e4m3fn and P >= 128 * E:  # each weight is converted for as many pairs as fit
+    if weights == torch.float8_e4m3fn and P >= 128 * E:  # convert each weight for as many pairs as fit
         tile = dict(BLOCK_R=128, BLOCK_N=256, BLOCK_K=64, STAGES=3, ROUNDS=True, num_warps=8)
-    elif P < 128 * E or weights.itemsize == 1:  # of two programs on an SM, one converts while the other multiplies
+    elif P < 128 * E or weights.itemsize == 1:  # two programs per SM: one converts while the other multiplies
         tile = dict(BLOCK_R=128, BLOCK_N=64, BLOCK_K=64, STAGES=4, ROUNDS=False, num_warps=4)
     else:
         tile = dict(BLOCK_R=128, BLOCK_N=128, BLOCK_K=64, STAGES=4, ROUNDS=False, num_warps=8)

@@ -1,13 +1,13 @@
-"""Variant of `kernels.moe.experts` for many pairs on Hopper, with weights in e4m3: both products, of sorted pairs.
+"""Hopper variant of `kernels.moe.experts` for many pairs and e4m3 weights: both grouped GEMMs over sorted pairs.
 
-A program multiplies 256 rows of an expert's weight with up to 128 of its pairs. It is three groups of warps. Two
-multiply 128 rows each: they convert 64 columns of the weight in registers while the tensor cores multiply those of the
-other group. The third loads, several steps ahead: weights by TMA; in the first launch tokens' rows of x, 16 bytes a
-copy, in the second those of h by TMA, since the first has written them in the order of pairs. Scales go into the
-weights, which are rounded to x's dtype: sums of each group of columns beside those of all would not fit into registers.
+A program multiplies 256 weight rows of an expert with up to 128 of its pairs. Two consumer warpgroups multiply 128 rows
+each: one converts 64 weight columns in registers while the tensor cores serve the other. The producer warpgroup loads
+several steps ahead: weights by TMA; x rows by 16-byte copies in the first launch; h by TMA in the second, as the first
+wrote it in pair order. Scales are applied to the weights, which are rounded to x's dtype: per-group accumulators would
+not fit into registers.
 
 Rows of a tile alternate by eights, so that one thread has what it stores together: gate and up of a column, or two
-neighbouring rows of down, which are a word.
+neighbouring rows of down, which share a word.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from kernels.scaled import Matrix, ScaledMatrix
 from kernels.sm90 import COPIED, SHARED
 
 ROWS, HALF, PAIRS, BLOCK_K = gl.constexpr(256), gl.constexpr(128), gl.constexpr(128), gl.constexpr(64)
-STAGES = gl.constexpr(6)  # of 32 KB
-BEHIND = gl.constexpr(2)  # steps that are on their way while the next one is sent for
-RUN = 6  # tiles of down that a program multiplies one after the other
-MIN_PAIRS = 48  # pairs of each expert
+STAGES = gl.constexpr(6)  # 32 KB each
+BEHIND = gl.constexpr(2)  # steps in flight when the next one is issued
+RUN = 6  # down tiles that a program processes consecutively
+MIN_PAIRS = 48  # per expert
 WEIGHTS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2))
 WEIGHT_TILES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=5))
 PRODUCT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
 CONVERTED = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=PRODUCT, k_width=2))
-# Of two rows in eights apart, one: [HALF / 2, PAIRS], where PRODUCT has both.
+# Layout of one of two rows, eights apart: [HALF / 2, PAIRS], where PRODUCT has both.
 RESULT = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [0, 8], [0, 16], [0, 32], [0, 64], [32, 0]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
@@ -55,7 +55,7 @@ def _load(
     w, x, order, begin, stop, expert, first_tile, tiles, x_n, w_shared, x_shared, ready, free,
     TOP_K: gl.constexpr, K: gl.constexpr, BEGIN: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
-    """Fills the slots with each tile's columns of the weight and of the pairs' rows, in four warps."""
+    """Producer warpgroup: each tile's weight columns, and those of the pairs' rows."""
     STEPS: gl.constexpr = (BEGIN + K + 2 * BLOCK_K - 1) // (2 * BLOCK_K) * 2
     W_BYTES: gl.constexpr = ROWS * BLOCK_K
     if GATED:
@@ -63,7 +63,7 @@ def _load(
         c = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, COPIED))
         live = lane < stop
         token = gl.load(order + lane, mask=live, other=0) // TOP_K
-        rows = token * (x_n * 8)  # so that it is known to be a multiple of 8
+        rows = token * (x_n * 8)  # makes it known to be a multiple of 8
     total = tiles * STEPS
     for step in range(total):
         slot = step % STAGES
@@ -99,7 +99,7 @@ def _load(
 
 @gluon.jit
 def _weight_rows(tile, PART: gl.constexpr, R: gl.constexpr, GATED: gl.constexpr, LAYOUT: gl.constexpr):
-    """Returns the rows of the weight [HALF] of a group's half of a tile, in its order, and which of them there are."""
+    """Returns the weight rows [HALF] of a warpgroup's half of a tile, in its order, and which of them exist."""
     i = gl.arange(0, HALF, layout=LAYOUT)
     if GATED:
         column = tile * (ROWS // 2) + PART * (HALF // 2) + i // 16 * 8 + i % 8
@@ -111,10 +111,9 @@ def _weight_rows(tile, PART: gl.constexpr, R: gl.constexpr, GATED: gl.constexpr,
 
 @gluon.jit
 def _converted(w_shared, ready, step, scale, PART: gl.constexpr, dtype: gl.constexpr):
-    """Reads a half of a step's weights, which are waited for, and converts them with their rows' scales."""
     mbarrier.wait(ready.index(step % STAGES), step // STAGES % 2)
     w = w_shared.index(step % STAGES).slice(PART * HALF, HALF, dim=0).load(CONVERTED)
-    # Not to bf16 at once: from fp16, that is a slow instruction.
+    # Via fp32: fp16 to bf16 is a slow instruction.
     return (w.to(gl.float32) * scale[:, None]).to(dtype)
 
 
@@ -124,7 +123,6 @@ def _multiply(
     R: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr, BEGIN: gl.constexpr,
     GATED: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
-    """Multiplies a half of each tile's rows, and stores what comes of them, in a group of four warps."""
     BLOCKS: gl.constexpr = (BEGIN + K + 2 * BLOCK_K - 1) // (2 * BLOCK_K)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, CONVERTED)
     PAIR_LAYOUT: gl.constexpr = gl.SliceLayout(0, RESULT)
@@ -142,7 +140,7 @@ def _multiply(
             acc = warpgroup_mma(one, x_shared.index(one_slot).permute((1, 0)), y, is_async=True)
             two = _converted(w_shared, ready, step + 1, scale, PART, dtype)
             scale = gl.load(scales_at + group * R, mask=inside, other=0.0)  # of the next block
-            # In the same round: over its end, registers that a product reads were written before it was done.
+            # In the same iteration: otherwise registers that an MMA reads would be written before it is done.
             y, one = warpgroup_mma_wait(num_outstanding=0, deps=[acc, one])
             mbarrier.arrive(free.index(one_slot))
             acc = warpgroup_mma(two, x_shared.index(two_slot).permute((1, 0)), y, is_async=True)
@@ -183,7 +181,7 @@ def _experts_many_kernel(
     tiles = (run + 1) * TILES // runs - first_tile
     e = gl.arange(0, BLOCK_E, layout=EACH_EXPERT)
     ends = gl.load(block_ends + e, mask=e < E, other=0x7FFFFFFF)
-    expert = gl.sum((ends <= block).to(gl.int32), 0)  # E, in a block past the last one
+    expert = gl.sum((ends <= block).to(gl.int32), 0)  # E past the last block
     before = gl.max(gl.where(ends <= block, ends, 0), 0)
     if expert < E:
         begin = gl.load(bounds + expert) + (block - before) * PAIRS
@@ -238,8 +236,8 @@ def fits(x: torch.Tensor, P: int, total: int, gate_up: Matrix, down: Matrix) -> 
     return (
         not (gate_up.packed or down.packed)
         and MIN_PAIRS * total <= P
-        and P * max(H // 2, F) < 1 << 31 > len(x) * x.stride(0)  # numbers of cells
-        # Whole steps of x's columns, and what TMA wants strides and coordinates to be multiples of.
+        and P * max(H // 2, F) < 1 << 31 > len(x) * x.stride(0)  # element indices fit int32
+        # Whole steps of x's columns, and TMA's alignment of strides and coordinates.
         and H % K == gate_up.begin % K == F % 16 == down.begin % 16 == 0
         and F > 0
         and x.dtype == torch.bfloat16
@@ -259,7 +257,7 @@ def launch(
     pairs: PairOrder,
     outputs: torch.Tensor,
 ) -> None:
-    """Runs both products of `kernels.moe.experts` for tensors that `fits` accepts.
+    """Runs both grouped GEMMs of `kernels.moe.experts`; requires `fits`.
 
     Args:
         weights: [N, k] fp32.
@@ -276,7 +274,7 @@ def launch(
         down.data, [E, H // 16, 2, 8, F], [H * F, 16 * F, F, 2 * F, 1], block_shape, WEIGHT_TILES.value
     )
     rows = TensorDescriptor(h, [P, F], [F, 1], [PAIRS.value, BLOCK_K.value], SHARED.value)
-    blocks = P // PAIRS.value + E  # upper bound: all full ones, and the last of each expert
+    blocks = P // PAIRS.value + E  # upper bound: all full blocks, and the last of each expert
     for w, matrix, given, x_n, out, R, K in (
         (gate_up_tiles, gate_up, x, x.stride(0) // 8, h, 2 * F, H),
         (down_tiles, down, rows, 0, outputs, H, F),

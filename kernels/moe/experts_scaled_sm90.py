@@ -1,15 +1,14 @@
-"""Variant of `kernels.moe.experts` for weights of a few bits and up to 128 tokens on Hopper.
+"""Hopper variant of `kernels.moe.experts` for quantized weights (e4m3, e2m1) and up to 128 tokens.
 
 As in `kernels.moe.experts_sm90`, a fixed grid divides the steps of all tiles equally, and programs that share a tile
-add up in a tree. But the columns of a product are pairs of one expert. Each program finds in ids how many blocks of
-pairs each local expert has, and lists the pairs of its own blocks in memory; an expert with more than one block is read
-again, from the L2. With no more tokens than columns no expert has two; latency dominates, so columns are tokens, and a
-program finds the one or two experts of its steps in registers. Outputs of down are a pair's own, and another launch
-sums them.
+reduce in a tree. But MMA columns are pairs of one expert: each program counts the blocks of pairs per local expert from
+ids, and lists the pairs of its own blocks in memory; an expert with several blocks is read again from L2. With no more
+tokens than columns no expert has two blocks and latency dominates, so columns are tokens, and a program finds the one
+or two experts of its steps in registers. Down writes one output per pair; another launch sums them.
 
-Converting binds, so a thread reads what it converts in words of 16 bytes and puts nothing elsewhere: it multiplies 32
-neighbouring columns, which as positions of a product are pairs 8 apart. Rows of x are copied to shared memory in that
-order, a pair of columns at a time; so are those of the activations.
+Bound by conversion, so a thread reads what it converts in 16-byte words, and nothing is shuffled: it multiplies 32
+neighbouring columns, which in MMA order are pairs 8 apart. Rows of x and h are copied to shared memory in that order, a
+pair of columns at a time.
 """
 
 from __future__ import annotations
@@ -34,22 +33,22 @@ from kernels.scaled import ScaledMatrix
 from kernels.sm90 import SHARED, add
 
 MAX_TOKENS, MAX_PAIRS = 128, 2048
-MAX_COLUMNS = 32  # pairs of a block
-MIN_WIDTH = 128  # columns of an expert: a group's
+MAX_COLUMNS = 32  # pairs per block
+MIN_WIDTH = 128  # columns of an expert: one group
 WARPS, ROWS, HALF = gl.constexpr(4), gl.constexpr(64), gl.constexpr(32)
-BLOCK_K = gl.constexpr(128)  # columns of a product
-SHARED_KB = {2: 104, 3: 68}  # of a program's stages, by programs of an SM
+BLOCK_K = gl.constexpr(128)  # columns per product
+SHARED_KB = {2: 104, 3: 68}  # of stages per program, by programs per SM
 COPIED = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))
 SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-# Of a step's scales of e2m1, those of `_words`: a thread's rows, its quarter.
+# Of a step's e2m1 scales those that `_words` needs: a thread's rows, its quarter.
 QUARTERS = gl.constexpr(
     gl.DistributedLinearLayout([[8]], [[64], [128], [1], [2], [4]], [[16], [32]], [], [4 * ROWS.value])
 )
-LOW, LIFT = gl.constexpr(64), gl.constexpr(2.0**64)  # sums of e2m1 are so much lower, so that no weight overflows bf16
+LOW, LIFT = gl.constexpr(64), gl.constexpr(2.0**64)  # e2m1 is scaled by 2^-64, so that no weight overflows bf16
 
 
 def _e4m3_to_bf16() -> str:
-    """Writes the code for a word, by way of fp16 and fp32: from fp16 to bf16 at once is a slow instruction."""
+    """Code for a word, via fp16 and fp32: fp16 to bf16 is a slow instruction."""
     lines = [".reg .b16 p<2>; .reg .b32 f, d; .reg .b16 h<2>; .reg .f32 a, b;", "mov.b32 {p0, p1}, $4;"]
     for i in range(2):
         lines += [f"cvt.rn.f16x2.e4m3x2 f, p{i};", "mov.b32 {h0, h1}, f;", "cvt.f32.f16 a, h0;", "cvt.f32.f16 b, h1;"]
@@ -58,7 +57,7 @@ def _e4m3_to_bf16() -> str:
 
 
 def _e2m1_to_bf16() -> str:
-    """Writes the code for a word: of a byte in both places, signs are as they should be, numbers two bits low."""
+    """Code for a word: with a byte in both halves, signs are in place, and magnitudes two bits low."""
     lines = [".reg .b32 up, r, m;", "shl.b32 up, $8, 4;"]
     for i in range(4):
         byte = f"0x{(4 + i) * 0x1100 + i * 0x11:04x}"
@@ -73,13 +72,13 @@ E4M3_TO_BF16, E2M1_TO_BF16 = gl.constexpr(_e4m3_to_bf16()), gl.constexpr(_e2m1_t
 
 @gluon.constexpr_function
 def words_shared(words, rank=2):
-    """Creates the layout of rows of 32-bit words, a product's, in shared memory."""
+    """Returns the shared layout of rows of 32-bit words, for MMA."""
     return gl.NVMMASharedLayout(swizzle_byte_width=4 * words, element_bitwidth=32, rank=rank)
 
 
 @gluon.constexpr_function
 def _words(words):
-    """Creates the layout of [ROWS, words] in which a thread has a quarter of its rows, 16 bytes at a time."""
+    """Layout of [ROWS, words] in which a thread has a quarter of its rows, 16 bytes at a time."""
     quarter = words // 4
     registers = [[0, 1 << i] for i in range(quarter.bit_length() - 1)] + [[8, 0]]
     lanes = [[0, quarter], [0, 2 * quarter], [1, 0], [2, 0], [4, 0]]
@@ -101,7 +100,6 @@ def _pairs_of(ids, P, first, EXPERTS: gl.constexpr, BLOCK_P: gl.constexpr, COLUM
 
 @gluon.jit
 def _list_pairs(row, block, local, ends, BLOCK_P: gl.constexpr, COLUMNS: gl.constexpr):
-    """Writes a block's pairs, then -1, and behind them its expert."""
     expert = gl.sum((ends <= block).to(gl.int32), 0)
     before = gl.max(gl.where(ends <= block, ends, 0), 0)
     n = gl.arange(0, COLUMNS, layout=gl.BlockedLayout([1], [32], [4], [0]))
@@ -117,7 +115,7 @@ def _list_pairs(row, block, local, ends, BLOCK_P: gl.constexpr, COLUMNS: gl.cons
 @gluon.jit
 def locate(at, first_block, GATE: gl.constexpr, H: gl.constexpr, F: gl.constexpr, BEGIN: gl.constexpr,
             PARTS: gl.constexpr):  # fmt: skip
-    """Locates a step: its tile of the expert's rows, its block among those of the program, and its first column."""
+    """Returns a step's tile of the expert's rows, its block among the program's, and its first column."""
     STEPS: gl.constexpr = (BEGIN + (H if GATE else F) + PARTS * BLOCK_K - 1) // (PARTS * BLOCK_K)
     TILES: gl.constexpr = (F + HALF - 1) // HALF if GATE else (H + ROWS - 1) // ROWS
     tile = at // STEPS
@@ -126,7 +124,7 @@ def locate(at, first_block, GATE: gl.constexpr, H: gl.constexpr, F: gl.constexpr
 
 @gluon.jit
 def select_pair(block, of, FEW: gl.constexpr, COLUMNS: gl.constexpr):
-    """Returns what belongs to one of the program's blocks: of few pairs one of two values, else from its list."""
+    """Returns the value of one of the program's blocks: one of two values if FEW, else from its list."""
     if FEW:
         return gl.where(block > 0, of[1], of[0])
     else:
@@ -135,7 +133,6 @@ def select_pair(block, of, FEW: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def _load_weights(tile, e, column, w, slots, slot, ready, GATE: gl.constexpr):
-    """Starts the load of a step's weights, in words."""
     WORDS: gl.constexpr = slots[0].shape[2]
     PARTS: gl.constexpr = len(slots)
     ROWS: gl.constexpr = slots[0].shape[1]
@@ -158,7 +155,7 @@ def _copy_rows(pair, column, x, x_n, to, GATE: gl.constexpr, TOP_K: gl.constexpr
     p = gl.arange(0, to.shape[1], layout=gl.SliceLayout(0, COPIED))
     even = column + (p // BLOCK_K * BLOCK_K + p % 8 // 2 * 32 + p % BLOCK_K // 8 * 2)
     k = gl.max_contiguous(gl.multiple_of(even + p % 2, 2), 2)
-    rows = x + (pair // TOP_K if GATE else pair) * (x_n * 8)  # so that it is known to be a multiple of 8
+    rows = x + (pair // TOP_K if GATE else pair) * (x_n * 8)  # makes it known to be a multiple of 8
     inside = (pair >= 0)[:, None] & gl.max_constancy((even >= 0) & (even < K), 2)[None, :]
     async_copy.async_copy_global_to_shared(to, rows[:, None] + k[None, :], mask=inside)
 
@@ -182,7 +179,7 @@ def _copy_scales(
 
 @gluon.jit
 def _numbers(words, scales, PACKED: gl.constexpr, A: gl.constexpr):
-    """Converts words [ROWS, WORDS] to bf16 [ROWS, BLOCK_K], those of e2m1 scaled, in the order of `_copy_rows`."""
+    """Converts words [ROWS, WORDS] to bf16 [ROWS, BLOCK_K], e2m1 scaled, in the order of `_copy_rows`."""
     if PACKED:
         words = gl.reshape(words, [ROWS, 4, 4])
         scale = gl.permute(gl.reshape(scales.load(QUARTERS), [4, ROWS]), (1, 0)).to(gl.int32)
@@ -209,7 +206,7 @@ def _numbers(words, scales, PACKED: gl.constexpr, A: gl.constexpr):
 def _multiply(
     w_shared, slot, x, scales, acc, part: gl.constexpr, PACKED: gl.constexpr, PRODUCT: gl.constexpr,
 ):  # fmt: skip
-    """Starts the product of a part of a step; returns it, added to `acc` if scaled, its weights, and rows' scales."""
+    """Starts the product of a part of a step; returns it (added to `acc` if scaled), its weights, and row scales."""
     WORDS: gl.constexpr = w_shared[part].shape[2]
     A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=PRODUCT, k_width=2)
     COUNT: gl.constexpr = scales.shape[0] // len(w_shared)
@@ -236,7 +233,7 @@ def _moe_scaled_sm90_kernel(
     FEW: gl.constexpr = LISTS == 0
     PACKED: gl.constexpr = scales.dtype.element_ty == gl.uint8
     WORDS: gl.constexpr = BLOCK_K // (8 if PACKED else 4)
-    SPAN: gl.constexpr = 32 if PACKED else BLOCK_K  # columns of a scale in shared memory
+    SPAN: gl.constexpr = 32 if PACKED else BLOCK_K  # columns per scale in shared memory
     K: gl.constexpr = H if GATE else F
     STEPS: gl.constexpr = (BEGIN + K + PARTS * BLOCK_K - 1) // (PARTS * BLOCK_K)
     TILES: gl.constexpr = (F + HALF - 1) // HALF if GATE else (H + ROWS - 1) // ROWS
@@ -244,7 +241,7 @@ def _moe_scaled_sm90_kernel(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16]
     )
     dtype: gl.constexpr = x.dtype.element_ty
-    w_shared, ready = (), ()  # of each part apart, so that the compiler puts no barrier between their loads
+    w_shared, ready = (), ()  # separate per part, so that the compiler puts no barrier between their loads
     for _part in gl.static_range(PARTS):
         words_of_part = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS, WORDS], words_shared(WORDS))
         barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -257,7 +254,7 @@ def _moe_scaled_sm90_kernel(
     hopper.fence_async_shared()
     tl.debug_barrier()
     if GATE:
-        gdc_wait()  # for ids
+        gdc_wait()
     if FEW:
         indices, blocks = active_experts(ids, P, first, EXPERTS, BLOCK_P)
     else:
@@ -306,7 +303,7 @@ def _moe_scaled_sm90_kernel(
             for part in gl.static_range(PARTS):
                 mbarrier.wait(ready[part].index(slot), step // STAGES % 2)
             async_copy.wait_group(STAGES - 2)
-            tl.debug_barrier()  # all warps have their rows, and are done with the step before
+            tl.debug_barrier()  # all warps have their rows, and are done with the previous step
             hopper.fence_async_shared()
             x_slot, scales_slot = x_shared.index(slot), scales_shared.index(slot)
             one = acc
@@ -369,22 +366,22 @@ def _moe_scaled_sm90_kernel(
 
 
 def columns_of(pairs: int, experts: int) -> int:
-    """Chooses the pairs of a block: twice what each of all experts has at the mean, so that few are read twice."""
+    """Returns pairs per block: twice the mean per expert, so that few experts are read twice."""
     return min(MAX_COLUMNS, max(8, triton.next_power_of_2(2 * pairs // experts)))
 
 
 def parts_of(columns: int, packed: bool) -> int:
-    """Chooses how many products a step has: 16 KB of weights, or half of that beside many rows."""
+    """Returns products per step: 16 KB of weights, or half of that with many rows."""
     return 4 if packed and columns <= 16 else 2
 
 
 def programs_of(columns: int, packed: bool) -> int:
-    """Chooses the programs of an SM: three hide more of what a step waits for, where their stages are small."""
+    """Returns programs per SM: three hide more latency, where their stages are small."""
     return 2 if packed or columns > 8 else 3
 
 
 def stages_of(columns: int, packed: bool) -> int:
-    """Computes how many steps a program has in shared memory."""
+    """Returns how many stages fit a program's shared memory."""
     part = BLOCK_K.value * (ROWS.value // (2 if packed else 1) + 2 * columns) + 256
     return min(8, SHARED_KB[programs_of(columns, packed)] * 1024 // (parts_of(columns, packed) * part))
 
@@ -401,7 +398,7 @@ def fits(
     if not (isinstance(gate_up, ScaledMatrix) and isinstance(down, ScaledMatrix)):
         return False
     (N, H), F = x.shape, down.shape[2]
-    run = 32 if down.packed else 16  # what TMA wants rows to be a multiple of
+    run = 32 if down.packed else 16  # TMA row alignment
     return (
         0 < N <= MAX_TOKENS
         and ids.numel() <= MAX_PAIRS
@@ -425,9 +422,9 @@ def launch(
     gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, clamp_at: float | None,
     h: torch.Tensor, outputs: torch.Tensor, columns: int,
 ) -> None:  # fmt: skip
-    """Computes the outputs [N k, H] of all local pairs for tensors that fit, by blocks of `columns` pairs.
+    """Computes the outputs [N k, H] of all local pairs, in blocks of `columns` pairs; requires `fits`.
 
-    `h` [N k, F] holds the gated activations; it and `outputs` are contiguous.
+    `h` [N k, F] receives the gated activations; it and `outputs` are contiguous.
     """
     (N, H), (E, _, F), k = x.shape, down.shape, ids.shape[1]
     P = N * k

@@ -1,17 +1,16 @@
-"""Variant of `kernels.moe.experts` for few tokens and wide experts on Hopper: weights loaded by TMA, products by wgmma.
+"""Hopper variant of `kernels.moe.experts` for few tokens and wide experts: TMA loads, wgmma products.
 
-Reading the weights of the chosen local experts once dominates. So their weights are cut into equal shares for a fixed
-grid, two programs per SM: each program finds in ids which local experts have tokens; 64 rows of a weight (in the first
-launch 32 of gate and the same of up, interleaved by eights) are a tile, 128 columns of it a step; and the steps of all
-tiles, in one row, are divided into equal runs. If no token chose a local expert, programs load nothing. All shared
-memory is filled with weights loaded ahead; the second launch, which may read ids at once, does so before the first is
-done. Tokens are the columns of the products; a token without the current expert is a column of zeros, so that a down
-tile sums over experts in the accumulator.
+Bound by reading the active local experts' weights once, so a fixed grid of two programs per SM divides them equally.
+Each program finds the active local experts in ids. 64 weight rows (in gate_up 32 of gate and 32 of up, interleaved by
+eights) are a tile, 128 columns of it a step; the steps of all tiles form one line, cut into equal runs. Without active
+local experts, programs load nothing. Weights are prefetched into all of shared memory; the second launch, which may
+read ids at once, does so before the first is done. MMA columns are tokens; a token without the current expert is a zero
+column, so a down tile sums over experts in the accumulator.
 
-Programs whose runs share a tile add up in a tree. Of two that meet at a node, the second adds the first one's sum from
-a workspace; one atomic exchange tells which is second. No program waits, and sums do not depend on the order of
+Programs whose runs share a tile reduce in a tree. Of two that meet at a node, the second adds the first one's sum from
+a workspace; an atomic exchange decides which is second. No program waits, and sums do not depend on the order of
 arrival. A program begins inside at most one tile, so a node is named by the program where its right half begins. The
-last program at the root of an element has its sum, and writes or sends it.
+last program at the root of an element writes or sends the sum.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ from kernels.peers.ll_protocol import EPOCH_UNITS, SumTarget, sum_shape
 from kernels.scaled import ScaledMatrix
 from kernels.sm90 import COPIED, SHARED
 
-MAX_TOKENS = 8  # the least number of columns of a product
-# Columns of an expert. On an H200, against the other algorithms: 96 are 3 to 7% slower, 256 4%; 360 are 3% faster,
-# 384 from 6% slower at one token to 20% faster at four, 512 level, 768 and more 2 to 23% faster.
+MAX_TOKENS = 8  # minimum MMA columns
+# Expert width. On an H200, compared with the other algorithms: 96 is 3 to 7% slower, 256 4%; 360 is 3% faster, 384 from
+# 6% slower at one token to 20% faster at four, 512 level, 768 and more 2 to 23% faster.
 MIN_WIDTH = 320
-MIN_WIDTH_E4M3 = 192  # which the other algorithms convert more slowly
+MIN_WIDTH_E4M3 = 192  # the other algorithms convert e4m3 more slowly
 ROWS, HALF, COLUMNS, BLOCK_K = gl.constexpr(64), gl.constexpr(32), gl.constexpr(MAX_TOKENS), gl.constexpr(128)
 STAGES, X_STAGES = gl.constexpr(6), gl.constexpr(3)  # of weights, and of x or h: 102 KB, or 110
 LEVELS = gl.constexpr(4)  # of the tree
@@ -54,16 +53,16 @@ PRODUCT = gl.constexpr(
 CONVERTED = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=PRODUCT, k_width=2))  # from e4m3 to bf16
 EACH_ROW = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-NEIGHBOURS = gl.constexpr(gl.BlockedLayout([2, 1], [32, 1], [1, 4], [0, 1]))  # of rows of down that share a word
+NEIGHBOURS = gl.constexpr(gl.BlockedLayout([2, 1], [32, 1], [1, 4], [0, 1]))  # rows of down that share a word
 WORDS = gl.constexpr(gl.BlockedLayout([1, 1], [32, 1], [1, 4], [0, 1]))
 
 
 @gluon.jit
 def share_of(tiles, steps, program, programs):
-    """Returns this program's run of the steps of all tiles, the number of active programs, and of steps.
+    """Returns this program's run of the steps of all tiles, and the numbers of active programs and of steps.
 
-    Few tiles are split evenly, each among its own programs, as many as the tree has leaves; with more tiles, a run is
-    longer than half a tile.
+    Few tiles are split evenly, each among as many programs as the tree has leaves; with more tiles, a run is longer
+    than half a tile.
     """
     total = tiles * steps
     active = gl.minimum(programs, total)
@@ -76,7 +75,7 @@ def share_of(tiles, steps, program, programs):
 
 @gluon.jit
 def sharers(tile, steps, active, total):
-    """Returns the first program with steps of a tile, and their number."""
+    """Returns the first program with steps of a tile, and the number of such programs."""
     begin = ((tile * steps + 1) * active - 1) // total
     return begin, ((tile + 1) * steps * active - 1) // total - begin + 1
 
@@ -102,9 +101,9 @@ def _step(
     BEGIN: gl.constexpr,
     PARTS: gl.constexpr,
 ):  # fmt: skip
-    """Locates a step: its tile (of one expert in gate and up, of all in down), local expert and first column.
+    """Locates a step: its tile (per expert for gate_up, over all for down), local expert and first column.
 
-    A step is PARTS blocks of columns; the first begins with the first group, BEGIN columns before the weight's own.
+    A step is PARTS blocks of columns; the first begins with the first group, BEGIN columns before the weight's first.
     """
     COLUMNS_PER_STEP: gl.constexpr = PARTS * BLOCK_K
     STEPS: gl.constexpr = (BEGIN + (H if GATE else F) + COLUMNS_PER_STEP - 1) // COLUMNS_PER_STEP
@@ -124,7 +123,6 @@ def _ask(
     GATE: gl.constexpr, EXPERTS: gl.constexpr, H: gl.constexpr, F: gl.constexpr, BEGIN: gl.constexpr,
     PARTS: gl.constexpr,
 ):  # fmt: skip
-    """Starts the load of a step's weights."""
     tile, e, column = _step(begin + step, indices, count, GATE, EXPERTS, H, F, BEGIN, PARTS)
     here = ready.index(step % STAGES)
     mbarrier.expect(here, PARTS * ROWS * BLOCK_K * w.dtype.primitive_bitwidth // 8)
@@ -150,7 +148,7 @@ def _bring(
     pair = pairs_with(of, n, e + first, TOP_K)
     for part in gl.static_range(PARTS):
         if GATE:
-            rows = x + n * (x_n * 8)  # so that it is known to be a multiple of 8
+            rows = x + n * (x_n * 8)  # makes it known to be a multiple of 8
             inside = k < H
         else:
             rows = x + pair * F
@@ -169,7 +167,6 @@ def _bring_scales(
     GATE: gl.constexpr, EXPERTS: gl.constexpr, H: gl.constexpr, F: gl.constexpr,
     GROUP: gl.constexpr, GROUPS: gl.constexpr, BEGIN: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
-    """Copies the scales of a step's rows."""
     tile, e, column = _step(begin + step, indices, count, GATE, EXPERTS, H, F, BEGIN, PARTS)
     i = gl.arange(0, ROWS, layout=EACH_ROW)
     if GATE:
@@ -186,8 +183,8 @@ def _bring_scales(
 
 @gluon.jit
 def _multiply(w_shared, x_shared, scales_shared, dtype: gl.constexpr):
-    """Starts a product of 128 columns of e4m3; returns it, what it reads from registers, and its rows' scales."""
-    # Not to bf16 at once: from fp16, that is a slow instruction.
+    """Starts a product of 128 e4m3 columns; returns it, the registers it reads, and its rows' scales."""
+    # Via fp32: fp16 to bf16 is a slow instruction.
     w = w_shared.load(CONVERTED).to(gl.float32).to(dtype)
     scale = scales_shared.load(gl.SliceLayout(1, PRODUCT))
     acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout=PRODUCT)
@@ -204,7 +201,7 @@ def _moe_sm90_kernel(
 ):  # fmt: skip
     SENDS: gl.constexpr = RANKS > 0  # of two rows of down, in a word
     SCALED: gl.constexpr = GROUPS > 0
-    PARTS: gl.constexpr = 2 if SCALED else 1  # of a step: 16 KB of weights
+    PARTS: gl.constexpr = 2 if SCALED else 1  # per step: 16 KB of weights
     dtype: gl.constexpr = x.dtype.element_ty
     w_shared = gl.allocate_shared_memory(w.dtype, [STAGES * PARTS, ROWS, BLOCK_K], E4M3 if SCALED else SHARED)
     x_shared = gl.allocate_shared_memory(dtype, [X_STAGES * PARTS, COLUMNS, BLOCK_K], SHARED)
@@ -262,7 +259,7 @@ def _moe_sm90_kernel(
             async_copy.wait_group(X_STAGES - 2)
             mbarrier.wait(ready.index(step % STAGES), step // STAGES % 2)
             hopper.fence_async_shared()
-            tl.debug_barrier()  # all warps are done with the step before
+            tl.debug_barrier()  # all warps are done with the previous step
             slot, x_slot = step % STAGES * PARTS, step % X_STAGES * PARTS
             if SCALED:
                 one, one_w, scale = _multiply(
@@ -381,7 +378,7 @@ def fits(x: torch.Tensor, gate_up: torch.Tensor | ScaledMatrix, down: torch.Tens
     """Returns whether `launch` supports these tensors of `kernels.moe.experts.RoutedExperts` and is fastest."""
     (N, H), F = x.shape, down.shape[2]
     both = [stored(weight) for weight in (gate_up, down)]
-    run = 16 // both[0][0].itemsize  # what TMA wants rows to be a multiple of
+    run = 16 // both[0][0].itemsize  # TMA row alignment
     return (
         0 < N <= MAX_TOKENS
         and (F >= MIN_WIDTH_E4M3 if isinstance(down, ScaledMatrix) else F >= MIN_WIDTH)
@@ -390,7 +387,7 @@ def fits(x: torch.Tensor, gate_up: torch.Tensor | ScaledMatrix, down: torch.Tens
         and x.stride(1) == 1
         and x.stride(0) % 8 == x.data_ptr() % 16 == 0
         and all(data.dtype != torch.uint8 and data.data_ptr() % 16 == 0 for data, _, _ in both)
-        and all(groups["BEGIN"] % run == 0 for _, _, groups in both)  # coordinates, too
+        and all(groups["BEGIN"] % run == 0 for _, _, groups in both)  # and of coordinates
         and torch.cuda.get_device_capability(x.device)[0] == 9
     )
 
@@ -400,9 +397,9 @@ def launch(
     down: torch.Tensor | ScaledMatrix, first: int, gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None,
     clamp_at: float | None, addend: torch.Tensor | None, h: torch.Tensor, out: torch.Tensor | SumTarget,
 ) -> None:  # fmt: skip
-    """Runs `kernels.moe.experts.RoutedExperts` for tensors that fit, into out [N, H] or the boxes of an all-reduce.
+    """Runs `kernels.moe.experts.RoutedExperts` into out [N, H] or an all-reduce's LL buffers; requires `fits`.
 
-    `h` [N k, F], one row per pair, holds the gated activations; it and `out` are contiguous.
+    `h` [N k, F], one row per pair, receives the gated activations; it and `out` are contiguous.
     """
     (N, H), (E, _, F), k = x.shape, down.shape, ids.shape[1]
     gate_stored, gate_scales, gate_groups = stored(gate_up)

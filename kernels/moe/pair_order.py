@@ -1,8 +1,7 @@
-"""Order of pairs by local expert: a counting sort in two launches.
+"""Sorts pairs by local expert: a counting sort in two launches.
 
-The first counts each expert's pairs. In the second, programs add up the counts before an expert, and each pair takes
-the next place of its expert. Which one that is depends on who comes first, and no result depends on it: a pair is a
-column of its own in products.
+The first counts pairs per expert. In the second, programs add up the counts before an expert, and each pair takes its
+expert's next index, by arrival. Results do not depend on that order: a pair is a separate MMA column.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ import triton.language as tl
 
 from kernels.overlap import pdl_options, start_successor, wait_for_predecessor
 
-BLOCK = 1024  # pairs of a program
+BLOCK = 1024  # pairs per program
 
 
 class PairOrder(NamedTuple):
     """Pairs sorted by local expert.
 
     Attributes:
-        order: [P] int32, pairs; behind those of local experts anything.
-        inverse_order: [P] int32, the place of each pair of a local expert in `order`.
-        bounds: [E + 1] int32, begin of each expert's pairs, and the end of all.
-        block_ends: [E] int32, end of each expert's blocks, of a number of pairs each, among those of all.
+        order: [P] int32, pairs; undefined past the local experts'.
+        inverse_order: [P] int32, index in `order` of each pair of a local expert.
+        bounds: [E + 1] int32, start of each expert's pairs, and the end of all.
+        block_ends: [E] int32, cumulative number of blocks per expert.
     """
 
     order: torch.Tensor
@@ -36,7 +35,7 @@ class PairOrder(NamedTuple):
 
 @triton.jit
 def _local(ids, p, P, first, E):
-    """Loads the local experts of pairs `p`; E for those of other ranks, and behind the last pair."""
+    """Loads the local experts of pairs `p`; E for other ranks' and past the last pair."""
     expert = tl.load(ids + p, mask=p < P, other=first - 1) - first
     return tl.where((expert >= 0) & (expert < E), expert, E)
 
@@ -78,8 +77,8 @@ def pair_order(ids: torch.Tensor, first: int, E: int, each: int) -> PairOrder:
     """Sorts pairs by local expert; pairs of one expert are in any order.
 
     Args:
-        ids: [N, k] int32, contiguous, experts of all ranks; others than [first, first + E) are left out.
-        each: pairs of a block.
+        ids: [N, k] int32, contiguous, over all ranks; skips those outside [first, first + E).
+        each: pairs per block.
     """
     P = ids.numel()
 

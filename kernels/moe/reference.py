@@ -1,4 +1,4 @@
-"""The ops of `kernels.moe` in plain torch."""
+"""Plain torch reference of `kernels.moe`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def route(
     logits: Tensor, top_k: int, scoring: str, bias: Tensor | None, groups: int, top_groups: int, group_score: int,
     normalise: bool, scale: float, shared_count: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Chooses experts and their weights; arguments and shapes as in `kernels.moe.router.route`."""
+    """Plain torch `kernels.moe.router.route`."""
     scores = logits.float()  # [N, E]
     if scoring == "softmax":
         scores = scores.softmax(-1)
@@ -46,9 +46,7 @@ def moe(
     x: Tensor, ids: Tensor, weights: Tensor, gate_up: Matrix, down: Matrix, first: int,
     gate_up_bias: Tensor | None, down_bias: Tensor | None, clamp_at: float | None, addend: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Sums the outputs of the chosen local experts by weight; arguments and shapes as in
-    `kernels.moe.experts.RoutedExperts`.
-    """
+    """Plain torch `kernels.moe.experts.RoutedExperts`."""
     out = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
     if addend is not None:
         out += addend

@@ -1,4 +1,4 @@
-"""Choice of each token's experts and their weights."""
+"""MoE router: top-k experts of each token and their weights."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ Scoring = Literal["softmax", "top_softmax", "sigmoid"]
 
 @triton.jit
 def _ordered(score):
-    """Maps scores to int32 keys of the same order: both zeros are equal, NaN is highest, the least int32 is unused."""
+    """Maps scores to int32 keys of the same order: -0 equals 0, NaN is highest, the lowest int32 is unused."""
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
     return tl.where(score != score, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 
 @triton.jit
 def _score(key):
-    """Maps keys of `_ordered` back to scores."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
@@ -36,10 +35,10 @@ def _route_kernel(
     SHARED_EXPERTS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Routes one token per program; scores are compared as integers, whose maximum a warp finds in one instruction."""
+    """Routes one token per program; compares scores as integers, whose maximum a warp finds in one instruction."""
     n = tl.program_id(0)
     size: tl.constexpr = EXPERTS // GROUPS
-    never: tl.constexpr = -0x80000000  # below every key: padding, dropped groups, experts already chosen
+    never: tl.constexpr = -0x80000000  # below every key: padding, dropped groups, selected experts
     nowhere: tl.constexpr = 0x7FFFFFFF  # above every id
     group = tl.arange(0, BLOCK_G)
     member = tl.arange(0, BLOCK_E)
@@ -61,7 +60,7 @@ def _route_kernel(
     keys = tl.where(real, _ordered(choice), never)
     if GROUPS > 1:
         infinite: tl.constexpr = 0x7F800000
-        numbers = tl.minimum(keys, infinite)  # a NaN is chosen, and so is its group
+        numbers = tl.minimum(keys, infinite)  # a NaN is selected, and so is its group
         best_key = tl.max(numbers, 1)
         best = _score(best_key)
         if GROUP_SCORE == 2:
@@ -78,7 +77,7 @@ def _route_kernel(
     keys = tl.ravel(keys)
     lane = tl.arange(0, BLOCK_G * BLOCK_E)
     slot = tl.arange(0, BLOCK_K)
-    lanes = tl.zeros([BLOCK_K], tl.int32)  # of the chosen experts
+    lanes = tl.zeros([BLOCK_K], tl.int32)
     for s in tl.static_range(TOP_K):
         index = tl.min(tl.where(keys == tl.max(keys, 0), lane, nowhere), 0)
         lanes = tl.where(slot == s, index, lanes)
@@ -110,26 +109,27 @@ def route(
     scale: float = 1.0,
     shared_count: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Chooses the `top_k` best experts of each token, best first, ties to the lowest id; all in fp32.
+    """Selects the `top_k` best experts of each token, best first, ties to the lowest id; all in fp32.
 
-    Shared experts, which every token uses, follow with weight 1; they take the lowest ids, and the others' ids move up.
+    Shared experts, which every token uses, follow with weight 1; they take the lowest ids, and the others' ids shift
+    up.
 
     Args:
         logits: [N, E], any float dtype, last dim contiguous.
         top_k: experts per token, at most those of `top_groups` groups.
-        scoring: `softmax` over all experts; `top_softmax`: over the chosen ones alone (gpt-oss); `sigmoid` of each
+        scoring: `softmax` over all experts; `top_softmax`: over the selected ones only (gpt-oss); `sigmoid` of each
             logit (DeepSeek-V3).
-        bias: [E] fp32, added to the scores for the choice only.
+        bias: [E] fp32, added to the scores for selection only.
         groups: contiguous groups of E / groups experts.
-        top_groups: number of best groups from which experts are chosen.
-        group_score: a group's score: that of its best expert (1: DeepSeek-V2) or the sum of its best two (2:
-            DeepSeek-V3), bias included.
-        normalise: the weights of a token sum to one.
+        top_groups: number of best groups from which to select.
+        group_score: score of a group: its best expert (1: DeepSeek-V2) or the sum of its best two (2: DeepSeek-V3),
+            bias included.
+        normalise: a token's weights sum to one.
         scale: factor on the final weights.
-        shared_count: experts besides the E that every token uses.
+        shared_count: experts in addition to the E that every token uses.
 
     Returns:
-        Expert ids [N, top_k + always] int32 and weights [N, top_k + always] fp32.
+        Expert ids [N, top_k + shared_count] int32 and weights [N, top_k + shared_count] fp32.
 
     Source:
         DeepSeek-V2 (arXiv:2405.04434), section 2.2.2; DeepSeek-V3 (arXiv:2412.19437), section 2.1.2.

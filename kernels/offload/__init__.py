@@ -1,1 +1,1 @@
-"""A cache in host memory: blocks with a place on the GPU, and copies in both directions."""
+"""KV offload: a cache in host memory, blocks resident on the GPU, and copies in both directions."""

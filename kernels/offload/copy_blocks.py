@@ -1,4 +1,4 @@
-"""Transfer of blocks between host and GPU memory, by lists on the device."""
+"""Block transfer between host and GPU memory, by lists on the device."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from kernels.offload.reference import copy_blocks as reference
 from kernels.overlap import pdl_options, start_successor, wait_for_predecessor
 from kernels.resident_blocks import BlockList
 
-PIECE = 8192  # most words of a block that a program copies at once: 32 KB in flight
-LINE = 32  # words of 128 bytes
-PROGRAMS = 16  # PCIe at 50 GB/s needs some 200 KB in flight
+PIECE = 8192  # max words of a block that a program copies at once: 32 KB in flight
+LINE = 32  # words, 128 bytes
+PROGRAMS = 16  # PCIe at 50 GB/s needs about 200 KB in flight
 
 
 @triton.jit
 def fence_system(FENCE: tl.constexpr):
-    """Orders this thread's writes for the whole system, host and other GPUs included."""
+    """Orders this thread's writes for the whole system, including host and other GPUs."""
     if FENCE:
         tl.inline_asm_elementwise("fence.acq_rel.sys; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
@@ -48,7 +48,7 @@ def _copy_blocks_kernel(
             inside = inside & (w < PIECE)
         source = tl.load(listed_from + entry).to(tl.int64) * WORDS + word
         target = tl.load(listed_to + entry).to(tl.int64) * WORDS + word
-        # Bypasses the L1, which may hold stale host memory from an earlier kernel.
+        # Bypass L1, which may hold stale host memory from an earlier kernel.
         words = tl.load(copied_from + source, mask=inside, other=0, cache_modifier=".cg")
         tl.store(copied_to + target, words, mask=inside)
     if PDL:
@@ -58,8 +58,7 @@ def _copy_blocks_kernel(
 def copy_blocks(source: torch.Tensor, target: torch.Tensor, blocks: BlockList, programs: int = PROGRAMS) -> None:
     """Copies the listed blocks, in all layers.
 
-    One of the two may be pinned and mapped host memory (`helix.worker.host_store`): the kernel's loads and stores go
-    over PCIe.
+    Either tensor may be pinned, mapped host memory (`helix.worker.host_store`): loads and stores go over PCIe.
 
     Args:
         source, target: [layers, blocks, ...] of one dtype, each layer contiguous, blocks of a multiple of 16 bytes.
@@ -82,6 +81,6 @@ def copy_blocks(source: torch.Tensor, target: torch.Tensor, blocks: BlockList, p
 
 
 def piece_shape(words: int) -> dict[str, int]:
-    """Returns the compile-time arguments for blocks of so many words: equal pieces, for equal work."""
+    """Returns the compile-time arguments for blocks of `words` words: equal pieces, for equal work."""
     each = triton.cdiv(triton.cdiv(words, triton.cdiv(words, PIECE)), LINE) * LINE
     return dict(WORDS=words, PIECE=each, BLOCK=triton.next_power_of_2(each))

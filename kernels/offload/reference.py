@@ -1,4 +1,4 @@
-"""The ops of `kernels.offload` in plain torch."""
+"""Plain torch reference of `kernels.offload`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def resolve(
     part_stride: int = 1,
     **grid: int,
 ) -> None:
-    """Replaces pages by the places of their blocks; arguments as in `kernels.offload.resolve.resolve`."""
+    """Plain torch `kernels.offload.resolve.resolve`."""
     hi, pages, positions, starts, queries, first_row = query_ranges
     ring_pages = resident.ring_pages
     N, heads, _ = table.shape
     columns, num_pages = (-(-hi // (grid["page_size"] // parts))).tolist(), pages.tolist()
     full = [full_pages(*x, **grid) for x in zip(positions[::queries].tolist(), starts[::queries].tolist(), strict=True)]
     for h in range(heads):
-        entries_of_page: dict[int, list[tuple[int, int]]] = {}  # entries of a page, in order
+        entries_of_page: dict[int, list[tuple[int, int]]] = {}  # table entries per page, in order
         for n in range(N):
             row = n // queries
             for j, entry in enumerate(table[n, h, : columns[n]].tolist()):
@@ -43,7 +43,7 @@ def resolve(
         stay = [gpu_block for gpu_block in old_order if gpu_block not in found]
         victims = stay[: len(missing)]
         assert len(victims) == len(missing), (
-            f"{len(entries_of_page)} blocks of a KV head chosen at once, {resident.num_blocks} places"
+            f"{len(entries_of_page)} blocks of a KV head selected at once, {resident.num_blocks} fit"
         )
         for i, (page, gpu_block) in enumerate(zip(missing, victims, strict=True)):
             old = int(page_of[gpu_block])
@@ -70,7 +70,7 @@ def resolve(
 
 
 def copy_blocks(source: torch.Tensor, target: torch.Tensor, blocks: BlockList) -> None:
-    """Copies listed blocks in all layers; shapes as in `kernels.offload.copy_blocks.copy_blocks`."""
+    """Plain torch `kernels.offload.copy_blocks.copy_blocks`."""
     for source_ids, target_ids, count in zip(blocks.source, blocks.target, blocks.counts.tolist(), strict=True):
         copied = source[:, source_ids[:count].long().to(source.device)]
         target[:, target_ids[:count].long().to(target.device)] = copied.to(target.device)
@@ -88,7 +88,7 @@ def write_back(
     ring_pages: int,
     **grid: int,
 ) -> None:
-    """Writes filled pages to the host; shapes as in `kernels.offload.write_back.write_back`."""
+    """Plain torch `kernels.offload.write_back.write_back`."""
     heads = gpu_block_of.shape[1]
     head = torch.arange(heads, device=gpu_blocks.device)
     lengths = zip(tables, starts.tolist(), before.tolist(), after.tolist(), strict=True)

@@ -1,11 +1,10 @@
-"""Places of the blocks that queries read: in a ring, in a hot place, or in a newly assigned one.
+"""Resolves the pages that queries read to GPU blocks: in a ring, resident, or newly assigned. LRU replacement.
 
-One program for each KV head, which shares no places with the others. It marks the places of chosen blocks and lets the
-first entry of each missing page claim it; then it passes once through the head's places, least recently chosen first:
-places of this choice move to the end of the order, and the first of the others are assigned to missing blocks. So the
-least recently chosen block loses its place, and never one of this choice.
+One program per KV head, as heads share no blocks. It marks the GPU blocks of selected pages, and lets the first entry
+of each missing page claim it. Then one pass over the head's LRU order moves the selected blocks to the end, and assigns
+the first of the others to missing pages: the least recently selected are evicted, and never one of this selection.
 
-A guess does not change the order: blocks fetched only for it lie in the places that are reassigned next.
+A prefetch does not change the order: blocks fetched only for it are the next to be evicted.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from kernels.offload.reference import resolve as reference
 from kernels.overlap import pdl_options, start_successor, wait_for_predecessor
 from kernels.resident_blocks import NOT_RESIDENT, FetchList, QueryRanges, ResidentBlocks
 
-MAX_ENTRY_STEP = 1024  # most table entries per iteration
-MAX_ORDER_STEP = 4096  # most places of an order per iteration
+MAX_ENTRY_STEP = 1024  # max table entries per iteration
+MAX_ORDER_STEP = 4096  # max blocks of an order per iteration
 
 _NOT_RESIDENT = tl.constexpr(NOT_RESIDENT)
 
@@ -34,8 +33,8 @@ def _entries(
 ):  # fmt: skip
     """Loads entries e of one head's tables.
 
-    Returns their offsets, pages (-1: none), parts of these, places in a ring (-1: not in one), whether they seek a
-    place among the hot blocks, and what `gpu_block_of` says of it.
+    Returns their offsets, pages (-1: none), subblocks, ring blocks (-1: not in a ring), whether they need a resident
+    block, and their `gpu_block_of`.
     """
     n = e // width
     j = e % width
@@ -49,7 +48,7 @@ def _entries(
     committed = tl.load(positions + row * T, mask=inside, other=0)
     start = tl.load(starts + n, mask=inside, other=0)
     full = local_length(committed, start, KVP, RANK, BLOCK_TOKENS) // PAGE
-    # Local pages come last in a table, after them those that are not full of committed tokens.
+    # Local pages come last in a table, ending with those that are not full of committed tokens.
     column = (tl.load(num_pages + n, mask=inside, other=0) - columns + j) // PARTS
     ring = ((first_row + row) * ring_pages + column % ring_pages) * HEADS + head
     ring = tl.where((page >= 0) & (column >= full), ring, -1)
@@ -115,7 +114,6 @@ def _resolve_kernel(
         hit = (i < num_blocks) & (tl.load(in_use + gpu_block, mask=i < num_blocks, other=0, cache_modifier=".cg") != 0)
         tl.store(in_use + gpu_block, i * 0, mask=hit)
         stays = (i < num_blocks) & (hit == 0)
-        # One scan counts both.
         until = tl.cumsum(stays.to(tl.int64) + (hit.to(tl.int64) << 32), 0)
         nth = others + (until & 0xFFFFFFFF).to(tl.int32) - 1  # among those that stay
         nth_hit = found + (until >> 32).to(tl.int32) - 1
@@ -161,17 +159,17 @@ def resolve(
     parts: int = 1,
     part_stride: int = 1,
 ) -> None:
-    """Replaces the pages that queries read by places on the GPU, and lists the blocks to fetch.
+    """Replaces the pages that queries read by GPU blocks, and lists the blocks to fetch.
 
-    No size depends on device data, and the host decides nothing. Deterministic.
+    No shape depends on device data, and the host decides nothing. Deterministic.
 
     Args:
         table: [N, Hkv, width] int32, contiguous: pages of each query, its last local pages last; negative: none.
-            Overwritten with the places of their blocks.
-        hot: the layer's hot blocks, with at least as many places per KV head as pages fit all tables together.
+            Overwritten with GPU blocks.
+        resident: the layer's resident blocks, at least as many per KV head as pages fit all tables together.
         misses: written; its counts are incremented.
-        parts: parts of a page, which entries name: part j of a page is `page * parts + j`, that of a place becomes
-            `place * apart + j`.
+        parts: subblocks per page, which entries name: subblock j of a page is `page * parts + j`, and becomes
+            `block * part_stride + j`.
     """
     N, heads, width = table.shape
     if not dispatch.on_gpu(table):

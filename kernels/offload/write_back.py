@@ -1,4 +1,4 @@
-"""Write-back of pages full of committed tokens from their rings to the host, before a later page replaces them."""
+"""Write-back of full committed pages from their rings to the host, before a later page overwrites them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kernels.offload.reference import write_back as reference
 from kernels.overlap import pdl_options, start_successor, wait_for_predecessor
 from kernels.resident_blocks import NOT_RESIDENT
 
-PIECE = 8192  # most words of a block that are copied at once
+PIECE = 8192  # max words of a block that are copied at once
 
 _NOT_RESIDENT = tl.constexpr(NOT_RESIDENT)
 
@@ -63,18 +63,18 @@ def write_back(
     append_block: int,
     page_size: int,
 ) -> None:
-    """Writes the pages that sequences have newly filled on this rank to the host, in all layers, in one launch.
+    """Writes the pages that sequences newly filled on this rank to the host, for all layers in one launch.
 
-    A hot place that holds an older copy of such a page is forgotten.
+    Drops a resident block that holds an older copy of such a page.
 
     Args:
-        places: [layers, places, ...], each layer contiguous; rings come first.
+        gpu_blocks: [layers, blocks, ...], each layer contiguous; rings come first.
         host: [layers, pages * Hkv, ...], mapped; each layer contiguous.
         gpu_block_of: [layers, Hkv, pages] int32, contiguous, see `ResidentBlocks`.
         tables: [n, max_pages] int32, rows contiguous: pages on the host.
         starts: [n] int64, contiguous, the kvp rank of each sequence's first block.
         before, after: [n] int64, contiguous, committed tokens of each sequence, over all ranks.
-        most: upper bound of the pages that a sequence fills on a rank in between.
+        max_pages: upper bound of the pages that a sequence fills on a rank in between.
         first_row, ring_pages: see `kernels.offload.resolve.resolve`.
     """
     grid = {"kvp": kvp, "kvp_rank": kvp_rank, "append_block": append_block, "page_size": page_size}

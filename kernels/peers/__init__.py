@@ -1,1 +1,1 @@
-"""Kernels that write into the memory of other GPUs."""
+"""Collectives that write directly into the memory of peer GPUs."""

@@ -1,4 +1,4 @@
-"""All-gather of few words in one kernel."""
+"""Low-latency all-gather in one kernel, over the LL protocol."""
 
 from __future__ import annotations
 
@@ -51,17 +51,15 @@ def all_gather(
     interleave: bool = False,
     phases: int = 7,
 ) -> torch.Tensor:
-    """Gathers x of every rank, in rank order.
+    """Gathers x of every rank, in rank order: [W, *x.shape], with `interleave` [N, W, ...].
 
     Args:
         x: contiguous, a multiple of 4 bytes; the same shape on all ranks.
-        peers: [W] int64, addresses of the ranks' boxes: int64 [2, W, pieces, SLICE_WORDS], zeroed before first use.
-        count: int64 [1], zeroed: counter of turns.
+        peers: [W] int64, addresses of the ranks' LL buffers: int64 [2, W, pieces, SLICE_WORDS], zeroed before first
+            use.
+        count: int64 [1], zeroed: epoch counter.
         status, rank, pieces, spins, phases: see `kernels.peers.all_reduce_norm`.
-        beside: whether rows of x [N, ...], a multiple of 4 bytes each, are put side by side.
-
-    Returns:
-        [W, *x.shape]; side by side [N, W, ...].
+        interleave: concatenate rows of x [N, ...], a multiple of 4 bytes each, along a new dim 1.
     """
     ranks = len(peers)
     words, rows = x.numel() * x.itemsize // 4, len(x) if interleave else 1

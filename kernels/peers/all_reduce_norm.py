@@ -1,8 +1,8 @@
-"""All-reduce, residual addition and RMSNorm in one kernel, as between two projections of a step.
+"""Fused all-reduce, residual add and RMSNorm over the LL protocol, as between two projections of a decode step.
 
-A row is cut into slices of 256 words, one program each. One shot: a program sends its slice to every rank and adds up
-the slices it receives. Two shots, for more bytes: it sends its slice to one owner, which adds up and sends the sum to
-all ranks. The programs of a row exchange their sums of squares in the same way, through local boxes.
+A row is cut into slices of 256 words, one program each. One-shot: a program sends its slice to every rank and sums the
+slices it receives. Two-shot, for more bytes: it sends its slice to one owner, which sums and broadcasts. The programs
+of a row exchange their sums of squares through local LL buffers.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ def _all_reduce_norm_kernel(
     RANKS: tl.constexpr, BLOCK_RANKS: tl.constexpr, PIECES: tl.constexpr, SIZE: tl.constexpr, DTYPE: tl.constexpr,
     RESIDUAL: tl.constexpr, TWO_SHOT: tl.constexpr, PHASES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    EARLY: tl.constexpr = PHASES & 1 == 0  # the predecessor sends, and no other output of it is read here
+    EARLY: tl.constexpr = PHASES & 1 == 0  # the predecessor sends, and nothing else here reads its output
     if not EARLY:
         wait_for_predecessor(PDL)
-    # A norm is followed by a projection, which reads only weights before its own wait. With two shots its programs
-    # would delay those that still multiply (benchmarks/LOG.md).
+    # A projection follows, and reads only weights before its own wait. With two shots its programs would delay those
+    # that still multiply (benchmarks/LOG.md).
     LATE: tl.constexpr = EARLY and TWO_SHOT
     if not LATE:
         start_successor(PDL)
     piece = tl.program_id(0)
     n = (piece // SLICES).to(tl.int64)
     w = tl.arange(0, SIZE)
-    column = piece % SLICES * SIZE + w  # of words
+    column = piece % SLICES * SIZE + w
     inside = column < ROW_WORDS
     at = n * ROW_WORDS + column
     tag = epoch(count)
     polls = poll_limit(status, spins)
     source = tl.arange(0, BLOCK_RANKS)
     owner = piece % RANKS
-    # Loads that do not depend on a peer.
+    # Load what does not depend on a peer.
     norm_weight = tl.load(weight + column, mask=inside, other=0)
     residual_words = tl.load(residual + at, mask=inside, other=0) if RESIDUAL else norm_weight
 
@@ -98,10 +98,10 @@ def _all_reduce_norm_kernel(
         if RESIDUAL:
             first += low(residual_words, DTYPE)
             second += high(residual_words, DTYPE)
-        # The sum is rounded to the model's dtype before it is normalised.
+        # Round the sum to the model's dtype before normalising.
         words = pack(first, second, DTYPE)
         if EARLY:
-            # Results may reuse the memory of the predecessor's operands. Always true: it keeps the wait after the sums.
+            # Results may reuse the memory of the predecessor's operands. Always true: keeps the wait after the sums.
             if tl.sum(words & 1, 0) >= 0:
                 wait_for_predecessor(PDL)
             if LATE:
@@ -111,13 +111,13 @@ def _all_reduce_norm_kernel(
         second = tl.where(inside, high(words, DTYPE), 0.0)
         square = tl.sum(first * first + second * second, 0)
         if SLICES > 1:
-            mine = squares + piece - piece % SLICES  # the launch before has ended: its squares have been read
+            mine = squares + piece - piece % SLICES  # the previous launch has ended, so its squares have been read
             send(mine + piece % SLICES, square.to(tl.int32, bitcast=True), tag, True)
             s = tl.arange(0, BLOCK_SLICES)
             bits = receive(mine + s, tag, s < SLICES, rank + 0 * s, status, polls)
             square = tl.sum(tl.where(s < SLICES, bits.to(tl.float32, bitcast=True), 0.0), 0)
         scale = tl.rsqrt(square / H + eps)
-        # Rounded before the weight is applied, as the models were trained.
+        # Round before applying the weight, as the models were trained.
         words = pack(first * scale, second * scale, DTYPE)
         words = pack(low(words, DTYPE) * low(norm_weight, DTYPE), high(words, DTYPE) * high(norm_weight, DTYPE), DTYPE)
         tl.store(y + at, words, mask=inside)
@@ -141,23 +141,24 @@ def all_reduce_norm(
     slice_words: int = SLICE_WORDS,
     phases: int = 7,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes y = weight * s / rms(s), s = residual + sum of x over ranks, in fp32 and rank order, equal on all ranks.
+    """Computes s = residual + sum of x over ranks and y = weight * s / rms(s), in fp32 and rank order.
+
+    Equal on all ranks.
 
     Args:
         x: [N, H], a multiple of 4 bytes per row; contiguous. Without phase 1 only its shape and dtype matter.
         residual: [N, H] in x's dtype, contiguous, the same on all ranks; None adds nothing.
         weight: [H].
-        peers: [1 or 2, W] int64, addresses of the ranks' boxes, zeroed before first use: int64 [2, W, pieces,
-            slice_words], and for two shots those of the sums, [2, pieces, slice_words].
+        peers: [1 or 2, W] int64, addresses of the ranks' LL buffers, zeroed before first use: int64 [2, W, pieces,
+            slice_words], and for two-shot those of the sums, [2, pieces, slice_words].
         squares: int64 [pieces], zeroed, local.
-        count: int64 [1], zeroed: counter of turns. Boxes, squares and count serve only one-shot or only two-shot calls.
+        count: int64 [1], zeroed: epoch counter. Do not share LL buffers, squares and count between one-shot and
+            two-shot.
         status: [1] int32, set if a rank's words do not arrive within `spins` polls.
-        rank: this rank in the world.
-        pieces: room in the boxes, at least N times the slices of a row.
-        two_shot: reduce at an owner, which sends the sum to all ranks.
-        slice_words: words per program; the same in all calls that share boxes.
-        phases: 1 sends (or a projection did: `kernels.dense.linear.linear_send`), 2 adds up at the owner (two shots), 4
-            finishes; each rank has to run all of them.
+        pieces: capacity of the LL buffers, at least N times the slices per row.
+        slice_words: words per program; the same in all calls that share LL buffers.
+        phases: bit mask. 1 sends (or a projection did: `kernels.dense.linear.linear_send`), 2 sums at the owner
+            (two-shot), 4 finishes; each rank has to run all of them.
 
     Returns:
         y [N, H] and s [N, H] in x's dtype.

@@ -1,19 +1,16 @@
-"""Variant of `kernels.peers.all_reduce_norm` for chunks of prompts: rows travel as they are, each group behind a flag.
+"""Variant of `kernels.peers.all_reduce_norm` for prefill chunks: untagged rows, with one flag per group of rows.
 
-A program takes a group of rows, and sends it to the group's owner, which adds up and sends the sum to all ranks; every
-rank then adds the residual and normalises. Words without tags are half the bytes of tagged ones, and a flag is raised
-behind them with a fence, which is cheap for the 32 KB of a group. The library sends as many bytes, and the norm is a
-kernel of its own behind it.
+A program sends a group of rows to the group's owner, which sums and broadcasts; every rank then adds the residual and
+normalises. Untagged words are half the bytes of LL words; the fence before the flag is cheap for the 32 KB of a group.
+(NCCL sends as many bytes, but the norm is a separate kernel.)
 
-A box holds one group, and serves every NUM_BUFFERS-th group of a launch: a program looks first whether what the box
-held before has been read on this rank. The owner has read this rank's rows by then, since it has sent their sum. So
-boxes
-need no second half: before a rank sends a group, it has the sum of what the box held before, from this launch or the
-last.
+A buffer holds one group, and serves every NUM_BUFFERS-th group of a launch. Before a program sends, it checks that this
+rank has read the buffer's previous sum. By then the owner has read this rank's rows, since it has sent their sum, so
+buffers need no second half, within a launch or across launches.
 
-A program waits for those of the same group on other ranks and of an earlier group on its own. Programs start in order,
-so the earliest group that is not done is on the GPU everywhere: programs need not be there all at once, but no other
-kernel whose programs wait for peers may run beside this one, as each might take the other's place on another rank.
+A program waits for the same group on other ranks and for an earlier group on this rank. Programs start in order, so the
+earliest unfinished group is resident on every rank and there is no need for co-residency of all programs. But no other
+kernel that waits for peers may run concurrently: the two could take each other's place on different ranks.
 """
 
 from __future__ import annotations
@@ -25,17 +22,17 @@ import triton.language as tl
 from kernels.overlap import pdl_options, start_successor, wait_for_predecessor
 from kernels.peers.ll_protocol import DTYPES, end_epoch, epoch, poll_limit
 
-BUFFER_BYTES = 32 << 10  # bytes
-ROUNDS = tl.constexpr(64)  # uses of a box in a launch, at most
+BUFFER_BYTES = 32 << 10
+ROUNDS = tl.constexpr(64)  # max uses of a buffer in a launch
 PARTS, SUMS, PART_FLAGS, SUM_FLAGS = (tl.constexpr(i) for i in range(4))  # rows of `peers`
 
 
 @triton.jit
 def _await_flag(at, tag, source, status, polls):
-    """Waits for a flag, so that what was stored before it can be read; returns whether it came.
+    """Waits for a flag, acquiring what was stored before it; returns whether it came.
 
-    If it has not come after `polls` polls, `status` holds 1 + the source. A source of -1 leaves `status` alone: the
-    flag is this rank's own, and the program that raises it says whom it waits for.
+    After `polls` polls without it, `status` is set to 1 + source. A source of -1 leaves `status` alone: the flag is
+    this rank's, and the program that sets it reports which peer it waits for.
     """
     got = tl.load(at, volatile=True)
     left = polls
@@ -72,7 +69,7 @@ def _all_reduce_norm_long_kernel(
     row, h = tl.arange(0, GROUP)[:, None], tl.arange(0, BLOCK)[None, :]
     inside = (group * GROUP + row < N) & (h < H)
     at = (group.to(tl.int64) * GROUP + row) * H + h
-    cell = row * H + h  # in a box
+    cell = row * H + h
     tag = epoch(count) * ROUNDS + group // NUM_BUFFERS
     polls = poll_limit(status, spins)
     part = tl.load(x + at, mask=inside, other=0.0)
@@ -81,7 +78,7 @@ def _all_reduce_norm_long_kernel(
         arrived = _await_flag(read_flags + slot, tag - 1, -1, status, polls)
     if owner == rank:
         added = tl.zeros([GROUP, BLOCK], tl.float32)
-        for source in range(RANKS):  # in their order, so that sums are the same as other transports'
+        for source in range(RANKS):  # in rank order, so that sums equal the other transports'
             if source == rank:
                 added += part.to(tl.float32)
             else:
@@ -115,7 +112,7 @@ def _all_reduce_norm_long_kernel(
     value = summed.to(tl.float32)
     if RESIDUAL:
         value += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
-    # The sum is rounded to the model's dtype before it is normalised, and the result before the weight is applied.
+    # Round the sum to the model's dtype before normalising, and the result before applying the weight.
     rounded = value.to(DTYPE)
     tl.store(total + at, rounded, mask=inside)
     value = rounded.to(tl.float32)
@@ -126,13 +123,13 @@ def _all_reduce_norm_long_kernel(
 
 
 def rows_per_buffer(width: int, itemsize: int, buffer_bytes: int = BUFFER_BYTES) -> int:
-    """Returns how many rows of `width` values share a box: a power of two, 0 if one does not fit."""
+    """Returns how many rows of `width` elements share a buffer: a power of two, 0 if none fits."""
     fit = buffer_bytes // (width * itemsize)
     return 1 << fit.bit_length() - 1 if fit else 0
 
 
 def fits(x: torch.Tensor, num_buffers: int, buffer_bytes: int = BUFFER_BYTES) -> bool:
-    """Returns whether boxes for `num_buffers` groups suffice for the sum of rows `x`."""
+    """Returns whether buffers for `num_buffers` groups suffice to reduce rows `x`."""
     group = rows_per_buffer(x.shape[1], x.element_size(), buffer_bytes)
     return group > 0 and x.dtype in DTYPES and -(-len(x) // group) <= ROUNDS.value * num_buffers
 
@@ -152,16 +149,16 @@ def all_reduce_norm_long(
     spins: int,
     buffer_bytes: int = BUFFER_BYTES,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes what `kernels.peers.all_reduce_norm.all_reduce_norm` does; arguments not listed are as there.
+    """Computes `kernels.peers.all_reduce_norm.all_reduce_norm`, which documents the other arguments.
 
     Args:
-        x: [N, H], of which `fits` holds.
-        peers: [4, W] int64, addresses on the ranks of boxes of parts [W, room / W, box] and of sums [room, box], uint8,
-            and of their flags [W, room / W] and [room], int32, zeroed before first use. They serve only calls of this
-            function, which no other kernel that waits for peers may run beside.
-        seen: int32 [room], zeroed before first use: this rank's own flags.
-        room: a multiple of W.
-        box: bytes of a box.
+        x: [N, H], which `fits` accepts.
+        peers: [4, W] int64, addresses on the ranks of part buffers [W, num_buffers / W, buffer_bytes] and sum buffers
+            [num_buffers, buffer_bytes], uint8, and of their flags [W, num_buffers / W] and [num_buffers], int32, zeroed
+            before first use. Not shared with other functions. No other kernel that waits for peers may run
+            concurrently.
+        read_flags: int32 [num_buffers], zeroed before first use: this rank's flags.
+        num_buffers: a multiple of W.
     """
     N, H = x.shape
     group, ranks = rows_per_buffer(H, x.itemsize, buffer_bytes), peers.shape[1]

@@ -1,8 +1,8 @@
-"""Variant of `kernels.peers.all_reduce_norm` for some hundred rows: a program takes a row, whatever its width.
+"""Variant of `kernels.peers.all_reduce_norm` for a few hundred rows: one program per row, whatever its width.
 
-It sends the row to one owner, which adds up and sends the sum to all ranks. A program waits only for those of the same
-row on other ranks, which all ranks launch in the same order: they need not be on the GPU at once, as slices of a row
-would, whose programs exchange their sums of squares.
+A program sends its row to an owner, which sums and broadcasts. It waits only for the same row on other ranks, and all
+ranks launch rows in the same order, so programs need not be co-resident. (Slices of a row have to be, as they exchange
+sums of squares.)
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from kernels.peers.ll_protocol import (
     send,
 )
 
-ROW_WORDS = 4096  # of a box: 8192 values of 16 bits
-MANY_WORDS = 1024  # from which on a program has eight warps
+ROW_WORDS = 4096  # per row of an LL buffer: 8192 elements of 16 bits
+MANY_WORDS = 1024  # from here on a program has eight warps
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def _all_reduce_norm_rows_kernel(
     wait_for_predecessor(PDL)
     start_successor(PDL)
     n = tl.program_id(0)
-    owner, owner_row = n % RANKS, n // RANKS  # place among the owner's rows
+    owner, owner_row = n % RANKS, n // RANKS  # index among the owner's rows
     w = tl.arange(0, BLOCK)
     inside = w < WORDS
     at = n.to(tl.int64) * WORDS + w
@@ -80,7 +80,7 @@ def _all_reduce_norm_rows_kernel(
             residual_words = tl.load(residual + at, mask=inside, other=0)
             first += low(residual_words, DTYPE)
             second += high(residual_words, DTYPE)
-        # The sum is rounded to the model's dtype before it is normalised, and the result before the weight is applied.
+        # Round the sum to the model's dtype before normalising, and the result before applying the weight.
         words = pack(first, second, DTYPE)
         tl.store(total + at, words, mask=inside)
         first = tl.where(inside, low(words, DTYPE), 0.0)
@@ -108,12 +108,13 @@ def all_reduce_norm_rows(
     row_words: int = ROW_WORDS,
     phases: int = 7,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes what `kernels.peers.all_reduce_norm.all_reduce_norm` does; arguments not listed are as there.
+    """Computes `kernels.peers.all_reduce_norm.all_reduce_norm`, which documents the other arguments.
 
     Args:
-        x: [N, H] of at most `rows` rows and `row_words` words a row.
-        peers: [2, W] int64, addresses of the ranks' boxes, zeroed before first use: int64 [2, W, rows / W, row_words],
-            and of those of the sums, [2, rows, row_words]. Boxes and count serve only calls of this function.
+        x: [N, H], at most `rows` rows and `row_words` words per row.
+        peers: [2, W] int64, addresses of the ranks' LL buffers, zeroed before first use: int64 [2, W, rows / W,
+            row_words], and those of the sums, [2, rows, row_words]. Buffers and count serve only calls of this
+            function.
         rows: a multiple of W.
     """
     N, H = x.shape

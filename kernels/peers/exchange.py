@@ -1,4 +1,4 @@
-"""The Helix re-partition in one kernel: partials are sent to their head's owner and combined on arrival."""
+"""Helix all-to-all in one kernel: sends partial attention outputs to each head's owner, which merges them."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from kernels.peers.ll_protocol import (
     send,
 )
 
-GROUP_RANK_OFFSET = 1 << 16  # offset in `status` of a rank in the group, to tell it from a rank of the world
-PIECE_WORDS = 264  # one head's output and LSE: head dim 256 in fp32 and a word, padded to 64 bytes
+GROUP_RANK_OFFSET = 1 << 16  # added to a rank of the group in `status`, to tell it from a rank of the world
+PIECE_WORDS = 264  # one head's output and LSE: head dim 256 in fp32 plus a word, padded to 64 bytes
 
 
 @triton.jit
 def combine(parts, logs, real, DTYPE: tl.constexpr):
-    """Combines words of partial outputs [SOURCES, n] by their LSEs into exact attention [n], over real sources."""
+    """Merges words of partial outputs [SOURCES, n] by their LSEs into exact attention [n], over `real` sources."""
     logs = tl.where(real, logs.to(tl.float32, bitcast=True), float("-inf"))
     peak = tl.max(logs, 0)
     peak = tl.where(peak == float("-inf"), 0.0, peak)
     weights = tl.exp(logs - peak)
     total = tl.sum(weights, 0)
     total = tl.where(total == 0.0, 1.0, total)
-    # The words of an empty source are ignored, also if NaN. A NaN LSE propagates to the output.
+    # Ignore the words of an empty source, even NaN. A NaN LSE propagates to the output.
     some = (logs != float("-inf"))[:, None]
     first = tl.sum(tl.where(some, low(parts, DTYPE) * weights[:, None], 0.0), 0) / total
     second = tl.sum(tl.where(some, high(parts, DTYPE) * weights[:, None], 0.0), 0) / total
@@ -51,10 +51,10 @@ def _exchange_kernel(
 ):  # fmt: skip
     wait_for_predecessor(PDL)
     start_successor(PDL)
-    piece = tl.program_id(0)  # a token and a lane: the lane-th head of each destination
+    piece = tl.program_id(0)  # (token, lane): the lane-th head of each destination
     n = (piece // lanes).to(tl.int64)
     lane = piece % lanes
-    to = (rank + 1 + tl.program_id(1)) % RANKS if PUSH else rank  # this rank comes last
+    to = (rank + 1 + tl.program_id(1)) % RANKS if PUSH else rank  # this rank last
     w = tl.arange(0, BLOCK)
     if PUSH:
         head = tl.load(starts + to) + lane
@@ -105,21 +105,23 @@ def exchange(
     push: bool = True,
     wait: bool = True,
 ) -> torch.Tensor:
-    """Sends each head's partial output to its owner and combines the partials of this rank's heads, in fp32.
+    """Sends each head's partial output to its owner and merges the partials of this rank's heads, in fp32.
 
     Args:
         out: [N, heads, D], a multiple of 4 bytes per head; last dim contiguous.
         lse: [N, heads] fp32, natural log; -inf where a rank has no keys.
-        result: [N, this rank's heads, D], written; contiguous.
-        starts: [K + 1] int32, the first head of each rank of the group.
-        peers: [K] int64, addresses of the group's boxes: int64 [2, K, pieces, PIECE_WORDS], zeroed before first use.
-        counts: two zeroed int64 [1], counters of turns: sent and received.
-        status: [1] int32, set to 1 + GROUP_RANK_OFFSET + a rank of the group whose words do not arrive within `spins`
+        result: [N, local heads, D], written; contiguous.
+        starts: [K + 1] int32, the first head of each rank of the group, and the end.
+        peers: [K] int64, addresses of the group's LL buffers: int64 [2, K, pieces, PIECE_WORDS], zeroed before first
+            use.
+        counts: two zeroed int64 [1], epoch counters of sends and of receives.
+        status: [1] int32, set to 1 + GROUP_RANK_OFFSET + the rank in the group whose words do not arrive within `spins`
             polls.
         rank: this rank in the group.
-        lanes: the most heads that a rank owns.
-        pieces: room in the boxes, at least N * lanes.
-        push: send; wait: combine. A call with only one of them must be followed by one with the other.
+        lanes: max heads per rank.
+        pieces: capacity of the LL buffers, at least N * lanes.
+        push: send. A call with only `push` must be followed by one with only `wait`.
+        wait: receive and merge.
 
     Source:
         Helix Parallelism (arXiv:2507.07120), section 2.1.2.

@@ -1,15 +1,15 @@
-"""Tagged words: the protocol of small messages between GPUs that can write to each other's memory.
+"""NCCL's LL protocol: low-latency small messages between GPUs that can write to each other's memory.
 
-A message is 32-bit words. Each is sent in the lower half of a 64-bit word whose upper half is a tag, so that one store
-carries both: a receiver that sees the tag has the data. That takes no fence and one trip over the link, at twice the
-bytes: right for the kilobytes of a decode step, wrong for megabytes (the LL protocol of NCCL).
+Each 32-bit word travels in the lower half of a 64-bit store whose upper half is a tag, so a receiver that sees the tag
+has the data: no fence and a single trip over the link, at twice the bytes. Right for the kilobytes of a decode step,
+wrong for megabytes.
 
-A turn is one launch of the collective, and the tag is its number. A box holds one piece of a message from one source,
-in two halves; turn t uses half t % 2. Reuse in t + 2 is safe: in every turn every rank waits for all others, so no rank
+The tag is the epoch: the number of the launch. An LL buffer holds one piece of a message from one source, in two
+halves; epoch t uses half t % 2. Reuse in t + 2 is safe: every rank waits for all others in every epoch, so no rank
 sends t + 2 before it has received t + 1 from all, and a rank that sent t + 1 had read t.
 
-The turn is counted on the device, so that a captured graph advances it at each replay. As they end, the programs of a
-launch together add EPOCH_UNITS to a counter, each a share; the turn does not change until the last of them has added.
+The epoch is counted on the device, so that it advances at each replay of a captured graph. The programs of a launch add
+EPOCH_UNITS to the counter together, each a share at its end; the epoch changes when the last one has added.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ import torch
 import triton
 import triton.language as tl
 
-EPOCH_UNITS = tl.constexpr(1 << 16)  # more than the programs of a launch
+EPOCH_UNITS = tl.constexpr(1 << 16)  # upper bound of programs per launch
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @dataclass(frozen=True)
 class SumTarget:
-    """Destination and format of a rank's summand in a sum over ranks.
+    """Destination and format of a rank's partial sum.
 
     Attributes:
-        peers: [W] int64, addresses of the ranks' boxes, int64 [2, W, pieces, slice_words]; a piece is a row's slice.
-        count: int64 [1], counter of turns.
+        peers: [W] int64, addresses of the ranks' LL buffers, int64 [2, W, pieces, slice_words]; a piece is a row's
+            slice.
+        count: int64 [1], epoch counter.
         rank: the sender, in the world.
-        pieces: room in the boxes.
+        pieces: capacity of the LL buffers.
         slice_words: words per piece; a row begins a new piece.
-        two_shot: send a piece to its owner only, rank `piece % W`, not to all ranks.
+        two_shot: send a piece only to its owner, rank `piece % W`, not to all ranks.
     """
 
     peers: torch.Tensor
@@ -46,7 +47,7 @@ class SumTarget:
 
 
 def sum_shape(sums: SumTarget | None) -> dict[str, int]:
-    """Returns the compile-time arguments of a kernel that may send its sums; RANKS is 0 if it does not."""
+    """Returns the compile-time arguments of a kernel that can send its sums; RANKS is 0 if it does not."""
     if sums is None:
         return dict(RANKS=0, PIECES=0, SIZE=0, TWO_SHOT=False)
     return dict(RANKS=sums.peers.numel(), PIECES=sums.pieces, SIZE=sums.slice_words, TWO_SHOT=sums.two_shot)
@@ -54,40 +55,40 @@ def sum_shape(sums: SumTarget | None) -> dict[str, int]:
 
 @triton.jit
 def epoch(counter):
-    """Loads the number of this launch, from 1 on; to be called before anything is sent."""
+    """Loads the number of this launch, from 1 on; call it before sending anything."""
     return (tl.load(counter) // EPOCH_UNITS + 1).to(tl.int32)
 
 
 @triton.jit
 def end_epoch(counter, program, programs):
-    """Counts this program as done with the launch; all its threads must have read the turn before."""
+    """Counts this program as done with the launch; all its threads must have read the epoch before."""
     share = tl.where(program == 0, EPOCH_UNITS - programs + 1, 1).to(tl.int64)
     tl.atomic_add(counter, share, sem="relaxed")
 
 
 @triton.jit
 def ll_buffer(ll_buffers, tag, source, piece, SOURCES: tl.constexpr, PIECES: tl.constexpr, SIZE: tl.constexpr):
-    """Computes the address of the box of `piece` from `source` for `tag`."""
+    """Returns the address of the LL buffer of `piece` from `source` for `tag`."""
     return ll_buffers + (((tag & 1) * SOURCES + source) * PIECES + piece).to(tl.int64) * SIZE
 
 
 @triton.jit
 def peer_ll_buffers(peers, rank):
-    """Loads the address of a peer's boxes from the table."""
+    """Loads the address of a peer's LL buffers."""
     return tl.multiple_of(tl.load(peers + rank).to(tl.pointer_type(tl.int64)), 16)
 
 
 @triton.jit
 def send(to, words, tag, mask):
-    """Stores int32 words under a tag."""
+    """Stores tagged int32 words."""
     tl.store(to, (tag.to(tl.int64) << 32) | (words.to(tl.int64) & 0xFFFFFFFF), mask=mask)
 
 
 @triton.jit
 def receive(at, tag, mask, source, status, spins):
-    """Waits for int32 words [SOURCES, n] until all carry the tag, or for `spins` polls after the first.
+    """Polls int32 words [SOURCES, n] until all carry the tag, at most `spins` times after the first poll.
 
-    After a timeout, `status` holds 1 + a missing source, and words without the tag are -1: NaN in every dtype, so that
+    On timeout, `status` is set to 1 + a missing source, and untagged words become -1: NaN in every dtype, so that
     results computed from them, on this rank or its peers, are NaN too.
     """
     got = tl.load(at, mask=mask, other=0, volatile=True)
@@ -107,13 +108,13 @@ def receive(at, tag, mask, source, status, spins):
 
 @triton.jit
 def poll_limit(status, spins):
-    """Returns the number of polls after the first: none if an earlier one timed out, so that broken steps end soon."""
+    """Returns the polls allowed after the first: none after an earlier timeout, so that broken steps end soon."""
     return tl.where(tl.load(status) != 0, 0, spins)
 
 
 @triton.jit
 def low(words, DTYPE: tl.constexpr):
-    """Converts the first value in each word to fp32."""
+    """Unpacks the first element of each word to fp32."""
     if tl.float32 == DTYPE:
         return words.to(tl.float32, bitcast=True)
     else:
@@ -122,7 +123,7 @@ def low(words, DTYPE: tl.constexpr):
 
 @triton.jit
 def high(words, DTYPE: tl.constexpr):
-    """Converts the second value in each word to fp32; zero if a word holds a single value."""
+    """Unpacks the second element of each word to fp32; zero if a word holds one."""
     if tl.float32 == DTYPE:
         return tl.zeros_like(words).to(tl.float32)
     else:
@@ -131,7 +132,7 @@ def high(words, DTYPE: tl.constexpr):
 
 @triton.jit
 def pack(first, second, DTYPE: tl.constexpr):
-    """Packs fp32 values, rounded to DTYPE, into words: two in each, or only the first."""
+    """Packs fp32 values, rounded to DTYPE, into words: two per word, or only the first."""
     if tl.float32 == DTYPE:
         return first.to(tl.int32, bitcast=True)
     else:
@@ -141,7 +142,7 @@ def pack(first, second, DTYPE: tl.constexpr):
 
 @triton.jit
 def sum_words(y, DTYPE: tl.constexpr):
-    """Packs neighbouring fp32 values y [m * values per word] into words [m]."""
+    """Packs consecutive fp32 values y [m * values per word] into words [m]."""
     if tl.float32 == DTYPE:
         return y.to(tl.int32, bitcast=True)
     else:
@@ -151,7 +152,7 @@ def sum_words(y, DTYPE: tl.constexpr):
 
 @triton.jit
 def sum_ll_buffers(peers, piece, RANKS: tl.constexpr, TWO_SHOT: tl.constexpr):
-    """Loads the boxes of the ranks that sum `piece` [m]: of its owner [1, m], or of all ranks, padded [ranks, 1]."""
+    """Loads the LL buffers of the ranks that sum `piece` [m]: its owner [1, m], or all ranks, padded [ranks, 1]."""
     if TWO_SHOT:
         return peer_ll_buffers(peers, piece % RANKS)[None, :]
     else:
@@ -163,7 +164,7 @@ def sum_ll_buffers(peers, piece, RANKS: tl.constexpr, TWO_SHOT: tl.constexpr):
 def send_sum(
     ll_buffers, words, piece, w, tag, rank, live, RANKS: tl.constexpr, PIECES: tl.constexpr, SIZE: tl.constexpr
 ):  # fmt: skip
-    """Sends words w [m] of `piece` of this rank's summand to `ll_buffers`."""
+    """Sends words w [m] of `piece` of this rank's partial sum to `ll_buffers`."""
     to = tl.arange(0, ll_buffers.shape[0])
     there = ll_buffer(ll_buffers, tag, rank, piece[None, :], RANKS, PIECES, SIZE) + w[None, :]
     send(there, words[None, :], tag, (to < RANKS)[:, None] & live[None, :])

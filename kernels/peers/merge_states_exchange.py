@@ -1,4 +1,4 @@
-"""Merge of a rank's attention parts and exchange in one kernel."""
+"""Fused split-KV merge and Helix all-to-all."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def _merge_states_exchange_kernel(
     VALUES: tl.constexpr = 1 if tl.float32 == DTYPE else 2  # per word
     WORDS: tl.constexpr = D // VALUES
     tiles_m: tl.constexpr = (T * GROUP + BLOCK_M - 1) // BLOCK_M
-    piece = tl.program_id(0) // SLICES  # a query and a lane: the lane-th head of each destination
+    piece = tl.program_id(0) // SLICES  # (query, lane): the lane-th head of each destination
     n = piece // lanes
     lane = piece % lanes
-    to = (rank + 1 + tl.program_id(1)) % RANKS if PUSH else rank  # this rank comes last
-    # The bounds are older than the predecessor, so the schedule is computed while the predecessor runs.
+    to = (rank + 1 + tl.program_id(1)) % RANKS if PUSH else rank  # this rank last
+    # The bounds are older than the predecessor: compute the schedule while it runs.
     _, _, tiles, ends, run = schedule(lo, hi, lo_b, lo_t, hi_b, hi_t, B, T, HEADS * tiles_m, programs, BLOCK_B, BLOCK_N)
     head = tl.load(starts + to) + lane
     live = head < tl.load(starts + to + 1)
@@ -55,13 +55,13 @@ def _merge_states_exchange_kernel(
     parts = tl.where(live, (item_begin + length - 1) // run - first + 1, 0)
     ll_buffers = peer_ll_buffers(peers, to)
     local_ll_buffers = peer_ll_buffers(peers, rank)
-    if parts >= 0:  # Always true: it keeps the wait after the schedule.
+    if parts >= 0:  # always true; keeps the wait after the schedule
         wait_for_predecessor(PDL)
-    # A projection of several rows loads its weights ahead. One of a single row waits first, and its programs, more than
+    # A projection of several rows prefetches its weights. One of a single row waits first, and its programs, more than
     # the GPU holds at once, would delay those that still receive (benchmarks/LOG.md).
     if START_EARLY:
         start_successor(PDL)
-    # Loaded before the parts, to overlap the latencies.
+    # Before the parts, to overlap the latencies.
     tag = epoch(sent)
     expected = epoch(received)
     polls = poll_limit(status, spins)
@@ -82,7 +82,7 @@ def _merge_states_exchange_kernel(
         there = ll_buffer(ll_buffers, tag, rank, piece, RANKS, PIECES, SIZE)
         send(there + w, words, tag, w < WORDS)
         send(there + WORDS, log.to(tl.int32, bitcast=True), tag, s == 0)
-        tl.debug_barrier()  # all threads have read the turn
+        tl.debug_barrier()  # all threads have read the epoch
         end_epoch(sent, tl.program_id(0) * RANKS + tl.program_id(1), tl.num_programs(0) * RANKS)
     if WAIT:
         if to == rank:
@@ -117,11 +117,11 @@ def merge_states_exchange(
     push: bool = True,
     wait: bool = True,
 ) -> torch.Tensor:
-    """Merges `parts` and exchanges the result, as `kernels.peers.exchange.exchange` does, but for the order of sums.
+    """Merges `parts` and exchanges the result, like `kernels.peers.exchange.exchange` but for the order of sums.
 
     Args:
         parts: attention of queries [B, T], in the exchange's order.
-        result: [B * T, this rank's heads, D], written; contiguous.
+        result: [B * T, local heads, D], written; contiguous.
         starts, peers, counts, status, rank, lanes, pieces, spins, push, wait: see `exchange`, which may share them.
     """
     B, T, Hq, D = parts.out.shape

@@ -1,4 +1,4 @@
-"""Reduce-scatter of a few rows in one kernel, after an FFN whose rows are those of all ranks (mode dp)."""
+"""Low-latency reduce-scatter in one kernel, after an FFN over the rows of all ranks (mode dp)."""
 
 from __future__ import annotations
 
@@ -66,12 +66,10 @@ def reduce_scatter(
 
     Args:
         x: [W, ...], contiguous, each row a multiple of 4 bytes; the same shape on all ranks.
-        peers: [W] int64, addresses of the ranks' boxes: int64 [2, W, pieces, SLICE_WORDS], zeroed before first use.
-        count: int64 [1], zeroed: counter of turns.
+        peers: [W] int64, addresses of the ranks' LL buffers: int64 [2, W, pieces, SLICE_WORDS], zeroed before first
+            use.
+        count: int64 [1], zeroed: epoch counter.
         status, rank, pieces, spins, phases: see `kernels.peers.all_reduce_norm`.
-
-    Returns:
-        [...] in x's dtype.
     """
     ranks, out = len(peers), x.new_empty(x.shape[1:])
     words = out.numel() * x.itemsize // 4

@@ -1,1 +1,1 @@
-"""Layers that keep a state of a sequence in place of its tokens."""
+"""Layers with a recurrent state per sequence instead of a KV cache."""

@@ -1,4 +1,4 @@
-"""Inputs of the gated delta rule in Triton: the causal convolution over a sequence's rows, lengths, and gates."""
+"""Triton building blocks of the gated delta rule: causal convolution, L2 norm, and gates."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ def convolve(
     ring, rows, conv, p, begin, there, channel, rows_n, d,
     D: tl.constexpr, WIDTH: tl.constexpr, W: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
-    """Computes silu of the convolution at positions p [n] and channels `channel` + d [m], as [n, m] fp32; 0 elsewhere.
+    """Computes silu of the convolution at positions p [n] and channels `channel` + d [m], [n, m] fp32; 0 elsewhere.
 
-    Rows before position `begin` lie in the sequence's ring [RING, WIDTH], rows from there on in `rows`; there are none
-    before position 0.
+    Rows before position `begin` are in the sequence's ring [RING, WIDTH], later ones in `rows`; none before position 0.
     """
     inside = d < D
     total = tl.zeros((p.shape[0], d.shape[0]), tl.float32)
     for w in tl.static_range(W):
         at = p - (W - 1) + w
-        kept = ring + (at + RING * W) % RING * WIDTH  # the remainder of a positive number
+        kept = ring + (at + RING * W) % RING * WIDTH  # keep the remainder non-negative
         row = tl.where(at < begin, kept, rows + (at - begin) * rows_n)
         mask = (there & (at >= 0))[:, None] & inside[None, :]
         x = tl.load(row[:, None] + channel + d[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -34,14 +33,14 @@ def convolve(
 
 @triton.jit
 def norm_scale(x):
-    """Computes the factors [n] that make rows [n, m] of length 1."""
+    """Returns the factors [n] that L2-normalise rows [n, m]."""
     return tl.rsqrt(tl.sum(x * x, 1) + L2_EPS)
 
 
 @triton.jit
 def gate(a, b, decay, bias):
-    """Computes g and beta of the numbers a and b, with `decay` = exp(a_log)."""
+    """Returns g and beta of the raw gates a and b, with `decay` = exp(a_log)."""
     shifted = a.to(tl.float32) + bias
-    # softplus, as torch has it: the identity from 20 on
+    # torch's softplus: the identity from 20 on
     soft = tl.where(shifted > 20.0, shifted, tl.log(1.0 + tl.exp(tl.minimum(shifted, 20.0))))
     return -decay * soft, 1.0 / (1.0 + tl.exp(-b.to(tl.float32)))

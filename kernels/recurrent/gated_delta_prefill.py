@@ -1,8 +1,8 @@
-"""A prefill step of the gated delta rule, in chunks of 64 rows (arXiv:2406.06484, section 3; arXiv:2412.06464).
+"""Chunked prefill of the gated delta rule, 64 rows per chunk (arXiv:2406.06484, section 3; arXiv:2412.06464).
 
-Four launches. The first convolves, normalises and makes gates. The second solves each chunk's triangular system
-(I + A) d = beta (v - exp(G) S^T k) up to S: with T = (I + A)^-1, d = u - w S, where u = T beta v, w = T beta exp(G) k.
-The third goes through the chunks of a sequence with the state in registers, and the last normalises and gates outputs.
+Four launches. 1: convolution, norms, gates. 2: solves each chunk's triangular system (I + A) d = beta (v - exp(G) S^T
+k) up to S: with T = (I + A)^-1, d = u - w S, where u = T beta v, w = T beta exp(G) k. 3: scans a sequence's chunks with
+the state in registers. 4: normalises and gates the outputs.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from kernels.recurrent.reference import CHUNK as _CHUNK
 from kernels.recurrent.reference import gated_delta_prefill as reference
 
 CHUNK = tl.constexpr(_CHUNK)
-BLOCK = tl.constexpr(16)  # rows of a system that are solved one by one; blocks are merged by products
-COLUMNS = 32  # of a state in a program
-# Columns of a tile of keys and of values. ptxas (12.8) compiles a second product of 64 x 64 by 64 x 32 halves wrong:
-# the words of its descriptors are taken from the register of the loop's counter in `_inverse`.
+BLOCK = tl.constexpr(16)  # rows solved one by one; matmuls merge blocks
+COLUMNS = 32  # state columns per program
+# Columns per tile of keys and of values. ptxas (12.8) miscompiles a second product of 64 x 64 by 64 x 32 halves: it
+# takes words of its descriptors from the register of the loop counter in `_inverse`.
 MIN_KEYS, MIN_VALUES = 32, 64
 
 
 @triton.jit
 def _chunk(cu_q, index, sequences, BLOCK_S: tl.constexpr):
-    """Finds a chunk: its sequence (`sequences`: there is none), the sequence's first row, and rows [begin, end)."""
+    """Finds a chunk: its sequence (`sequences` if there is none), the sequence's first row, and rows [begin, end)."""
     s = tl.arange(0, BLOCK_S)
     begins = tl.load(cu_q + s, mask=s < sequences, other=0)
     ends = tl.load(cu_q + s + 1, mask=s < sequences, other=0)
@@ -85,7 +85,7 @@ def _inputs_kernel(
 
 @triton.jit
 def _inverse(A):
-    """Computes the inverse of I + A, A [CHUNK, CHUNK] strictly lower: within blocks row by row, then by products."""
+    """Inverts I + A, A [CHUNK, CHUNK] strictly lower: within blocks row by row, then by matmuls."""
     r, c = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     same = r // BLOCK == c // BLOCK
     within, apart = tl.where(same, A, 0.0), tl.where(same, 0.0, A)
@@ -109,7 +109,7 @@ def _systems_kernel(
     KEYS: tl.constexpr, VALUES: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr,
     FIRST: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Writes w [N, V, dk], and u in v's place."""
+    """Writes w [N, V, dk], and u in place of v."""
     sequence, _, begin, end = _chunk(cu_q, tl.program_id(0), n, BLOCK_S)
     if sequence == n:
         return
@@ -180,10 +180,10 @@ def _chunks_kernel(
         S = S * tl.exp(chunk_total) + tl.dot(tl.trans(keys), left, input_precision="tf32x3")
     tl.store(states, S, mask=whole)
 
-    # The last rows, which the next convolution reads; the first kernel has read what was in their places.
+    # The last rows, which the next convolution reads; the first kernel has read what they overwrite.
     t = end - (W - 1) + tl.arange(0, BLOCK_W)
     there = (t >= first) & (t < end) & (req_idx >= 0)
-    ring_index = (tl.load(positions + first, mask=first < end) + t - first + RING * W) % RING  # of a positive number
+    ring_index = (tl.load(positions + first, mask=first < end) + t - first + RING * W) % RING  # non-negative
     mine = ring + req_idx * (RING * width) + ring_index[:, None] * width
     rows = qkv + t[:, None] * qkv_n
     at_v, mask = 2 * KEYS * DK + head * DV + e[None, :], there[:, None] & (e < DV)[None, :]
@@ -218,15 +218,12 @@ def gated_delta_prefill(
     positions: torch.Tensor,
     cu_q: torch.Tensor,
 ) -> torch.Tensor:
-    """Computes the outputs of prompt chunks, hands their states on, and keeps each chunk's last W - 1 rows.
+    """Computes the outputs [N, V dv] of prompt chunks, updates their states, and stores each chunk's last W - 1 rows.
 
     Args:
-        slots: of the n sequences [n] int64; none has accepted rows. -1: padding, of which nothing is kept.
+        req_indices: of the n sequences [n] int64; none has accepted rows. -1: padding, stores nothing.
         positions: of the rows [N] int64.
-        cu_q: offsets of each sequence's rows [n + 1] int32.
-
-    Returns:
-        [N, V dv] in x's dtype.
+        cu_q: cumulative rows per sequence [n + 1] int32.
     """
     if not dispatch.on_gpu(x.z):
         return reference(x, p, cache, req_indices, positions, cu_q)
@@ -242,7 +239,7 @@ def gated_delta_prefill(
     block_k = triton.next_power_of_2(max(key_dim, MIN_KEYS))
     block_v = triton.next_power_of_2(max(value_dim, MIN_VALUES))
     chunk_total = {"BLOCK_S": triton.next_power_of_2(n), "BLOCK_K": block_k, "BLOCK_V": block_v}
-    chunks = N // _CHUNK + n  # at least as many as there are
+    chunks = N // _CHUNK + n  # upper bound
     _inputs_kernel[chunks, 2 * p.key_heads + values](
         x.qkv, x.gates, p.conv, p.a_log, p.dt_bias, cache.qkv, req_indices, positions, cu_q, q, k, v, totals, betas,
         x.qkv.stride(0), x.gates.stride(0), n, key_dim**-0.5, W=conv_width, RING=ring, **heads, **chunk_total,
@@ -250,7 +247,7 @@ def gated_delta_prefill(
     )  # fmt: skip
     groups = {"GROUP": p.group, "FIRST": p.first}
     _systems_kernel[chunks, values](k, v, w, totals, betas, cu_q, n, **heads, **groups, **chunk_total, num_warps=4)
-    # With three stages chunks are loaded ahead, and a program of 16-bit rows takes most of an SM.
+    # Three stages prefetch chunks, but a program of 16-bit rows then takes most of an SM.
     roomy = out.itemsize == 2 and triton.cdiv(value_dim, COLUMNS) * values <= sm_count(out.device)
     _chunks_kernel[triton.cdiv(value_dim, COLUMNS), values, n](
         x.qkv, q, k, v, w, totals, cache.state, cache.qkv, req_indices, positions, cu_q, out, x.qkv.stride(0),

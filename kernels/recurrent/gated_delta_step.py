@@ -1,13 +1,13 @@
-"""A decode step of the gated delta rule: convolution, norms, gates and one pass over the state.
+"""Decode step of the gated delta rule: convolution, norms, gates and one pass over the state.
 
-A program has the state of one value head in registers. It loads the state and adds the accepted rows of the last step
-while the projection before it still runs, writes the state, and goes on with this step's rows. So a step reads and
-writes each state once, whatever the number of drafts.
+A program has one value head's state in registers. While the preceding projection still runs, it loads the state and
+adds the last step's accepted rows; then it writes the state and processes this step's rows. So a step reads and writes
+each state once, whatever the number of drafts.
 
-The state is not taken through this step's rows. Up to SYSTEM of them need S^T k and S^T q of the same state, and one
-another's products: their deltas are a triangular system, see `kernels.recurrent.reference.chunked`. A warp has some
-columns of the state, all their keys, and solves the system for these: rows and products of rows pass through memory,
-from which each warp loads what it needs, and outputs are normalised together at the end.
+The state is not advanced by this step's rows. Up to SYSTEM of them need S^T k and S^T q of the same state, and each
+other's products: their deltas solve a triangular system, see `kernels.recurrent.reference.chunked`. A warp owns some
+columns of the state, with all keys, and solves the system for these; rows and their products pass through memory, and
+outputs are normalised together at the end.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from kernels.overlap import pdl_options, prefetch, sm_count, start_successor, st
 from kernels.recurrent.convolution import convolve, gate, norm_scale
 from kernels.recurrent.reference import gated_delta_step as reference
 
-TWO_ON_AN_SM = 128  # registers of a thread
-# The state is RUN tiles [keys / RUN / KI, values / VI, KI, VI] in registers, the last dims in the lanes of a warp.
-# Tile i has each key that is i behind a multiple of RUN, so that one load brings a thread RUN numbers of a row.
+TWO_ON_AN_SM = 128  # registers per thread
+# The state is RUN tiles [keys / RUN / KI, values / VI, KI, VI] in registers, the last dims across a warp's lanes. Tile
+# i has the keys that are i modulo RUN, so that one load gives a thread RUN elements of a row.
 RUN, KI, VI = tl.constexpr(4), tl.constexpr(8), tl.constexpr(16)
-SYSTEM = 8  # most rows whose deltas are solved for at once
-HALVED_FROM = 7  # rows of a step whose systems are half as large where two programs share an SM's registers
-LINE = tl.constexpr(32)  # numbers of a cache line
+SYSTEM = 8  # max rows whose deltas are solved for at once
+HALVED_FROM = 7  # rows per step from which systems are halved where two programs share an SM's registers
+LINE = tl.constexpr(32)  # elements per cache line
 
 
 @triton.jit
@@ -36,7 +36,6 @@ def _prefetch_taps(
     conv, ring, begin, channel, d,
     D: tl.constexpr, WIDTH: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
-    """Prefetches what `convolve` will read of the weights, and of the rows before position `begin`."""
     w, column = tl.minimum(tl.arange(0, BLOCK_W), W - 1)[:, None], channel + tl.minimum(d, D - 1)[None, :]
     prefetch(conv + w * WIDTH + column)
     prefetch(ring + (begin - (W - 1) + w + RING * W) % RING * WIDTH + column)
@@ -44,9 +43,9 @@ def _prefetch_taps(
 
 @triton.jit
 def _run(at, i, there, D: tl.constexpr, ALIGNED: tl.constexpr):
-    """Loads RUN numbers from each pointer on, by one instruction if they are aligned; returns as many tensors.
+    """Loads elements `i` to `i` + RUN - 1 of rows of D, as RUN tensors; one instruction if aligned.
 
-    These are numbers `i` to `i` + RUN - 1 of a row of D; 0 behind the last, and where `there` is not true.
+    0 past the last element, and where `there` is false.
     """
     mask = (i < D) & there
     if ALIGNED:
@@ -81,7 +80,7 @@ def _and(found, tile):
 
 @triton.jit
 def _plus(tile, factors, first: tl.constexpr, tiles, COUNT: tl.constexpr):
-    """Adds the first COUNT tiles, each times a factor, of which the first one has index `first`."""
+    """Adds the first COUNT tiles, each times a factor; the first factor has index `first`."""
     for j in tl.static_range(COUNT):
         tile += factors[first + j] * tiles[j]
     return tile
@@ -102,7 +101,7 @@ def _with_rows(
     DK: tl.constexpr, DV: tl.constexpr, ROW: tl.constexpr, VALUES: tl.constexpr, COUNT: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Adds k delta^T of kept rows [begin, end), at most COUNT, to a state that has decayed up to row `end` - 1."""
+    """Adds k delta^T of stored rows [begin, end), at most COUNT, to a state that has decayed up to row `end` - 1."""
     S0, S1, S2, S3 = S
     for x in tl.static_range(COUNT):
         there = begin + x < end
@@ -140,11 +139,10 @@ def _gated_delta_step_kernel(
         tl.store(outs, tl.zeros((BLOCK_R, BLOCK_V), out.dtype.element_ty), mask=inside)
         return
 
-    # What is older than the predecessor.
     req_idx = tl.load(req_indices + i).to(tl.int64)
     begin = tl.load(positions + n)
     count = tl.load(accepted + req_idx)
-    row: tl.constexpr = VALUES * (DK + DV)  # from row to row
+    row: tl.constexpr = VALUES * (DK + DV)
     last_rows = cached_rows + req_idx * (MAX_ROWS * row) + head * (DK + DV)
     last_decays = cached_decays + req_idx * (MAX_ROWS * VALUES) + head
     mine = ring + req_idx * (RING * width)
@@ -154,13 +152,13 @@ def _gated_delta_step_kernel(
         _prefetch_taps(conv, mine, begin, at_v, e, DV, width, W, BLOCK_W, RING)
         line = tl.arange(0, triton.next_power_of_2(triton.cdiv(DK + DV, LINE)))
         prefetch(last_rows + tl.minimum(r, MAX_ROWS - 1)[:, None] * row + tl.minimum(line * LINE, DK + DV - 1)[None, :])
-    # The tile's shape of two dims has one layout in all releases of Triton: a warp for each VI columns.
+    # In two dims the tile has the same layout in all Triton releases: one warp per VI columns.
     h, c = tl.arange(0, BLOCK_K // RUN // KI * (BLOCK_V // VI))[:, None], tl.arange(0, KI * VI)[None, :]
     key, value = (h // (BLOCK_V // VI) * KI + c // VI) * RUN, h % (BLOCK_V // VI) * VI + c % VI
     states = state + (req_idx * VALUES + head) * (DK * DV) + key * DV + value
     whole = (key < DK) & (value < DV)
     whole1, whole2, whole3 = whole, whole, whole
-    if DK // RUN * RUN != DK:  # the last run is not whole
+    if DK // RUN * RUN != DK:  # the last run is partial
         whole1, whole2 = (key + 1 < DK) & (value < DV), (key + 2 < DK) & (value < DV)
         whole3 = (key + 3 < DK) & (value < DV)
     tile: tl.constexpr = (BLOCK_K // RUN // KI, BLOCK_V // VI, KI, VI)
@@ -171,7 +169,7 @@ def _gated_delta_step_kernel(
     S3 = tl.reshape(tl.load(states + 3 * DV, mask=whole3, other=0.0), tile)
     d4 = tl.arange(0, tile[0])[:, None, None, None] * (RUN * KI) + tl.arange(0, KI)[None, None, :, None] * RUN
     e4 = tl.arange(0, tile[1])[None, :, None, None] * VI + tl.arange(0, VI)[None, None, None, :]
-    pair: tl.constexpr = 1 if MAX_ROWS == 1 else 2  # rows whose loads are under way at once
+    pair: tl.constexpr = 1 if MAX_ROWS == 1 else 2  # rows whose loads are in flight at once
     aligned: tl.constexpr = PDL and DK % RUN == 0 and DV % RUN == 0
     if count > 0:
         last = tl.load(last_decays + (count - 1) * VALUES)
@@ -198,7 +196,7 @@ def _gated_delta_step_kernel(
     b = tl.load(gates + (n + r) * gates_n + head, mask=new, other=0.0)
     a = tl.load(gates + (n + r) * gates_n + VALUES + head, mask=new, other=0.0)
     gated = tl.load(z + (n + r)[:, None] * z_n + head * DV + e[None, :], mask=inside, other=0.0).to(tl.float32)
-    # No program reads these places of the ring in this step.
+    # No program reads these ring entries in this step.
     ring_index = (p % RING)[:, None] * width
     raw = tl.load(given + r[:, None] * qkv_n + at_v + e[None, :], mask=inside, other=0.0)
     tl.store(mine + ring_index + at_v + e[None, :], raw, mask=inside)
@@ -211,15 +209,15 @@ def _gated_delta_step_kernel(
     k *= norm_scale(k)[:, None]
     g, beta = gate(a, b, decay, bias)
     total = tl.cumsum(tl.where(new, g, 0.0), 0)
-    first = r // SYSTEM * SYSTEM  # of a row's system
-    since = total  # the decay from there on
+    first = r // SYSTEM * SYSTEM
+    since = total  # decay since then
     if ROWS > SYSTEM:
         since -= tl.sum(tl.where(r[None, :] == first[:, None] - 1, total[None, :], 0.0), 1)
     decay_since = tl.exp(since)
-    ours = work + (n * VALUES + head) * WORK  # of each row: q, beta v, its output, factors
+    ours = work + (n * VALUES + head) * WORK  # per row: q, beta v, its output, factors
     row_work = ours + r[:, None] * (VALUES * WORK)
-    factors = row_work + DK + 2 * DV  # of deltas in its delta and in its output; of S^T q and of S^T k
-    tl.debug_barrier()  # All warps have read the last step's rows.
+    factors = row_work + DK + 2 * DV  # of deltas, in its delta and in its output; of S^T q and of S^T k
+    tl.debug_barrier()  # all warps have read the last step's rows
     tl.store(last_rows + r[:, None] * row + d[None, :], k, mask=key_mask)
     tl.store(last_decays + r * VALUES, total, mask=new)
     tl.store(row_work + d[None, :], q, mask=key_mask)
@@ -255,7 +253,7 @@ def _gated_delta_step_kernel(
             by_queries = _and(by_queries, _times_state(q_x, (S0, S1, S2, S3)))
         if ROWS > 1:
             tl.debug_barrier()
-        for x in tl.static_range(together):  # All loads, which would wait behind stores.
+        for x in tl.static_range(together):  # issue all loads first: they would wait behind stores
             there = x0 + x < ROWS
             u = tl.load(ours + (x0 + x) * (VALUES * WORK) + DK + e4, mask=(e4 < DV) & there, other=0.0)
             f = ours + (x0 + x) * (VALUES * WORK) + DK + 2 * DV
@@ -295,15 +293,12 @@ def gated_delta_step(
     positions: torch.Tensor,
     live: torch.Tensor,
 ) -> torch.Tensor:
-    """Applies the accepted rows of the last step to the states, then computes this step's outputs and keeps its rows.
+    """Applies the last step's accepted rows to the states, computes this step's outputs [N, V dv], stores its rows.
 
     Args:
-        slots: of the n sequences [n] int64; each has N / n rows.
+        req_indices: of the n sequences [n] int64; each has N / n rows.
         positions: of the rows [N] int64.
-        live: [N]; a sequence whose first row is not live keeps what it has, and its outputs are 0.
-
-    Returns:
-        [N, V dv] in x's dtype.
+        live: [N]; a sequence whose first row is not live is left unchanged, and its outputs are 0.
     """
     if not dispatch.on_gpu(x.z):
         return reference(x, p, cache, req_indices, positions, live)
@@ -316,7 +311,7 @@ def gated_delta_step(
     block_r = triton.next_power_of_2(max_rows)
     crowded = n * values > sm_count(x.z.device)
     system = min(block_r, SYSTEM // 2 if crowded and rows >= HALVED_FROM else SYSTEM)
-    width = key_dim + 2 * value_dim + triton.cdiv(2 * system + 2, RUN.value) * RUN.value  # of a row: runs are aligned
+    width = key_dim + 2 * value_dim + triton.cdiv(2 * system + 2, RUN.value) * RUN.value  # row stride: runs are aligned
     work = torch.empty(len(x.z), values, width, dtype=torch.float32, device=x.z.device)
     out = torch.empty(len(x.z), values * value_dim, dtype=x.z.dtype, device=x.z.device)
     _gated_delta_step_kernel[n, values](
@@ -326,7 +321,7 @@ def gated_delta_step(
         key_dim**-0.5,
         ROWS=rows, KEYS=p.key_heads, VALUES=values, DK=key_dim, DV=value_dim, W=conv_width, GROUP=p.group,
         FIRST=p.first, RING=ring, MAX_ROWS=max_rows, BLOCK_W=triton.next_power_of_2(conv_width),
-        # Not by this step's rows: lengths are summed in one order in steps with drafts and without.
+        # Independent of this step's rows: lengths are summed in the same order with and without drafts.
         BLOCK_R=block_r,
         SYSTEM=system,
         WORK=width,

@@ -1,4 +1,4 @@
-"""The ops of `kernels.recurrent` in plain torch."""
+"""Plain torch reference of `kernels.recurrent`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def gated_delta_step(
     positions: torch.Tensor,
     live: torch.Tensor,
 ) -> torch.Tensor:
-    """Runs a decode step; shapes as in `kernels.recurrent.gated_delta_step.gated_delta_step`."""
+    """Plain torch `kernels.recurrent.gated_delta_step.gated_delta_step`."""
     rows, before = len(positions) // len(req_indices), p.conv.shape[0] - 1
     out = torch.zeros_like(x.z)
     for i, req_idx in enumerate(req_indices.tolist()):
@@ -41,7 +41,7 @@ def gated_delta_step(
 
 
 def with_rows(state: torch.Tensor, rows: torch.Tensor, decays: torch.Tensor) -> torch.Tensor:
-    """Computes the state [V, dk, dv] after n kept rows [n, V, dk + dv], with their decays [n, V]."""
+    """Returns the state [V, dk, dv] after n stored rows [n, V, dk + dv], with their decays [n, V]."""
     k, deltas = rows.split(state.shape[-2:], -1)
     left = (decays[-1] - decays).exp()[..., None]
     return decays[-1].exp()[:, None, None] * state + torch.einsum("nhk,nhv->hkv", left * k, deltas)
@@ -55,7 +55,7 @@ def gated_delta_prefill(
     positions: torch.Tensor,
     cu_q: torch.Tensor,
 ) -> torch.Tensor:
-    """Runs a prefill step; shapes as in `kernels.recurrent.gated_delta_prefill.gated_delta_prefill`."""
+    """Plain torch `kernels.recurrent.gated_delta_prefill.gated_delta_prefill`."""
     out, before, ends = torch.zeros_like(x.z), p.conv.shape[0] - 1, cu_q.tolist()
     for req_idx, begin, end in zip(req_indices.tolist(), ends, ends[1:], strict=False):
         if req_idx < 0:
@@ -76,7 +76,7 @@ def recent(cache: DeltaState, req_idx: int, begin: int, end: int) -> torch.Tenso
 
 
 def remember(cache: DeltaState, req_idx: int, begin: int, qkv: torch.Tensor) -> None:
-    """Keeps input rows from position `begin` on."""
+    """Stores input rows from position `begin` on."""
     cache.qkv[req_idx, torch.arange(begin, begin + len(qkv), device=qkv.device) % cache.qkv.shape[1]] = qkv
 
 
@@ -86,7 +86,7 @@ def convolve(rows: torch.Tensor, p: GatedDelta) -> torch.Tensor:
 
 
 def heads(inputs: torch.Tensor, gates: torch.Tensor, p: GatedDelta) -> tuple[torch.Tensor, ...]:
-    """Computes q, k [n, V, dk], v [n, V, dv], g and beta [n, V], fp32, of convolved rows [n, C] and gates [n, 2 V]."""
+    """Returns q, k [n, V, dk], v [n, V, dv], g, beta [n, V], fp32, from convolved rows [n, C] and gates [n, 2 V]."""
     values, width = len(p.a_log), len(p.norm)
     q, k = inputs[:, : inputs.shape[1] - values * width].unflatten(1, (2, p.key_heads, -1)).unbind(1)
     key_head_of = (p.first + torch.arange(values, device=inputs.device)) // p.group
@@ -100,7 +100,7 @@ def heads(inputs: torch.Tensor, gates: torch.Tensor, p: GatedDelta) -> tuple[tor
 def recurrent(
     state: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Computes outputs and deltas [n, V, dv], and the state [V, dk, dv] after n rows, one after the other."""
+    """Returns outputs and deltas [n, V, dv], and the state [V, dk, dv] after n rows, one after the other."""
     out, deltas = torch.empty_like(v), torch.empty_like(v)
     for i in range(len(v)):
         state = g[i].exp()[:, None, None] * state
@@ -113,7 +113,7 @@ def recurrent(
 def chunked(
     state: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes outputs and state of `recurrent` by products over chunks; the state is handed from one to the next.
+    """Computes outputs and state of `recurrent` chunk by chunk, by matmuls.
 
     With G the sum of g from the chunk's first row on, row i's delta is
 

@@ -1,1 +1,1 @@
-"""Block-sparse decode: key bounds of pages, and the selection of pages that a query reads."""
+"""Block-sparse decode: key bounds of pages, and selection of the pages that a query reads."""

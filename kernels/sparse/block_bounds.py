@@ -1,4 +1,4 @@
-"""Per-channel key bounds of full pages and of their parts, by which queries choose: written once per page."""
+"""Quest-style key bounds (per-channel min and max) of full pages and their subblocks, written once per page."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def _fold_blocks_kernel(
             max_pages = tl.max(tl.where(inside, k, float("-inf")), 0)
             min_value = tl.min(tl.where(inside, k, float("inf")), 0)
             no_number = tl.sum(tl.where(k != k, 1.0, 0.0), 0)
-            if part_bounds is not None:  # a part is SLOTS keys
+            if part_bounds is not None:  # a subblock is SLOTS keys
                 to = part_bounds + layer * p_layer + page * p_page + head * p_head + begin // SLOTS * p_part + d
                 tl.store(to, tl.where(no_number > 0, float("nan"), max_pages), mask=d < D)
                 tl.store(to + p_kind, tl.where(no_number > 0, float("nan"), min_value), mask=d < D)
             one = tl.maximum(one, max_pages)
             two = tl.minimum(two, min_value)
             broken += no_number
-        one = tl.where(broken > 0, float("nan"), one)  # the maximum of a NaN and a number may be the number
+        one = tl.where(broken > 0, float("nan"), one)  # max(NaN, x) may be x
         two = tl.where(broken > 0, float("nan"), two)
         to = block_bounds + layer * b_layer + page * b_page + head * b_head + d
         tl.store(to, one, mask=d < D)
@@ -74,18 +74,18 @@ def fold_blocks(
     append_block: int,
     part_bounds: torch.Tensor | None = None,
 ) -> None:
-    """Writes the bounds of the pages that sequences have newly filled on this rank, in all layers, in one launch.
+    """Writes the bounds of the pages that sequences newly filled on this rank, for all layers in one launch.
 
     Args:
         keys: [layers, pages, page_size, Hkv, D], last dim contiguous.
-        scales: [layers, pages, Hkv, page_size] fp32, last dim contiguous: those of keys in e4m3; else None.
-        bounds: [layers, pages, Hkv, 2, D] in the dtype of `keys`, or of the model if these are e4m3, last dim
-            contiguous; overwritten for these pages: the largest and the smallest of its keys in each channel (exact).
+        scales: [layers, pages, Hkv, page_size] fp32, last dim contiguous, if keys are e4m3; else None.
+        bounds: [layers, pages, Hkv, 2, D] in the dtype of `keys` (of the model if these are e4m3), last dim contiguous;
+            written for these pages: the exact max and min of the keys per channel.
         tables: int32 [n, max_pages], rows contiguous.
         starts: int64 [n], contiguous, the kvp rank of each sequence's first block.
         before, after: int64 [n], contiguous, committed tokens of each sequence over all ranks, before and now.
-        most: upper bound of the pages that one sequence fills on a rank in between.
-        part_bounds: [layers, pages, Hkv, parts, 2, D], like `bounds`, of equal parts of a page, written if given.
+        max_pages: upper bound of the pages that one sequence fills on a rank in between.
+        part_bounds: [layers, pages, Hkv, parts, 2, D], like `bounds`, of equal subblocks of a page; written if given.
 
     Source:
         Quest (arXiv:2406.10774).

@@ -1,7 +1,7 @@
-"""Always-read local pages and candidate pages of each query of a step.
+"""Always-read pages and candidate pages of each query of a step.
 
-A rank's pages are, in order, those of the sink, candidates, and those of the local window, the unfinished one last.
-Sink and window are global: a rank reads the pages that hold some of their tokens.
+A rank's pages are, in order: sink, candidates, local window (the unfinished page last). Sink and window are global: a
+rank reads the pages that hold some of their tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _block_ranges_kernel(
     some = tl.load(live + n, mask=inside, other=0) != 0
     length = tl.where(some, local_length(position + 1, start, KVP, RANK, BLOCK_TOKENS), 0)
     num_pages = (length + PAGE - 1) // PAGE
-    # Tokens of every query's sink, as the tensor that `local_length` expects.
+    # a tensor, as `local_length` expects
     sinks = local_length(position * 0 + sink * PAGE, start, KVP, RANK, BLOCK_TOKENS)
     window = tl.maximum(position // PAGE - local + 1, 0) * PAGE
     begin = tl.minimum((sinks + PAGE - 1) // PAGE, num_pages)
@@ -45,7 +45,7 @@ def _block_ranges_kernel(
     tl.store(to + N, end.to(tl.int32), mask=inside)
     tl.store(to + 2 * N, num_pages.to(tl.int32), mask=inside)
     num_skipped = (end - begin) * PARTS - tl.minimum((end - begin) * PARTS, topk)
-    if PARTS > 1:  # in a table of all pages that are read or candidates
+    if PARTS > 1:  # in a table of all always-read and candidate pages
         num_candidates = tl.minimum(end - begin, candidates)
         num_skipped = (end - begin) * PARTS - tl.minimum(num_candidates * PARTS, topk)
         tl.store(to + 4 * N, (begin * PARTS).to(tl.int32), mask=inside)
@@ -80,7 +80,7 @@ def block_ranges(
         live: bool [N], contiguous.
 
     Returns:
-        first, last, pages, hi, with `parts` part_first, part_last, part_pages, used, too: int32 [N].
+        first, last, pages, hi; with `parts` also part_first, part_last, part_pages, used: int32 [N].
     """
     out = torch.empty(8 if parts > 1 else 4, len(positions), dtype=torch.int32, device=positions.device)
     assert positions.is_contiguous() and starts.is_contiguous() and live.is_contiguous()

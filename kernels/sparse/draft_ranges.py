@@ -1,6 +1,6 @@
-"""Sizes of a sparse draft's selection: candidate local keys, keys to read, and the always-read ones among them.
+"""Sizes of a sparse draft's key selection: candidate local keys, keys to read, and the always-read ones among them.
 
-Sink and keys are global: a rank chooses among the keys that it holds.
+Sink and candidate keys are global: a rank selects among the keys that it holds.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 from kernels.attention.placement import local_length
 
 BLOCK = 128
-MILLION = 1_000_000  # units of a share: a kernel's argument is an integer or rounded to fp32
+MILLION = 1_000_000  # units of a share: kernel arguments are integers or rounded to fp32
 
 _MILLION = tl.constexpr(MILLION)
 
@@ -50,15 +50,12 @@ def draft_ranges(
     share: int,
     latest: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Computes `helix.kv_placement.KVPlacement.draft_ranges` for all sequences, in one launch.
+    """Computes `helix.kv_placement.KVPlacement.draft_ranges`, int32 [n] each, for all sequences in one launch.
 
     Args:
-        positions: position of the last token that may be chosen, int64 [n], contiguous.
+        positions: last position that may be selected, int64 [n], contiguous.
         starts: int64 [n], contiguous.
         live: bool [n], contiguous.
-
-    Returns:
-        known, counts, sinks, recent: int32 [n].
     """
     out = tuple(torch.empty(len(positions), dtype=torch.int32, device=positions.device) for _ in range(4))
     assert positions.is_contiguous() and starts.is_contiguous() and live.is_contiguous()

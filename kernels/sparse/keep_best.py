@@ -1,4 +1,4 @@
-"""Choice of blocks over all ranks of a kvp group: each offers its best, and keeps those among the best of all."""
+"""Block selection over a kvp group: each rank offers its best blocks, and keeps those among the best of all ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _keep_best_kernel(
     source = a // TOPK
     at = candidates + ((source * N + n).to(tl.int64) * HEADS + head) * TOPK * 2 + a % TOPK * 2
     score = tl.load(at, mask=source < RANKS, other=_NONE)
-    # Blocks are dealt round-robin: maps a rank's page to the sequence's block number.
+    # Round-robin blocks: map a rank's page to the sequence's block number.
     block = tl.load(at + 1, mask=source < RANKS, other=0) * RANKS + (source - start + RANKS) % RANKS
     i = tl.arange(0, BLOCK_K)
     mine = candidates + ((rank * N + n).to(tl.int64) * HEADS + head) * TOPK * 2 + i * 2
@@ -53,15 +53,15 @@ def keep_best(
     kvp_rank: int,
     page_counts: torch.Tensor,
 ) -> None:
-    """Drops pages of this rank's choice from its table that are not among the best of all ranks.
+    """Drops this rank's selected pages from its table unless they are among the best of all ranks.
 
     Args:
-        offered: [K, N, Hkv, topk, 2] int32, contiguous: each rank's `candidates` of `select_blocks`; a page is one
+        candidates: [K, N, Hkv, topk, 2] int32, contiguous: each rank's `candidates` of `select_blocks`; a page is one
             round-robin block.
-        first: [N] int32, contiguous: column of this rank's first chosen page in its table.
+        first: [N] int32, contiguous: column of this rank's first selected page in its table.
         starts: [N] int64, contiguous: the kvp rank of each sequence's first block.
         table: [N, Hkv, width] int32, contiguous; dropped pages become -1.
-        counted: [2] int64; the first, pages in tables, is reduced by the dropped pages.
+        page_counts: [2] int64; dropped pages are subtracted from the first, the pages in tables.
     """
     if not dispatch.on_gpu(candidates):
         reference(candidates, first, starts, table, kvp_rank, page_counts)

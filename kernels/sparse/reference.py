@@ -1,4 +1,4 @@
-"""The ops of `kernels.sparse` in plain torch."""
+"""Plain torch reference of `kernels.sparse`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from itertools import pairwise
 import torch
 
 NONE = -(2**31)  # below every score
-TILE = 32  # pages of a tile
+TILE = 32  # pages per tile
 FORCED = 0xFFFF  # above every score
 NO_NUMBER = 0xFFFE  # above every other score
-MAX_REACH = 16  # keys; pages of more than one key hold at least as many
+MAX_REACH = 16  # keys; pages of more than one key hold at least this many
 
 
 def full_pages(length: int, start: int, *, kvp: int, kvp_rank: int, append_block: int, page_size: int) -> int:
-    """Computes how many pages a sequence's first `length` tokens fill on a rank."""
+    """Returns how many pages a sequence's first `length` tokens fill on a rank."""
     cycle = append_block * kvp
     rest = length % cycle - (kvp_rank - start) % kvp * append_block
     return (length // cycle * append_block + min(max(rest, 0), append_block)) // page_size
@@ -36,7 +36,7 @@ def fold_blocks(
     append_block: int,
     part_bounds: torch.Tensor | None = None,
 ) -> None:
-    """Writes the bounds of newly filled pages; shapes as in `kernels.sparse.block_bounds.fold_blocks`."""
+    """Plain torch `kernels.sparse.block_bounds.fold_blocks`."""
     grid = {"kvp": kvp, "kvp_rank": kvp_rank, "append_block": append_block, "page_size": keys.shape[2]}
     for table, start, old, new in zip(tables, starts.tolist(), before.tolist(), after.tolist(), strict=True):
         pages = table[full_pages(old, start, **grid) : full_pages(new, start, **grid)].long()
@@ -59,7 +59,7 @@ def ordered_fp32(scores: torch.Tensor) -> torch.Tensor:
 
 
 def block_scores(q: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
-    """Scores pages for one query by upper bounds of q.k: the maximum over a KV head's query heads, fp32.
+    """Upper-bounds q.k per page for one query: the maximum over a KV head's query heads, fp32.
 
     Args:
         q: [Hq, D].
@@ -76,19 +76,18 @@ def block_scores(q: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
 
 
 def _bounds(bounds: torch.Tensor, entries: torch.Tensor, parts: int) -> torch.Tensor:
-    """Looks up the bounds [n, Hkv, 2, D] of entries [Hkv, n], pages or parts."""
     head = torch.arange(len(entries), device=entries.device)[:, None]
     found = bounds[entries, head] if parts == 1 else bounds[entries // parts, head, entries % parts]
     return found.transpose(0, 1)
 
 
 def _best(found: torch.Tensor, k: int) -> torch.Tensor:
-    """Returns the places [Hkv, k] of the best scores, ascending; stable: ties go to the earlier page."""
+    """Returns the indices [Hkv, k] of the best scores, ascending; stable: ties go to the earlier page."""
     return found.sort(dim=-1, descending=True, stable=True).indices[:, :k].sort(-1).values
 
 
 def _shares(begin: int, end: int, k: int, stretch: int | None) -> list[tuple[int, int, int]]:
-    """Lists the stretches of the pages, from the first one on, and how many of the k each gives."""
+    """Lists the stretches of pages (from the first page on), and how many of the k each contributes."""
     k = min(k, end - begin)
     if stretch is None or begin >= end:
         return [(0, end - begin, k)]
@@ -112,10 +111,10 @@ def select_blocks(
     candidates: torch.Tensor | None = None,
     stretch: int | None = None,
 ) -> torch.Tensor:
-    """Selects the pages that queries read; shapes as in `kernels.sparse.select_blocks.select_blocks`.
+    """Plain torch `kernels.sparse.select_blocks.select_blocks`.
 
     Args:
-        stretch: most pages of a stretch; None: one stretch.
+        stretch: max pages per stretch; None: a single stretch.
     """
     N, T = len(q), len(q) // len(block_table)
     heads, parts = bounds.shape[1], bounds.shape[2] if bounds.dim() == 5 else 1
@@ -149,12 +148,12 @@ def keep_best(
     kvp_rank: int,
     page_counts: torch.Tensor,
 ) -> None:
-    """Drops pages that are not among the best of all ranks; shapes as in `kernels.sparse.keep_best.keep_best`."""
+    """Plain torch `kernels.sparse.keep_best.keep_best`."""
     ranks, _, _, topk, _ = candidates.shape
     source = torch.arange(ranks, device=candidates.device)[:, None, None, None]
     score, page = candidates.long().unbind(-1)  # [K, N, Hkv, topk]
     block = page * ranks + (source - starts[:, None, None]) % ranks
-    # Score and block in one number: of equal scores, the earlier block is better.
+    # Score and block in one number: ties go to the earlier block.
     value = score * (1 << 31) - block
     threshold = value.permute(1, 2, 0, 3).flatten(2).sort(descending=True).values[..., topk - 1]  # [N, Hkv]
     lost = (value[kvp_rank] < threshold[..., None]) & (score[kvp_rank] > NONE)
@@ -165,15 +164,15 @@ def keep_best(
 
 @dataclass(frozen=True)
 class SelectionGroup:
-    """Context of a choice among the keys of all ranks that hold parts of the same sequences.
+    """Context of a selection over the keys of all ranks that hold shards of the same sequences.
 
-    Ties go to the first rank. The `counts` of a call are then the room for a rank's share: unused entries are -1, and
-    the last keys that do not fit are dropped and counted.
+    Ties go to the first rank. The `counts` of a call are then the capacity of a rank's share: unused entries are -1;
+    keys that do not fit are dropped from the end, and counted.
 
     Attributes:
-        gather: gathers a tensor of each rank -> [ranks, ...]; a collective.
-        rank: this rank's index in that group.
-        counts: [B] int32, contiguous: keys that all ranks choose together.
+        gather: all-gathers a tensor -> [ranks, ...].
+        rank: this rank's index in the group.
+        counts: [B] int32, contiguous: keys that all ranks select together.
         overflow: [1] int64, incremented by the number of dropped keys.
     """
 
@@ -184,7 +183,7 @@ class SelectionGroup:
 
 
 def ordered_fp16(scores: torch.Tensor) -> torch.Tensor:
-    """Maps fp16 to 16-bit numbers of the same order, in int32; NaN is the highest score."""
+    """Maps fp16 to 16-bit numbers of the same order, in int32; NaN is the highest."""
     bits = scores.contiguous().view(torch.int16).int()
     return torch.where(scores.isnan(), NO_NUMBER, (bits ^ ((bits >> 31) | 0x8000)) & 0xFFFF)
 
@@ -204,7 +203,7 @@ def select_tokens(
     reach: int = 0,
     selection_group: SelectionGroup | None = None,
 ) -> None:
-    """Writes tables of the best keys' cache slots; shapes as in `kernels.sparse.select_tokens.select_tokens`."""
+    """Plain torch `kernels.sparse.select_tokens.select_tokens`."""
     page_size, heads = scores.shape[4], table.shape[2]
     for b in range(len(num_keys)):
         n, k, first, last = (int(x[b]) for x in (num_keys, counts, sinks, windows))
@@ -232,7 +231,6 @@ def select_tokens(
 
 
 def _slots(blocks: torch.Tensor, page_size: int) -> torch.Tensor:
-    """Lists the cache slots of all keys that a block table has room for."""
     return (blocks[:, None] * page_size + torch.arange(page_size, device=blocks.device)).flatten()
 
 
@@ -253,10 +251,10 @@ def _select_jointly(
     tail: int,
     selection_group: SelectionGroup,
 ) -> None:
-    """Writes this rank's share [L, heads, width] of the `joint_counts` best keys; its own score x [L, heads, n]."""
+    """Writes this rank's share [L, heads, width] of the `joint_counts` best keys, given its scores x [L, heads, n]."""
     max_keys = len(blocks) * page_size
-    local_scores = torch.nn.functional.pad(x.flip(-1), (0, max_keys - n), value=-1)  # the latest first
-    all_scores = selection_group.gather(local_scores.contiguous())  # [ranks, L, heads, most]
+    local_scores = torch.nn.functional.pad(x.flip(-1), (0, max_keys - n), value=-1)  # latest first
+    all_scores = selection_group.gather(local_scores.contiguous())  # [ranks, L, heads, max_keys]
     flat = all_scores.permute(1, 2, 0, 3).flatten(2)
     best = flat.sort(dim=-1, descending=True, stable=True).indices[..., :joint_counts]
     is_selected = torch.zeros_like(flat, dtype=torch.bool).scatter(-1, best, True)
@@ -271,7 +269,6 @@ def _select_jointly(
 
 
 def _total(planes: torch.Tensor) -> torch.Tensor:
-    """Sums score planes [L, planes, Hkv, n] to [L, Hkv, n] fp16, in fp32, plane by plane."""
     if planes.shape[1] == 1:
         return planes[:, 0]
     total = torch.zeros_like(planes[:, 0], dtype=torch.float32)

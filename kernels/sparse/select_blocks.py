@@ -1,12 +1,13 @@
-"""Selection of the pages that each query reads: scores of candidates, the best of them, and attention's page table.
+"""Page selection per query: scores candidate pages, takes the top k, and writes attention's page table.
 
-One launch of a fixed grid. The candidate pages of all (sequence, KV head) items stand in a row, in tiles, cut into
-equal runs, one for each program, as attention's keys are: work follows the live length. A program stores the score of
-each page, and the best of each tile. The program that finishes an item last chooses among its pages. If an item has
-several queries, which choose separately, a second launch has a program for each. If an item has too many pages to
-compare at once, tiles are chosen first, by their best pages, at least as many as pages are to be chosen: no page
-outside of these tiles can be among the best. Or, where the best need not be exactly the best, each stretch of as many
-pages as can be compared at once gives its share, so that programs choose side by side.
+One launch of a fixed grid. As in split-KV attention, the candidate pages of all (sequence, KV head) items form one line
+of tiles, cut into equal runs, one per program, so work follows the live length. A program stores the score of each page
+and the best of each tile; the last program to finish an item selects among its pages. With several queries per item,
+which select separately, a second launch has one program per query.
+
+If an item has too many pages to compare at once, tiles are selected first by their best page, at least topk of them: no
+page outside these tiles can be among the top k. Or, for an approximate top k, each stretch of pages that can be
+compared at once contributes its share, so that programs select in parallel.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from kernels.overlap import pdl_options, prefetch, sm_count, start_successor, wa
 from kernels.sparse.reference import TILE
 from kernels.sparse.reference import select_blocks as reference
 
-LANES = 1024  # least number of pages among which a program chooses at once
+LANES = 1024  # min pages among which a program selects at once
 MAX_SELECTED = 128  # pages
-MAX_PAGES = TILE << 14  # of a sequence
+MAX_PAGES = TILE << 14  # per sequence
 PROGRAMS = 2  # per SM
-STAGES = 3  # one more than tiles of bounds in flight
+STAGES = 3  # tiles of bounds in flight, plus one
 
 _NONE = tl.constexpr(-(2**31))
 _HIGHEST = tl.constexpr(2**31 - 1)
@@ -35,20 +36,19 @@ _HIGHEST = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def _ordered(x):
-    """Maps fp32 to int32 of the same order; NaN is the highest."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(x == x, bits ^ ((bits >> 31) & 0x7FFFFFFF), _HIGHEST)
 
 
 @triton.jit
 def _largest(keys, count, k, low):
-    """Finds the k largest of the `count` keys above _NONE, ties to the first.
+    """Finds the k largest of the `count` keys above _NONE; ties go to the first.
 
-    `low` is a key that at least k of them reach, or _NONE. Returns whether each is one of the k, its index among them,
-    and a key that exactly k reach, or the k-th largest. The search splits the range between `low` and the largest into
-    quarters.
+    `low` is a key that at least k of them reach, or _NONE. Returns whether each key is one of the k, its index among
+    them, and a key that exactly k reach, or the k-th largest. The search splits the range from `low` to the largest
+    into quarters.
     """
-    biased = keys.to(tl.uint32, bitcast=True) ^ 0x80000000  # as unsigned numbers; _NONE is 0
+    biased = keys.to(tl.uint32, bitcast=True) ^ 0x80000000  # unsigned; _NONE is 0
     high = tl.max(biased, 0)
     min_key = tl.min(tl.where(biased > 0, biased, high), 0)
     mark = tl.where(count > k, tl.maximum(min_key, low.to(tl.uint32, bitcast=True) ^ 0x80000000), 0)
@@ -73,7 +73,7 @@ def _largest(keys, count, k, low):
         searching = (reached > k) & (mark < high)
     above = biased > mark
     equal = (biased == mark) & (biased > 0)
-    # Both counted by one scan: those above the mark in the low bits, those at it in the high ones.
+    # One scan counts both: keys above the mark in the low bits, keys at it in the high ones.
     ones = above.to(tl.int32)
     until = tl.cumsum(ones + (equal.to(tl.int32) << 16), 0)
     free = k - tl.sum(ones, 0)
@@ -84,7 +84,7 @@ def _largest(keys, count, k, low):
 
 @triton.jit
 def _entry(pages, i, inside, PARTS: tl.constexpr):
-    """Returns entries i of a row of pages, or of the parts of its pages, which are numbered page by page."""
+    """Returns entries i of a row of pages, or of their subblocks, which are numbered page by page."""
     if PARTS == 1:
         entry = tl.load(pages + i, mask=inside, other=0)
     else:
@@ -94,7 +94,6 @@ def _entry(pages, i, inside, PARTS: tl.constexpr):
 
 @triton.jit
 def _write_fixed_pages(pages, to, begin, end, num_pages, k, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Writes the always-read pages, before and after the candidates, of one query and KV head."""
     count = begin + num_pages - end
     lane = tl.arange(0, BLOCK)
     for at in range(0, count, BLOCK):
@@ -109,7 +108,6 @@ def _select_pages(
     scores, best, list_, pages, to, report, begin, end, k,
     LANES: tl.constexpr, BLOCK_G: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, REPORT: tl.constexpr,
 ):  # fmt: skip
-    """Writes the chosen pages of one query and KV head: the k best of [begin, end)."""
     SEATS: tl.constexpr = LANES // TILE
     lane = tl.arange(0, LANES)
     page = begin + lane
@@ -136,11 +134,11 @@ def _select_pages(
 
 @triton.jit
 def _stretch(tile, first, last, k, LANES: tl.constexpr, TILE: tl.constexpr):
-    """Finds the stretch of the pages first..last-1 with a tile, the tiles counted from the first page's.
+    """Finds the stretch of pages first..last-1 that contains a tile (tiles count from the first page's).
 
-    Stretches are equal, but for the last, and have LANES pages at most. Returns the stretch's number, its end in tiles,
-    its pages (begin, end), how many of the k chosen ones are before it, and how many are its own: shares by its pages,
-    which add up to k.
+    Stretches are equal, except the last, and have at most LANES pages. Returns the stretch's index, its end in tiles,
+    its pages (begin, end), how many of the k come from earlier stretches, and how many from this one: shares
+    proportional to pages, which add up to k.
     """
     tiles = tl.maximum(tl.cdiv(last, TILE) - first // TILE, 1)
     each = tl.cdiv(tiles, tl.cdiv(tiles, LANES // TILE))
@@ -164,7 +162,7 @@ def _score_tiles(
     lane = tl.arange(0, TILE)
     d = tl.arange(0, positive_query.shape[1])
     t = tl.arange(0, positive_query.shape[0]) // GROUP
-    # Loaded one iteration ahead, as attention's tables are.
+    # Load one iteration ahead, like attention's tables.
     ahead = first * TILE + lane
     next_page = tl.load(pages + ahead // PARTS, mask=(first < last) & (ahead >= start) & (ahead < stop), other=0)
     for tile in range(first, last):
@@ -193,7 +191,7 @@ def _score_tiles(
 
 @triton.jit
 def _prefetch_tile(block_bounds, pages, first, start, stop, page_stride, D: tl.constexpr, TILE: tl.constexpr):
-    """Prefetches the bounds of a tile of pages into the L2; safe while a predecessor still writes some of them."""
+    """Prefetches the bounds of a tile of pages into L2; safe while the predecessor still writes some of them."""
     LINE: tl.constexpr = 128 // (block_bounds.dtype.element_ty.primitive_bitwidth // 8)
     j = first * TILE + tl.arange(0, TILE)
     page = tl.load(pages + tl.minimum(tl.maximum(j, start), stop - 1)).to(tl.int64)
@@ -220,22 +218,22 @@ def _select_blocks_kernel(
     i, head, item_begin, item_end, start, stop = item_at(
         tl.minimum(at, all_tiles - 1), starts, stops, tiles, ends, HEADS, BLOCK_B
     )
-    if PDL and PARTS == 1:  # a table of candidates is the predecessor's
+    if PDL and PARTS == 1:  # a table of candidates comes from the predecessor
         if (begin < end) & (start < stop):
             pages = block_table + i.to(tl.int64) * table_b
             from_tile = start // TILE + begin - item_begin
-            # A tile's entries fill a cache line: the loop, which loads them one tile ahead, would wait for each.
+            # A tile's entries fill a cache line: the loop, which loads one tile ahead, would wait for each.
             ahead = from_tile + tl.minimum(tl.arange(0, 64), end - begin - 1)
             prefetch(pages + tl.minimum(ahead * TILE, stop - 1))
             _prefetch_tile(block_bounds + head * head_stride, pages, from_tile, start, stop, page_stride, D, TILE)
-    if head >= 0:  # Always true: it keeps the wait after the schedule.
+    if head >= 0:  # always true; keeps the wait after the schedule
         wait_for_predecessor(PDL)
     start_successor(PDL)
     d = tl.arange(0, BLOCK_D)
     m = tl.arange(0, BLOCK_M)
     while at < end:
         b = i.to(tl.int64)
-        row = (b * HEADS + head) * T  # of scores; the item's queries one after the other
+        row = (b * HEADS + head) * T  # of scores; an item's queries are consecutive
         t = m // GROUP
         inside = (t < T)[:, None] & (d < D)[None, :]
         at_q = (b * T + t)[:, None] * q_n + (head * GROUP + m % GROUP)[:, None] * q_h + d[None, :]
@@ -266,7 +264,7 @@ def _select_blocks_kernel(
                 tl.atomic_add(page_counts, reads.to(tl.int64), sem="relaxed")
                 tl.atomic_add(page_counts + 1, reads.to(tl.int64) * 0 + 1, sem="relaxed")
         if LANES > 0 and T == 1:
-            tl.debug_barrier()  # all of the program's scores are written
+            tl.debug_barrier()  # the whole program has written its scores
             if STRETCHES > 1:
                 counter = arrived + (b * HEADS + head) * STRETCHES + number
                 before = tl.atomic_add(counter, done, sem="acq_rel")
@@ -297,7 +295,6 @@ def _select_pages_kernel(
     T: tl.constexpr, HEADS: tl.constexpr, LANES: tl.constexpr, BLOCK_G: tl.constexpr, TILE: tl.constexpr,
     STRETCHES: tl.constexpr, REPORT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Chooses the pages of one query and KV head per program, or of one of their stretches."""
     n, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b = n // T
     row = (b * HEADS + head) * T + n % T
@@ -332,7 +329,7 @@ def _arrivals(device: torch.device, lane: int, items: int) -> torch.Tensor:
 def _workspace(
     device: torch.device, lane: int, rows: int, pages: int, k: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Allocates scores, the best of each tile, and lists of tiles; cached, shared by all launches of one lane."""
+    """Allocates scores, best per tile, and lists of tiles; cached, shared by all launches of a lane."""
     scores, best, lists = (
         torch.empty(rows, n, dtype=torch.int32, device=device) for n in (pages, triton.cdiv(pages, TILE), k)
     )
@@ -359,32 +356,30 @@ def select_blocks(
     """Selects the pages that queries read per KV head: all outside `[first, last)`, and the best `topk` inside.
 
     A page's score is the maximum over a KV head's query heads. Ties go to the earlier page; NaN is the highest score,
-    so that it surfaces. Pages ascend. No size depends on device data. Deterministic. Launches of one lane share a
-    workspace, so they must not run concurrently.
+    so that it surfaces. Pages ascend. No shape depends on device data. Deterministic. Launches of one lane share a
+    workspace and must not run concurrently.
 
     Args:
-        q: [N, Hq, D] bf16, fp16 or fp32, N / B queries of each sequence; last dim contiguous.
-        bounds: [pages, Hkv, 2, D] in q's dtype, from `kernels.sparse.block_bounds`; last dim contiguous. With bounds of
-            parts, [pages, Hkv, parts, 2, D], all that is said of pages is of parts, and part j of a row is part
-            `j % parts` of the page in column `j // parts`; its number in the result is `page * parts + j % parts`.
-        block_table: [B, max_pages] int32, rows contiguous. With bounds of parts [N, Hkv, max_pages]: pages of each
-            query and KV head, which may be younger than `first`, `last` and `pages`.
+        q: [N, Hq, D] bf16, fp16 or fp32, N / B queries per sequence; last dim contiguous.
+        bounds: [pages, Hkv, 2, D] in q's dtype, from `kernels.sparse.block_bounds`; last dim contiguous. With
+            subblocks, [pages, Hkv, parts, 2, D], "page" means subblock everywhere here: subblock j of a row is subblock
+            `j % parts` of the page in column `j // parts`, and `page * parts + j % parts` in the result.
+        block_table: [B, max_pages] int32, rows contiguous. With subblocks [N, Hkv, max_pages]: pages per query and KV
+            head, which may be younger than `first`, `last` and `pages`.
         first, last, pages: int32 [N], contiguous: of `pages` pages, those before `first` and from `last` on are always
             read.
         topk: at most MAX_SELECTED, with `stretches` LANES.
         width: columns of the result, at least the pages that any query reads.
-        counted: [2] int64, incremented by the pages in all tables and by the number of tables.
-        candidates: [N, Hkv, topk, 2] int32, contiguous, written if given, not for parts: the score of each chosen page,
-            as a number of the same order, and its column in the block table; the score of unused entries is the least
-            int32.
-        most: most pages between `first` and `last`; None: all of a row.
-        stretches: whether more than LANES pages are cut into equal stretches, of which each gives the best of its own,
-            a share of `topk` by its pages.
-        sms: number of streaming multiprocessors to fill; all if None.
+        page_counts: [2] int64, incremented by the pages in all tables and by the number of tables.
+        candidates: [N, Hkv, topk, 2] int32, contiguous, written if given, not with subblocks: score (as an integer of
+            the same order) and block table column of each selected page; unused entries have the lowest int32 as score.
+        max_pages: max pages between `first` and `last`; None: a whole row.
+        stretches: cut more than LANES pages into equal stretches, and take a share of `topk` from each (approximate).
+        sms: number of SMs to fill; default all.
         lane: distinct for launches that may run concurrently on one device.
 
     Returns:
-        [N, Hkv, width] int32: entries of the block table; columns after a query's own are undefined.
+        [N, Hkv, width] int32: block table entries; columns past a query's pages are undefined.
 
     Source:
         Gather-decode (BRL-2026-07), sections 3.2 and 8.1; Quest (arXiv:2406.10774).
@@ -410,7 +405,7 @@ def select_blocks(
     lanes = max(LANES, triton.next_power_of_2(topk) * TILE) if topk else 0
     lanes = LANES if stretches else min(lanes, max(LANES, triton.next_power_of_2(max_pages)))
     scores, best, lists = _workspace(q.device, lane, N * heads, columns, lanes // TILE)
-    several = triton.cdiv(columns, lanes // 2) if stretches else 1  # all but the last have half as many pages at least
+    several = triton.cdiv(columns, lanes // 2) if stretches else 1  # all but the last have at least half as many pages
     arrived = _arrivals(q.device, lane, B * heads * several)
     report = table if candidates is None else candidates
     item = dict(

@@ -1,16 +1,15 @@
-"""Selection of the keys that drafts attend: the best k per sequence, layer and KV head, by scores of verification.
+"""Selection of the keys that sparse drafts attend: top k per sequence, layer and KV head, by scores of verification.
 
-Launches of one kernel read the scores of all rows (layer, sequence, KV head), each row cut into equal parts, one for
-each program. Scores are 16-bit numbers. A first launch guesses that the k-th largest is near that of the last call: it
-counts each of 256 numbers around it, and all above. The next three launches skip rows with a correct guess, as the
-counts show. They count keys by their highest four bits, then by the next four among keys whose first four are those of
-the k-th largest, then by their low byte. Then the k-th largest is known, and how many keys of each part reach it: the
-last launch writes every part's keys at their indices. A row's scores are read from HBM once and then, if all rows fit,
-from the L2. Ranks that choose together do not guess.
+A radix select over 16-bit scores. Each launch reads the scores of all rows (layer, sequence, KV head), each row cut
+into equal parts, one per program. The first launch guesses that the k-th largest is near the last call's: it counts
+each of the 256 values around it, and all above. The next three skip rows where the guess was right; they count keys by
+their highest four bits, then by the next four bits within the k-th largest's digit, then by the low byte. Now the k-th
+largest is known, and how many keys of each part reach it: the last launch writes every part's keys at their indices.
+Scores are read from HBM once and then, if all rows fit, from L2. Joint selection over several ranks does not guess.
 
-Counting by four bits takes no atomics and no votes (`tl.histogram` takes eight votes per key for 256 bins): a 64-bit
-number has room for sixteen counters of eight keys. The wait for a tile's pages and scores dominates a launch: tiles are
-large, so that a thread loads several lines at once.
+Counting by four bits needs no atomics or votes (`tl.histogram` takes eight votes per key for 256 bins): an int64 holds
+sixteen counters of eight keys. A launch is dominated by the wait for a tile's pages and scores, so tiles are large: a
+thread loads several cache lines at once.
 """
 
 from __future__ import annotations
@@ -26,31 +25,30 @@ from kernels.overlap import pdl_options, sm_count, start_successor, store_in_pla
 from kernels.sparse.reference import FORCED, MAX_REACH, NO_NUMBER, SelectionGroup
 from kernels.sparse.reference import select_tokens as reference
 
-TILE = 4096  # keys of a program per iteration; half as many in the launch that writes
-PROGRAMS = 8  # least per SM
-MIN_PARTS = 8  # per row: lengths of sequences differ
-MAX_TILES = 7  # per part: each adds up to 32 to a counter of 8 bits
+TILE = 4096  # keys per program and iteration; half in the launch that writes
+PROGRAMS = 8  # min per SM
+MIN_PARTS = 8  # min per row: sequences differ in length
+MAX_TILES = 7  # per part: each adds up to 32 to an 8-bit counter
 STAGES = 4
 
 _FORCED, _NO_NUMBER = tl.constexpr(FORCED), tl.constexpr(NO_NUMBER)
 _EVEN = tl.constexpr(0x0F0F0F0F0F0F0F0F)  # every other counter
-# Offsets of the counts of the second digit and of low bytes, in a row's and its parts' counts; the first digit's are at
-# 0. Then the last launch's data of a row's first two digits. A part's counts of low bytes become cumulative counts.
+# Offsets of the counts of the second digit and of low bytes, in a row's and its parts' counts (the first digit is at
+# 0), then of the last launch's data from a row's first two digits. A part's low-byte counts become cumulative.
 _SECOND, _LOW, _FOUND, _SIZE = tl.constexpr(16), tl.constexpr(32), tl.constexpr(288), tl.constexpr(320)
-# Counts of the guess, of rows only: its codes, keys above them, keys that reach them. 0 between calls.
+# Row counts of the guess: per value, keys above, keys that reach them. 0 between calls.
 _GUESSED, _ABOVE, _ROW = tl.constexpr(320), tl.constexpr(576), tl.constexpr(640)
 
 
 @triton.jit
 def _ordered(x):
-    """Maps fp16 to a 16-bit number of the same order, in int32; NaN is the highest score."""
+    """Maps fp16 to a 16-bit number of the same order, in int32; NaN is the highest."""
     bits = x.to(tl.int16, bitcast=True).to(tl.int32)
     return tl.where(x == x, bits ^ ((bits >> 31) | 0x8000), _NO_NUMBER)
 
 
 @triton.jit
 def _scores(at, mask, plane_stride, PLANES: tl.constexpr):
-    """Loads ordered scores of the keys whose first plane lies at pointers `at`."""
     if PLANES == 1:
         return _ordered(tl.load(at, mask=mask, other=0.0))
     else:
@@ -65,11 +63,11 @@ def _read_tile(
     scores, pages, begin, n, sinks, windows, fresh, plane_stride, page_stride,
     PLANES: tl.constexpr, PAGE: tl.constexpr, REACH: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Loads the scores of the local keys from `begin` on, [pages, keys per page]; 0, below any score, from n on."""
-    SPAN: tl.constexpr = PAGE if PAGE < TILE else TILE  # keys of one page
+    """Loads the scores of local keys from `begin` on, [pages, keys per page]; 0, below any score, from n on."""
+    SPAN: tl.constexpr = PAGE if PAGE < TILE else TILE  # keys per page
     s = tl.arange(0, SPAN)
     piece = begin + tl.arange(0, TILE // SPAN) * SPAN
-    # Whole pages, for loads of 16 bytes. Memory after key n exists, but may hold anything.
+    # Whole pages, for 16-byte loads. Memory after key n exists, but may hold anything.
     live = (piece < n) & (fresh == 0)
     page = tl.load(pages + piece // PAGE, mask=live, other=0).to(tl.int64) * page_stride
     offset = (piece % PAGE)[:, None] + s[None, :]
@@ -78,7 +76,7 @@ def _read_tile(
     j = piece[:, None] + s[None, :]
     if REACH > 0:
         # The REACH + 1 keys up to j: the beginning of j's group (x), the end of the group REACH before (y), and all
-        # groups between. A group lies within a thread: no scan is needed.
+        # groups between. A group is within a thread, so no scan is needed.
         GROUP: tl.constexpr = REACH if REACH < 8 else 8
         i = tl.arange(0, GROUP)
         x = tl.reshape(x, [TILE // GROUP, GROUP])
@@ -101,7 +99,7 @@ def _read_tile(
                     max_y = tl.max(tl.where((i == at)[None, :], y, 0), 1)
                     best = tl.maximum(best, tl.where((i >= at)[None, :], max_x[:, None], max_y[:, None]))
         x = tl.reshape(best, [TILE // SPAN, SPAN])
-    if (begin < sinks) | (begin + TILE > n - windows) | (fresh > 0):  # hardly any tile
+    if (begin < sinks) | (begin + TILE > n - windows) | (fresh > 0):  # almost never
         x = tl.where((j < sinks) | (j >= n - windows), _FORCED, tl.where(fresh > 0, 1, x))
         x = tl.where(j < n, x, 0)
     return x
@@ -109,7 +107,7 @@ def _read_tile(
 
 @triton.jit
 def _slots(blocks, begin, n, PAGE: tl.constexpr, TILE: tl.constexpr):
-    """Looks up cache slots of the local keys from `begin` on: [TILE // 8, 8], laid out as their scores."""
+    """Looks up cache slots of the local keys from `begin` on: [TILE // 8, 8], in the layout of their scores."""
     key = begin + 8 * tl.arange(0, TILE // 8)[:, None]
     if PAGE >= 8:
         page = tl.load(blocks + key // PAGE, mask=key < n, other=0)
@@ -121,7 +119,7 @@ def _slots(blocks, begin, n, PAGE: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _ranks(ones):
-    """Counts ones [TILE // 8, 8] up to each element, and in all, first within a thread, then over threads."""
+    """Inclusive prefix sum of ones [TILE // 8, 8], and their total: first within a thread, then over threads."""
     eights = tl.sum(ones, 1)
     return (tl.cumsum(eights, 0) - eights)[:, None] + tl.cumsum(ones, 1), tl.sum(eights, 0)
 
@@ -144,13 +142,12 @@ def _eights(x, counted, SHIFT: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _fours(eights, TILE: tl.constexpr):
-    """Sums counters of eight bits [TILE // 8] by fours -> [TILE // 32]."""
+    """Sums 8-bit counters [TILE // 8] by fours -> [TILE // 32]."""
     return tl.sum(tl.reshape(eights, [TILE // 32, 4], can_reorder=True), 1)
 
 
 @triton.jit
 def _counts_of(even, odd):
-    """Unpacks counters of eight bits into the counts of the sixteen digits."""
     digit = tl.arange(0, 16)
     both = tl.where((digit % 2 == 0)[None, :], even[:, None], odd[:, None])
     return tl.sum(((both >> (digit // 2 * 8).to(tl.int64)[None, :]) & 0xFF).to(tl.int32), 0)
@@ -174,9 +171,9 @@ def _select_tokens_kernel(
     STAGE: tl.constexpr, GUESS: tl.constexpr, PLANES: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
     REACH: tl.constexpr, TILE: tl.constexpr, BLOCK_PARTS: tl.constexpr, JOINT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    part = tl.program_id(0) % parts  # one axis: rows of a large batch are more than the second one takes
+    part = tl.program_id(0) % parts  # one axis: a large batch has more rows than axis 1 allows
     row = (tl.program_id(0) // parts).to(tl.int64)
-    if STAGE % 2 == 1:  # What was read last is still in the L2.
+    if STAGE % 2 == 1:  # what was read last is still in L2
         row = tl.num_programs(0) // parts - 1 - row
     b = row // HEADS % B
     if STAGE == 0 or GUESS:
@@ -186,7 +183,7 @@ def _select_tokens_kernel(
     run = tl.cdiv(tl.cdiv(n, TILE), parts) * TILE
     begin = part * run
     end = tl.minimum(begin + run, n)
-    if STAGE > 0 and not GUESS:  # What stands above is older than the first launch.
+    if STAGE > 0 and not GUESS:  # everything above is older than the first launch
         wait_for_predecessor(PDL)
     if (begin >= end) & (part > 0):
         return
@@ -195,12 +192,11 @@ def _select_tokens_kernel(
     blocks = block_tables + b * block_tables_b
     table += row // HEADS // B * table_layer + row % (HEADS * B) * width
     row_counts += row * _ROW
-    all_counts += row * _ROW  # of all ranks that choose together
+    all_counts += row * _ROW  # over all ranks of a joint selection
     part_counts += (row * parts + part) * _SIZE
     d = tl.arange(0, 16)
     v = tl.arange(0, 256)
 
-    # Results of earlier launches.
     guessed = tl.minimum(tl.maximum(tl.load(row_counts + _FOUND + 2) - 128, 0), 0xFF00)
     if STAGE < 3 and not GUESS and not JOINT:
         above = tl.load(row_counts + _ABOVE)
@@ -212,7 +208,7 @@ def _select_tokens_kernel(
                     tl.store(row_counts + _FOUND + 1, k - above)
             return
     if STAGE == 0:
-        if part == 0:  # counts of the last call, no longer read
+        if part == 0:  # counts of the previous call, no longer read
             tl.store(row_counts + _SECOND + d, d * 0)
             tl.store(row_counts + _LOW + v, v * 0)
     if STAGE == 1 or (STAGE == 2 and not GUESS):
@@ -234,7 +230,7 @@ def _select_tokens_kernel(
         tl.debug_barrier()
     else:
         if part == 0:
-            tl.store(row_counts + d, d * 0)  # for the next call
+            tl.store(row_counts + d, d * 0)
             tl.store(row_counts + _GUESSED + v, v * 0)
             tl.store(row_counts + _ABOVE + tl.arange(0, 2), tl.zeros([2], tl.int32))
             _write_tail(blocks, table + room, n, columns, tail, PAGE, 64)
@@ -245,20 +241,20 @@ def _select_tokens_kernel(
         if JOINT:  # ties go to the first rank
             equals = tl.load(row_counts + _LOW + low)
             left = tl.minimum(tl.maximum(left - tl.load(equals_before + row * 256 + low), 0), equals)
-        skipped = equals - left  # ties: the earlier keys are skipped
+        skipped = equals - left  # ties: skip the earlier keys
         q = tl.arange(0, BLOCK_PARTS)
         reached = part_counts + (q - part) * _SIZE + _LOW + low
         beyond = tl.load(reached + 1, mask=q < part, other=0)
         equal = tl.load(reached, mask=q < part, other=0) - beyond
         local_equal = tl.load(part_counts + _LOW + low) - tl.load(part_counts + _LOW + low + 1)
-        both = tl.sum((equal.to(tl.int64) << 32) + beyond, 0)  # both in one reduction
+        both = tl.sum((equal.to(tl.int64) << 32) + beyond, 0)
         equal, beyond = (both >> 32).to(tl.int32), both.to(tl.int32)
-        # Earlier parts have `equal` keys at the threshold, and `index` chosen keys.
+        # Earlier parts have `equal` keys at the threshold, and `index` selected keys.
         index = beyond + tl.maximum(equal - skipped, 0)
-        bound = threshold - (equal >= skipped).to(tl.int32)  # keys above are chosen
+        bound = threshold - (equal >= skipped).to(tl.int32)  # select keys above
         is_cut = (equal < skipped) & (
             equal + local_equal > skipped
-        )  # some of this part's ties are chosen, and some not
+        )  # select only some of this part's ties, the later ones
         if JOINT and part == 0:
             counts_of_parts = part_counts + q * _SIZE + _LOW + low + 1
             local_count = left + tl.sum(tl.load(counts_of_parts, mask=q * run < n, other=0), 0)
@@ -300,7 +296,6 @@ def _select_tokens_kernel(
             odd += _fours((eights >> 4) & _EVEN, TILE)
     start_successor(PDL)
 
-    # Results of this launch.
     if STAGE <= 1:
         found = _counts_of(even, odd)
         tl.atomic_add(row_counts + STAGE * _SECOND + d, found, mask=found > 0, sem="relaxed")
@@ -321,7 +316,7 @@ def _select_tokens_kernel(
 
 @cache
 def _workspace(device: torch.device, rows: int, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Allocates counts of rows (some are 0 between calls, one is the last call's k-th score) and of parts; cached."""
+    """Allocates counts of rows (some 0 between calls, one the last call's k-th score) and of parts; cached."""
     row_counts = torch.zeros(rows, _ROW.value, dtype=torch.int32, device=device)
     return row_counts, torch.empty(rows, parts, _SIZE.value, dtype=torch.int32, device=device)
 
@@ -343,27 +338,27 @@ def select_tokens(
 ) -> None:
     """Writes tables of the cache slots of each sequence's best keys, for all layers and KV heads.
 
-    Exactly `counts` of the first `num_keys` local keys are chosen: the first `sinks`, the last `windows`, then those
-    with the highest scores, ties to the latest. Scores compare as fp16; NaN is the highest, so that it surfaces, and
-    -0 is below 0. Slots ascend by local position. The slots of the next `tail` keys follow, which later steps append: 0
-    beyond the block table. No size depends on device data. Deterministic. Calls on one device with equally many rows
-    share a workspace, so they must not run concurrently.
+    Exactly `counts` of the first `num_keys` local keys are selected: the first `sinks`, the last `windows`, then those
+    with the highest scores, ties to the latest. Scores compare as fp16; NaN is the highest, so that it surfaces, and -0
+    is below 0. Slots ascend by local position. The slots of the next `tail` keys, which later steps append, follow; 0
+    beyond the block table. No shape depends on device data. Deterministic. Calls on one device with equally many rows
+    share a workspace and must not run concurrently.
 
     Args:
-        scores: [L, planes, pages, Hkv, page_size] fp16, last dim contiguous. Local key j of sequence b lies in page
+        scores: [L, planes, pages, Hkv, page_size] fp16, last dim contiguous. Local key j of sequence b is in page
             `score_tables[b, j // page_size]`, slot `j % page_size`; its score is the sum of its planes, in fp32. Scores
-            of unknown keys may be anything.
+            of keys past `num_keys` may be anything.
         score_tables, block_tables: [B, P] int32, rows contiguous: pages of scores and of the KV cache, of equal size. A
             key's slot is `block_tables[b, j // page_size] * page_size + j % page_size`.
-        known: [B] int32; contiguous, like all that follow.
+        num_keys: [B] int32; contiguous, like all that follow.
         counts: [B] int32, at most `num_keys`.
         sinks, windows: [B] int32, together at most `counts`.
-        fresh: [B] bool: scores are not read and taken as equal, so that the latest keys are chosen.
-        table: [L, B, Hkv, width] int32, contiguous in a layer, written: `counts + tail` entries of each row, at most
-            the width; the others stay.
-        tail: keys after the known ones.
-        reach: a key's score is the maximum of its own and `reach` preceding ones; 0 or a power of two up to 16.
-        together: context of one choice over several ranks; a collective among them.
+        fresh: [B] bool: ignore scores and select the latest keys.
+        table: [L, B, Hkv, width] int32, contiguous in a layer: the first `counts + tail` entries of each row, at most
+            the width, are written.
+        tail: keys after `num_keys`.
+        reach: a key's score is the maximum over itself and the `reach` preceding keys; 0 or a power of two up to 16.
+        selection_group: context of a joint selection over several ranks, which makes this a collective.
 
     Source:
         Vegas (arXiv:2602.07223), section 3.2; radix select.
@@ -397,7 +392,7 @@ def select_tokens(
         all_counts = torch.empty_like(row_counts)
         assert joint_counts.is_contiguous() and joint_counts.dtype == torch.int32 and joint_counts.shape == (B,)
     for stage, guess in [(2, True)] * (selection_group is None) + [(stage, False) for stage in range(STAGES)]:
-        if stage and selection_group is not None:  # each rank's counts of the launch before
+        if stage and selection_group is not None:  # each rank's counts of the previous launch
             begin = (0, _SECOND.value, _LOW.value)[stage - 1]
             digits = slice(begin, begin + (256 if stage == 3 else 16))
             all_digits = selection_group.gather(row_counts[:, digits].contiguous())

@@ -1,1 +1,1 @@
-"""Sampling, drafts, verification and commit: the way from logits to tokens."""
+"""From logits to tokens: sampling, drafts, verification and commit."""

@@ -1,14 +1,13 @@
-"""Lossless acceptance of sampled drafts; each rank holds some columns of the logits.
+"""Rejection sampling of drafts (lossless) over a vocabulary sharded across ranks.
 
 A drafted token x is accepted with probability min(1, p(x) / q(x)). The first rejected draft is replaced by a sample
-from max(p - q, 0); if all are accepted, a sample from p follows. Emitted tokens are distributed as p, whatever q is.
-A step's order of calls and exchanges between ranks:
+from max(p - q, 0); if all are accepted, a sample from p follows. Emitted tokens follow p, whatever q is. A step:
 
 1. for p, and for q if the drafter samples: the largest logit and the last kept key, as in the sampler;
-2. `kept_mass` of each, then one sum over ranks of [B, T, 2] integers: the weight of all tokens and of the drafted one;
-3. `accept`, then one gather of the candidates, the best of which is the token that follows: `commit` finds it.
+2. `kept_mass` of each, then one all-reduce of [B, T, 2] integers: the weight of all tokens and of the drafted one;
+3. `accept`, then one all-gather of the candidates, whose best is the token that follows: `commit` finds it.
 
-Probabilities are quotients of integer sums, and a draw is an argmax: no result depends on how columns are split.
+Probabilities are quotients of integer sums, and sampling is an argmax: results do not depend on the sharding.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from kernels.tokens.uniform import gumbel, uniform
 
 __all__ = ["ALL_KEYS", "MASS_UNITS", "Distribution", "accept", "descending_keys", "kept_mass"]
 
-SLICES = 32  # programs per row: a constant, so that ranks with different numbers of columns gather equal shapes
+SLICES = 32  # programs per row: constant, so that ranks with different numbers of columns gather equal shapes
 BLOCK = 512
 WARPS = 4
 
@@ -48,7 +47,6 @@ def log_weights(logits, v, inside, best, last_key, temperature, min_p):
 
 @triton.jit
 def _mass(logits, v, inside, best, last_key, temperature, min_p):
-    """Computes the weights of columns v in fixed point, int64."""
     return (tl.exp(log_weights(logits, v, inside, best, last_key, temperature, min_p)) * _UNITS + 0.5).to(tl.int64)
 
 
@@ -58,7 +56,7 @@ def _kept_mass_kernel(
     logits, best, last_key, temperature, min_p, tokens, sums, logits_b, logits_t, tokens_b, first, V, G,
     T: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0)  # a large batch has more rows than the second axis allows
+    row = tl.program_id(0)  # a large batch has more rows than axis 1 allows
     b = (row // T).to(tl.int64)
     t = row % T
     wait_for_predecessor(PDL)
@@ -82,7 +80,7 @@ def _kept_mass_kernel(
 
 @triton.jit
 def store_greedy(to, token, part):
-    """Stores a row's best token as the only candidate; -1, of a broken row, as none."""
+    """Stores a row's best token as the only candidate; none for -1, a broken row."""
     tl.store(to, tl.where((part == 0) & (token >= 0), 0.0, float("-inf")).to(tl.float64))
     tl.store(to + 1, token.to(tl.float64))
 
@@ -154,22 +152,22 @@ def _accept_kernel(
             noise = gumbel(seed_, position_ + k, stream, ids)
             is_left = rest > 0
             score = tl.where(is_left, tl.log(tl.where(is_left, rest, 1.0)) + noise, float("-inf"))
-            column = tl.where(score > top, v, column)  # ties: the first stays
+            column = tl.where(score > top, v, column)  # ties: keep the first
             top = tl.maximum(top, score)
         store_best(out, top, column, first, False)
 
 
 def kept_mass(p: Distribution, tokens: torch.Tensor, first: int, sums: torch.Tensor | None = None) -> torch.Tensor:
-    """Sums the weights of all kept tokens, and of one token, over this rank's columns; to be summed over ranks.
+    """Sums the weights of all kept tokens, and of one token, over this rank's columns; all-reduce the result.
 
     Args:
         p: distributions at T positions.
-        tokens: the one token at each position [B, T or T - 1] int64, last dim contiguous; -1 or missing: none.
+        tokens: the one token per position [B, T or T - 1] int64, last dim contiguous; -1 or missing: none.
         first: token id of the first column.
-        sums: where the result goes, zeros [B, T, 2] int64, contiguous; None: a new tensor.
+        sums: output, zeros [B, T, 2] int64, contiguous; None: a new tensor.
 
     Returns:
-        [B, T, 2] int64 in units of `MASS_UNITS`; a token that is not kept, or another rank's, weighs 0.
+        [B, T, 2] int64 in units of `MASS_UNITS`; a token that is dropped, or another rank's, weighs 0.
     """
     if not dispatch.on_gpu(tokens):
         mass = reference.kept_mass(p, tokens, first)
@@ -198,16 +196,16 @@ def accept(
     position: torch.Tensor,
     first: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Accepts drafted tokens up to the first rejection, and draws the next token among this rank's columns.
+    """Accepts drafted tokens up to the first rejection, and samples the next token among this rank's columns.
 
     A sequence depends only on its own row: neither its index in the batch nor its neighbours change a token. Without
-    drafts, the draw equals the sampler's.
+    drafts, this equals the sampler.
 
     Args:
         p: the target's distributions, at T = gamma + 1 positions.
-        q: the drafter's distributions, at gamma positions, columns split as p's; None: drafts were deterministic.
-        p_mass: `kept_mass(p, draft, first)` summed over ranks [B, gamma + 1, 2] int64, contiguous.
-        q_mass: `kept_mass` of q [B, gamma, 2], summed in the same way, or None.
+        q: the drafter's distributions, at gamma positions, sharded like p; None: drafts were deterministic.
+        p_mass: all-reduced `kept_mass(p, draft, first)` [B, gamma + 1, 2] int64, contiguous.
+        q_mass: all-reduced `kept_mass` of q [B, gamma, 2], or None.
         draft: [B, gamma] int64, last dim contiguous; -1 (no token) is never accepted, and q is ignored there.
         greedy: the target's best tokens [B, gamma + 1] int64, last dim contiguous: compared with drafts at temperature
             0.
@@ -217,7 +215,7 @@ def accept(
 
     Returns:
         Accepted lengths [B] int64, the same on all ranks; candidates for the next token, pairs of score and id
-        [n, B, 2] fp64, n the same on all ranks: `best_of_ranks` of all ranks' candidates gives the token, -1 if the
+        [n, B, 2] fp64, n the same on all ranks: `best_of_ranks` over the gathered candidates gives the token, -1 if the
         target's row is broken.
 
     Source:
@@ -248,7 +246,7 @@ def accept(
 
 
 def checked(p: Distribution) -> tuple[int, int, int]:
-    """Returns B, T and V of distributions whose tensors the kernels take."""
+    """Checks that the kernels accept these tensors; returns B, T and V."""
     B, T, V = p.logits.shape
     assert p.logits.dtype == torch.float32 and (V < 2 or p.logits.stride(2) == 1)
     assert p.best.shape == p.last_key.shape == (B, T) and p.best.dtype == torch.float64

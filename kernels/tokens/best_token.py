@@ -1,4 +1,4 @@
-"""The best token of a row of scores, on this rank and then over all ranks."""
+"""Argmax of a row of scores, on this rank and then over all ranks."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from kernels.overlap import pdl_options, start_successor, wait_for_predecessor
 from kernels.tokens.reference import best_of_rank as reference_of_rank
 from kernels.tokens.reference import best_of_ranks as reference_of_ranks
 
-BLOCK = 1024  # scores per program at once
-PROGRAMS = 792  # of all rows: six on each SM, all there at once
-PAIRS = 512  # per program at once
+BLOCK = 1024  # scores per program and iteration
+PROGRAMS = 792  # over all rows: six per SM, all resident
+PAIRS = 512  # per program and iteration
 
 
 @triton.jit
 def _best_of_rank_kernel(logits, pairs, logits_b, first, V, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    row, part = tl.program_id(0), tl.program_id(1)  # a large batch has more rows than the second axis allows
+    row, part = tl.program_id(0), tl.program_id(1)  # a large batch has more rows than axis 1 allows
     wait_for_predecessor(PDL)
     start_successor(PDL)
     at = logits + row.to(tl.int64) * logits_b
@@ -29,14 +29,14 @@ def _best_of_rank_kernel(logits, pairs, logits_b, first, V, BLOCK: tl.constexpr,
         v = begin + tl.arange(0, BLOCK)
         logit = tl.load(at + v, mask=v < V, other=float("-inf"))
         broken = tl.where(logit != logit, 1, broken)
-        column = tl.where(logit > top, v, column)  # ties: the first stays
+        column = tl.where(logit > top, v, column)  # ties: keep the first
         top = tl.maximum(top, logit)
     store_best(pairs + 2 * (part * tl.num_programs(0) + row), top, column, first, tl.max(broken, 0) > 0)
 
 
 @triton.jit
 def store_best(to, top, column, first, broken):
-    """Stores the largest of scores [n] and the smallest id of its columns `column`, as a pair; NaN if broken."""
+    """Stores the largest of scores [n] and the smallest id among its columns, as a pair; NaN if broken."""
     best = tl.max(top, 0)
     token = tl.min(tl.where(top == best, column, 0x7FFFFFFF), 0).to(tl.int64) + first
     tl.store(to, tl.where(broken, float("nan"), best.to(tl.float64)))
@@ -80,7 +80,7 @@ def width_of(pairs: int, rows: int) -> int:
 
 
 def slices_of(rows: int) -> int:
-    """Returns how many programs share a row's columns, on every rank alike, so that ranks gather equal shapes."""
+    """Returns how many programs share a row's columns: the same on every rank, so that ranks gather equal shapes."""
     return min(max(PROGRAMS // max(rows, 1), 4), 64)
 
 

@@ -1,8 +1,8 @@
 """Commit at the end of a decode step: accepted tokens update lengths, last tokens, history and output.
 
-The only launch behind the gather over ranks: it finds the drawn tokens among all ranks' candidates and commits them, up
-to the first draft that differs. The KV of accepted drafts stays where the step appended it; the form that packs it is a
-paper's (`benchmarks/papers/verify_and_pack.py`).
+The only launch after the all-gather: it finds the sampled tokens among all ranks' candidates and commits them, up to
+the first draft that differs. The KV of accepted drafts stays where the step appended it
+(`benchmarks/papers/verify_and_pack.py` has a variant that packs it).
 """
 
 from __future__ import annotations
@@ -23,17 +23,16 @@ _PLACEHOLDER_TOKEN_ID = tl.constexpr(PLACEHOLDER_TOKEN_ID)
 
 @triton.jit
 def before_first(wrong, j, G):
-    """Counts the drafts before the first wrong one in rows [.., BLOCK_G], int32; j are their columns, G is none."""
+    """Counts the drafts before the first wrong one in rows [.., BLOCK_G], int32; j are their columns, G means none."""
     return tl.min(tl.where(wrong, tl.minimum(j, G), G), len(wrong.shape) - 1)
 
 
-# Drafts come one by one: a row of them begins anywhere. One warp: all read before one writes.
+# A row of drafts has any alignment. One warp: all reads come before the writes.
 @triton.jit(do_not_specialize_on_alignment=["draft"])
 def _commit_kernel(
     draft, candidates, num_accepted, outcome, last, lengths, limits, active, history, output_token_ids, before,
     draft_b, outcome_b, history_b, G, N, BLOCK_G: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Commits a sequence's accepted drafts and the token after them, up to its limit."""
     wait_for_predecessor(PDL)
     start_successor(PDL)
     b, B = tl.program_id(1), tl.num_programs(1)
@@ -76,19 +75,19 @@ def commit(
     """Commits the accepted drafts and the token after them, up to a sequence's limit, for all rows in one launch.
 
     Args:
-        drawn: candidates for the tokens after the last one and after each draft, of all ranks.
-        drafts: [B, n] int64, last dim contiguous, or None for none; -1 (no token) is never taken.
-        outcome: [B, n] int64, last dim contiguous: taken as drawn at the drafts' positions where the model's token is
-            not broken; None: the model's tokens.
+        candidates: of all ranks, for the tokens after the last one and after each draft.
+        drafts: [B, n] int64, last dim contiguous, or None; -1 (no token) is never accepted.
+        outcome: [B, n] int64, last dim contiguous: replaces the sampled tokens at the drafts' positions where the
+            model's token is not broken; None: the model's tokens.
         last: last token of each sequence [B] int64; overwritten.
-        lengths: tokens in the cache [B] int64, at most `limits`; increased by the tokens taken.
+        lengths: tokens in the cache [B] int64, at most `limits`; incremented by the accepted tokens.
         limits: [B] int64.
-        active: rows that take tokens [B] bool.
-        history: tokens [B, L] int32, last dim contiguous; those taken are written from index `lengths` + 1 on; L may be
-            0.
+        active: rows that accept tokens [B] bool.
+        history: tokens [B, L] int32, last dim contiguous; accepted tokens are written from index `lengths` + 1 on; L
+            may be 0.
 
     Returns:
-        [B, 1 + n] int64: the tokens that each row has taken, then PLACEHOLDER_TOKEN_ID; and the lengths before [B]
+        [B, 1 + n] int64: each row's accepted tokens, padded with PLACEHOLDER_TOKEN_ID; and the lengths before [B]
         int64.
     """
     pairs, accepted = candidates.pairs, candidates.accepted

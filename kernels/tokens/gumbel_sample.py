@@ -1,6 +1,6 @@
-"""Gumbel-max draws of tokens from filtered distributions; each rank holds some columns of the logits.
+"""Gumbel-max sampling from filtered distributions over a sharded vocabulary.
 
-A draw is the argmax of log-weights plus Gumbel noise, so ranks exchange candidates, never weights.
+A sample is the argmax of log-weights plus Gumbel noise, so ranks exchange candidates, never weights.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from kernels.tokens.uniform import gumbel, gumbel_bound
 
 BLOCK = 512
 WARPS = 4
-REGISTERS = 80  # so that six programs fit an SM, as `slices_of` counts
-MANY = 12  # tiles of a program, of which two or three have the best column so far: fewer do not pay for ruling out
+REGISTERS = 80  # lets six programs fit an SM, as `slices_of` assumes
+MANY = 12  # tiles per program, two or three of which raise the best so far; with fewer, the fp32 test does not pay
 
 
-# Rows of a few sequences' parameters begin anywhere.
+# The parameters of a few sequences have any alignment.
 @triton.jit(do_not_specialize=["V", "first"], do_not_specialize_on_alignment=["temperature", "min_p", "seed"])
 def _gumbel_sample_kernel(
     logits, best, last_key, temperature, min_p, greedy, seed, positions, candidates,
@@ -60,7 +60,7 @@ def _gumbel_sample_kernel(
             if reads:
                 score = log_weights(at, v, v < V, best_, key, temperature_, min_p_)
                 score += gumbel(seed_, position, stream, ids)
-                column = tl.where(score > top, v, column)  # ties: the first stays
+                column = tl.where(score > top, v, column)  # ties: keep the first
                 top = tl.maximum(top, score)
                 lower_bound = tl.max(top, 0)
         store_best(out, top, column, first, False)
@@ -69,19 +69,19 @@ def _gumbel_sample_kernel(
 def gumbel_sample(
     p: Distribution, greedy: torch.Tensor, seed: torch.Tensor, positions: torch.Tensor, stream: int, first: int
 ) -> torch.Tensor:
-    """Draws a token from each distribution, among this rank's columns.
+    """Samples a token from each distribution, among this rank's columns.
 
     Args:
         p: distributions at T positions of B sequences.
-        greedy: the best tokens [B, T] int64, contiguous, drawn at temperature 0; -1: a broken row.
+        greedy: best tokens [B, T] int64, contiguous, the result at temperature 0; -1: a broken row.
         seed: [B] int64, contiguous.
-        positions: positions of the tokens [B, T] int64, contiguous: the counter of the random numbers.
+        positions: token positions [B, T] int64, contiguous: the counter of the random numbers.
         stream: a stream of `kernels.tokens.reference`.
         first: token id of the first column.
 
     Returns:
-        Pairs of score and id [N, B * T, 2] fp64, N the same on all ranks: `best_of_ranks` of all ranks' pairs gives the
-        tokens, -1 in broken rows.
+        Pairs of score and id [N, B * T, 2] fp64, N the same on all ranks: `best_of_ranks` over the gathered pairs gives
+        the tokens, -1 in broken rows.
     """
     if not dispatch.on_gpu(greedy):
         return reference(p, greedy, seed, positions, stream, first)

@@ -1,7 +1,4 @@
-"""Changes that requests make to their logits before sampling: bias, penalties, forbidden tokens.
-
-Rows without changes stay bitwise the same.
-"""
+"""Logits processing that requests ask for: bias, penalties, forbidden tokens. Other rows stay bitwise the same."""
 
 from __future__ import annotations
 
@@ -42,7 +39,7 @@ def _process_logits_kernel(
         new_seen = old_seen + tl.where(ids == tl.load(last + b), _ONCE, 0)
         tl.store(seen + slot * V + v, new_seen, mask=inside & (new_seen != old_seen))
         count = new_seen // _ONCE
-        # In fp64 and rounded once: every device gives the same bits.
+        # fp64, rounded once: the same bits on every device.
         x = raw.to(tl.float64) + tl.load(bias + slot * V + v, mask=inside, other=0.0).to(tl.float64)
         ends = ((new_seen & _ENDS) > 0) & (tl.load(positions + row) < tl.load(min_end_position + slot))
         x = tl.where(ends, tl.minimum(x, _FORBIDDEN), x)
@@ -64,21 +61,18 @@ def process_logits(
     positions: torch.Tensor,
     first: int,
 ) -> torch.Tensor:
-    """Applies requests' changes to logits, and counts each sequence's last token.
+    """Returns logits [B * T, V_local] with requests' processing applied, and counts each sequence's last token.
 
-    In this order, as in vLLM: bias, tokens that may not end the sequence yet, repetition, frequency and presence
-    penalty, allowed tokens. Only the first row of a sequence with drafts is changed.
+    In vLLM's order: bias, tokens that may not end the sequence yet, repetition, frequency and presence penalty, allowed
+    tokens. Only the first row of a sequence with drafts is changed.
 
     Args:
         logits: [B * T, V_local] fp32, last dim contiguous; V_local may be 0.
-        shaping: state of all slots, contiguous tensors; `seen` is written.
-        slots: slots of the B sequences, distinct [B] int64, contiguous.
-        last: the last token of each sequence if drawn and not counted yet, else -1 [B] int64, contiguous.
-        positions: positions of the tokens to be drawn [B * T] int64, contiguous.
+        state: of all slots, contiguous tensors; `seen` is written.
+        slots: the B sequences' slots in `state`, distinct [B] int64, contiguous.
+        last: each sequence's last token if sampled and not counted yet, else -1 [B] int64, contiguous.
+        positions: positions of the tokens to sample [B * T] int64, contiguous.
         first: token id of the first column.
-
-    Returns:
-        [B * T, V_local] fp32.
     """
     if logits.shape[1] == 0:
         return logits

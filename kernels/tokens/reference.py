@@ -1,8 +1,8 @@
-"""The ops of `kernels.tokens` in plain torch, what their arguments hold, and the formats that kernels share.
+"""Plain torch reference of `kernels.tokens`, and the argument types and formats that kernels share.
 
-A summary of some columns of a row is WIDTH int64: the word of the drawn token, the words of the TOP best tokens in
-order, and the bits of an fp64 number, the sum of exp(logit - best logit). A token's word is the key of its logit
-(`descending_keys`) and its id, so that the least word is the best token, ties to the smallest id.
+A top-logprobs summary of some columns of a row is WIDTH int64: the word of the sampled token, the words of the TOP best
+tokens in order, and the bits of an fp64 sum of exp(logit - best logit). A token's word is the key of its logit
+(`descending_keys`) and its id, so the smallest word is the best token, ties to the smallest id.
 """
 
 from __future__ import annotations
@@ -13,26 +13,25 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-# Streams: draws for one (seed, position) that must be independent use different streams. A position that is drafted
-# again after an earlier rejection has new numbers: see `helix.speculation.draft_sampler`.
-TARGET = 0  # the target's own token, also after accepted drafts
+# Random streams: draws for one (seed, position) that must be independent use different streams. A position drafted
+# again after a rejection gets new numbers: see `helix.speculation.draft_sampler`.
+TARGET = 0  # the target's token, also after accepted drafts
 DRAFT = 1
 ACCEPT = 2
 RECOVER = 3  # the token in place of a rejected one
 
-# splitmix64: the increment, and the multipliers of its finaliser (Stafford's mix 13), as int64 writes them.
+# splitmix64: the increment, and the multipliers of its finaliser (Stafford's mix 13), in int64.
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MULTIPLIERS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
-# Weights in fixed point: the best token weighs 2^40 units, and sums over 2^22 tokens fit int64 and any order.
+# Fixed-point weights: the best token weighs 2^40 units, and sums over 2^22 tokens fit int64, in any order.
 MASS_UNITS = 2.0**40
-ALL_KEYS = (1 << 32) - 1  # a last key that keeps every token
-PLACEHOLDER_TOKEN_ID = -2  # padding behind the last token that a sequence takes in a step
+ALL_KEYS = (1 << 32) - 1  # keeps every token
+PLACEHOLDER_TOKEN_ID = -2  # pads the tokens that a sequence accepts in a step
 TOKEN_BITS = 24  # of an entry; the salt has the other 39
-# Flags of `LogitsState.seen`; the bits above them are a counter.
+# Flags of `LogitsState.seen`; the bits above are a counter.
 IN_PROMPT, ENDS, ONCE = 1, 2, 4
-FORBIDDEN = -1e30  # finite, so that a row without other tokens draws such a token instead of being broken
+FORBIDDEN = -1e30  # finite: a row with only forbidden tokens samples one of them instead of being broken
 
-# Summaries of the best tokens.
 TOP = 20
 WIDTH = TOP + 2
 ID_BITS = 31
@@ -40,12 +39,12 @@ NONE = (1 << 63) - 1  # above every token's word
 
 
 def uniform(seed: Tensor, position: Tensor, stream: Tensor | int, index: Tensor | int) -> Tensor:
-    """Draws random numbers as a pure function of four counters: independent if one of them differs.
+    """Returns random numbers as a pure function of four counters: independent if one of them differs.
 
     The first three are hashed into the start of a splitmix64 sequence; `index` picks one of its outputs.
 
     Args:
-        seed, position: int64, broadcast against each other and the others.
+        seed, position: int64; all four broadcast.
         stream: purpose of the number, one of the constants above.
         index: for instance a token id.
 
@@ -64,7 +63,7 @@ def uniform(seed: Tensor, position: Tensor, stream: Tensor | int, index: Tensor 
 
 
 def gumbel(seed: Tensor, position: Tensor, stream: Tensor | int, index: Tensor | int) -> Tensor:
-    """Draws Gumbel noise from `uniform`: the argmax of log-weights plus noise is a sample by the weights."""
+    """Returns Gumbel noise from `uniform`: the argmax of log-weights plus noise is a sample."""
     return -(-uniform(seed, position, stream, index).log()).log()
 
 
@@ -76,18 +75,18 @@ def mix(x: Tensor) -> Tensor:
 
 
 def _shift(x: Tensor, by: int) -> Tensor:
-    """Shifts right logically; int64's own shift extends the sign."""
+    """Logical right shift; int64's own shift extends the sign."""
     return (x >> by) & ((1 << (64 - by)) - 1)
 
 
 def best_of_rank(scores: torch.Tensor, first: int) -> torch.Tensor:
-    """Finds each row's best token, as pairs [1, B, 2]; shapes as in `kernels.tokens.best_token.best_of_rank`."""
+    """Plain torch `kernels.tokens.best_token.best_of_rank`; returns pairs [1, B, 2]."""
     value, column = scores.max(dim=1)  # ties: the first
     return torch.stack([value.double(), (column + first).double()], dim=1)[None]
 
 
 def best_of_ranks(pairs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Finds the best of all ranks: score and id; shapes as in `kernels.tokens.best_token.best_of_ranks`."""
+    """Plain torch `kernels.tokens.best_token.best_of_ranks`."""
     values, tokens = pairs.unbind(-1)  # [N, B] each
     best = values.amax(dim=0)
     token = torch.where(values == best, tokens, torch.inf).amin(dim=0)
@@ -103,8 +102,8 @@ class Distribution:
     Attributes:
         logits: [B, T, V_local] fp32, last dim contiguous; V_local may be 0.
         best: largest logit over all ranks [B, T] fp64, contiguous; NaN marks a broken row.
-        last_key: cutoff of top-k and top-p [B, T] int64, contiguous: logits are kept whose key (`descending_keys`) is
-            at most this one; ALL_KEYS keeps all.
+        last_key: top-k and top-p cutoff [B, T] int64, contiguous: keeps logits whose key (`descending_keys`) is at most
+            this; ALL_KEYS keeps all.
         temperature: [B] fp32, contiguous; 0 is greedy.
         min_p: [B] fp32, contiguous.
     """
@@ -124,7 +123,7 @@ class Distribution:
         return torch.where(keep, scaled, -torch.inf)
 
     def mass(self) -> Tensor:
-        """Computes the weights in fixed point [B, T, V_local] int64."""
+        """Computes fixed-point weights [B, T, V_local] int64."""
         return (self.log_weights().exp() * MASS_UNITS + 0.5).long()
 
 
@@ -135,7 +134,7 @@ def descending_keys(logits: Tensor) -> Tensor:
 
 
 def kept_mass(p: Distribution, tokens: Tensor, first: int) -> Tensor:
-    """Computes this rank's summand of [B, T, 2] int64; shapes as in `kernels.tokens.accept.kept_mass`."""
+    """Plain torch `kernels.tokens.accept.kept_mass`."""
     mass = p.mass()
     tokens = pad(tokens, (0, p.logits.shape[1] - tokens.shape[1]), value=-1)
     ids = torch.arange(first, first + mass.shape[2], device=mass.device)
@@ -153,7 +152,7 @@ def accept(
     position: Tensor,
     first: int,
 ) -> tuple[Tensor, Tensor]:
-    """Computes accepted lengths and candidates [1, B, 2]; shapes as in `kernels.tokens.accept.accept`."""
+    """Plain torch `kernels.tokens.accept.accept`; candidates are [1, B, 2]."""
     B, G = draft.shape
     drawn = p.temperature > 0
     at = position[:, None] + torch.arange(G, device=draft.device)
@@ -185,7 +184,7 @@ def accept(
 
 
 def gumbel_sample(p: Distribution, greedy: Tensor, seed: Tensor, positions: Tensor, stream: int, first: int) -> Tensor:
-    """Computes candidates [1, B * T, 2]; shapes as in `kernels.tokens.gumbel_sample`."""
+    """Plain torch `kernels.tokens.gumbel_sample.gumbel_sample`; returns [1, B * T, 2]."""
     ids = torch.arange(first, first + p.logits.shape[2], device=p.logits.device)
     noise = gumbel(seed[:, None, None], positions[..., None], stream, ids)
     drawn = best_of_rank((p.log_weights() + noise).flatten(0, 1), first)
@@ -195,12 +194,13 @@ def gumbel_sample(p: Distribution, greedy: Tensor, seed: Tensor, positions: Tens
 
 @dataclass(frozen=True)
 class Candidates:
-    """Candidates of all ranks for the tokens that a step draws; the best is drawn, as `best_of_ranks` says.
+    """All ranks' candidates for the tokens that a step samples; `best_of_ranks` selects.
 
     Attributes:
-        pairs: score and token id [N, R, 2] fp64, contiguous, N for each token: of B sequences with n drafts the tokens
-            after the last one and after each draft, R = B * (1 + n); with `accepted`, those after these drafts, R = B.
-        accepted: drafts that rejection sampling accepted [B] int64; None: those equal to the drawn tokens are.
+        pairs: score and token id [N, R, 2] fp64, contiguous, N per token: for B sequences with n drafts, the tokens
+            after the last one and after each draft, R = B * (1 + n); with `accepted`, only those after the accepted, R
+            = B.
+        accepted: drafts that rejection sampling accepted [B] int64; None: accept drafts that equal the sampled tokens.
     """
 
     pairs: torch.Tensor
@@ -217,7 +217,7 @@ def commit(
     active: torch.Tensor,
     history: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Commits accepted tokens to lengths and history; shapes as in `kernels.tokens.commit`."""
+    """Plain torch `kernels.tokens.commit.commit`."""
     drafts = last.new_empty(len(last), 0) if drafts is None else drafts
     tokens = best_of_ranks(candidates.pairs)[1].view(len(last), -1)
     if candidates.accepted is not None:
@@ -241,12 +241,12 @@ def commit(
 
 @dataclass(frozen=True)
 class SuffixPool:
-    """Texts of other sequences, in which those of the same salt are searched too.
+    """Tokens of finished sequences, which suffix lookup searches for sequences of the same salt.
 
     Attributes:
         entries: ring [N] int64 of `salt << TOKEN_BITS | token`, contiguous; -1: no token.
-        cursor: place of the oldest entry [1] int64.
-        salts: salt of each sequence that is drafted for [B] int64, from 0 on, contiguous.
+        cursor: index of the oldest entry [1] int64.
+        cache_salts: salt of each drafted sequence [B] int64, non-negative, contiguous.
     """
 
     entries: torch.Tensor
@@ -257,12 +257,12 @@ class SuffixPool:
 def suffix(
     history: torch.Tensor, lengths: torch.Tensor, pool: SuffixPool | None, drafts: int, prompt_lookup_max: int
 ) -> torch.Tensor:
+    """Plain torch `kernels.tokens.suffix.suffix`."""
     L = history.shape[1]
     index = torch.arange(L, device=history.device)
     last = lengths[:, None] - 1  # [B, 1]
 
     def matches(token_ids: torch.Tensor, inside: torch.Tensor, cache_salt: torch.Tensor | int) -> torch.Tensor:
-        """Counts the tokens before each place [B, n] that equal the suffix."""
         at, same = torch.arange(token_ids.shape[1], device=token_ids.device), inside
         matched = torch.zeros_like(token_ids, dtype=torch.int64)
         for i in range(prompt_lookup_max):
@@ -274,7 +274,7 @@ def suffix(
     # The longest match, ties to the latest; the suffix itself does not count.
     own = matches(history, index < last, 0)
     best = torch.where(index < last, own * L + index, -1).max(1, keepdim=True).values
-    at = torch.where(best >= L, best % L, last - 1)  # no match: repeats the last token
+    at = torch.where(best >= L, best % L, last - 1)  # no match: repeat the last token
     offset = torch.arange(drafts, device=history.device)
     source = at + 1 + offset % (last - at).clamp(min=1)
     history_drafts = history.gather(1, source.clamp(min=0).clamp(max=last)).long()
@@ -294,17 +294,17 @@ def suffix(
 
 @dataclass(frozen=True)
 class LogitsState:
-    """Changes to each slot's logits before sampling, over this rank's columns.
+    """Logits processing state of every slot, over this rank's columns.
 
     Attributes:
-        shaped: slots whose logits are changed [S] bool.
-        repetition: divides positive and multiplies negative logits of tokens in prompt or answer [S] fp32.
-        frequency: subtracted once per occurrence of the token in the answer [S] fp32.
-        presence: subtracted if the answer contains the token [S] fp32.
+        is_active: slots whose logits are changed [S] bool.
+        repetition: divides positive and multiplies negative logits of tokens in prompt or output [S] fp32.
+        frequency: subtracted per occurrence of the token in the output [S] fp32.
+        presence: subtracted if the output contains the token [S] fp32.
         min_end_position: first position that may hold a token that ends the sequence [S] int64.
         bias: added [S, V_local] fp32.
-        seen: [S, V_local] int32: IN_PROMPT, ENDS (it ends the sequence), plus ONCE for each occurrence in the answer.
-        allowed: a bit for each token of the whole vocabulary, lowest first [S, W] int32; tokens without it are masked.
+        seen: [S, V_local] int32: IN_PROMPT, ENDS (it ends the sequence), plus ONCE per occurrence in the output.
+        allowed: a bit per token of the whole vocabulary, lowest first [S, W] int32; tokens without it are masked.
     """
 
     is_active: Tensor
@@ -320,7 +320,7 @@ class LogitsState:
 def process_logits(
     logits: Tensor, state: LogitsState, slots: Tensor, last: Tensor, positions: Tensor, first: int
 ) -> Tensor:
-    """Applies bias, penalties and masks to logits; shapes as in `kernels.tokens.process_logits`."""
+    """Plain torch `kernels.tokens.process_logits.process_logits`."""
     B, V = len(slots), logits.shape[1]
     out = logits.unflatten(0, (B, -1)).clone()  # [B, T, V]
     ids = torch.arange(first, first + V, device=logits.device)
@@ -344,27 +344,27 @@ def process_logits(
 
 
 def top_of_rank(logits: Tensor, tokens: Tensor, first: int) -> Tensor:
-    """Summarises this rank's columns, [B, WIDTH]; shapes as in `kernels.tokens.top_tokens`."""
+    """Plain torch `kernels.tokens.top_tokens.top_of_rank`."""
     ids = torch.arange(first, first + logits.shape[1], device=logits.device)
     words = descending_keys(logits) << ID_BITS | ids
-    drawn = torch.where(ids == tokens[:, None], words, NONE)
+    sampled = torch.where(ids == tokens[:, None], words, NONE)
     best = pad(logits.double(), (0, 1), value=-torch.inf).amax(1, keepdim=True)
     weights = (logits.double() - best.clamp(min=torch.finfo(torch.float64).min)).exp().sum(1)
-    return torch.cat([_smallest(drawn, 1), _smallest(words, TOP), weights.view(torch.int64)[:, None]], 1)
+    return torch.cat([_smallest(sampled, 1), _smallest(words, TOP), weights.view(torch.int64)[:, None]], 1)
 
 
 def top_of_ranks(summaries: Tensor) -> Tensor:
-    """Merges summaries into one of all columns, [B, WIDTH]; shapes as in `kernels.tokens.top_tokens`."""
-    drawn, words, weights = summaries.split((1, TOP, 1), 2)  # [N, B, ..] each
+    """Plain torch `kernels.tokens.top_tokens.top_of_ranks`."""
+    sampled, words, weights = summaries.split((1, TOP, 1), 2)  # [N, B, ..] each
     logit = _logits(words[..., 0])  # [N, B]
     share = (logit - logit.amax(0).clamp(min=torch.finfo(torch.float64).min)).exp()
     weight = (share * weights[..., 0].contiguous().view(torch.float64)).sum(0)
     best = _smallest(words.transpose(0, 1).flatten(1), TOP)
-    return torch.cat([drawn.amin(0), best, weight.view(torch.int64)[:, None]], 1)
+    return torch.cat([sampled.amin(0), best, weight.view(torch.int64)[:, None]], 1)
 
 
 def logprobs(summaries: Tensor) -> tuple[Tensor, Tensor]:
-    """Decodes summaries [B, WIDTH] of all columns into the log-probabilities of the drawn token and the best ones.
+    """Decodes summaries [B, WIDTH] of all columns into log-probabilities of the sampled token and the best ones.
 
     Returns:
         Ids [B, 1 + TOP] int64, -1 as padding, and their log-probabilities fp32, -inf as padding.
@@ -375,13 +375,11 @@ def logprobs(summaries: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _smallest(words: Tensor, count: int) -> Tensor:
-    """Returns the `count` least words of each row, ascending."""
-    # Padded with NONE; `pad` would round it to fp64.
+    # Pad with NONE; `pad` would round it to fp64.
     return torch.cat([words, words.new_full((len(words), count), NONE)], 1).sort(1).values[:, :count]
 
 
 def _logits(words: Tensor) -> Tensor:
-    """Decodes the logits of words, fp64; -inf for NONE."""
     key = words >> ID_BITS
     bits = torch.where(key >> 31 > 0, key - (1 << 32), (1 << 31) - 1 - key)
     return torch.where(words < NONE, bits.int().view(torch.float32).double(), -torch.inf)

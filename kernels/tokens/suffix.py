@@ -1,4 +1,4 @@
-"""Suffix drafts: prompt lookup in a sequence's own tokens, and in texts of others where there are any."""
+"""Suffix drafts: prompt lookup in a sequence's own tokens, and in a pool of finished sequences if there is one."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from kernels.tokens.reference import TOKEN_BITS, SuffixPool
 from kernels.tokens.reference import suffix as reference
 
 __all__ = ["TOKEN_BITS", "SuffixPool", "suffix"]
-HISTORY_BLOCK = 4096  # positions that a program compares
-POOL_BLOCK = 1024  # the same in texts of others: four a thread
+HISTORY_BLOCK = 4096  # positions per program
+POOL_BLOCK = 1024  # pool entries per program: four per thread
 _TOKEN_BITS, _TOKEN = tl.constexpr(TOKEN_BITS), tl.constexpr((1 << TOKEN_BITS) - 1)
 
 
@@ -44,7 +44,6 @@ def _find_in_history_kernel(
 
 @triton.jit
 def _entry(pool, begin, size, order, inside):
-    """Loads the entries at `order`, counted from the oldest one on; -1 outside."""
     at = begin + order
     return tl.load(pool + tl.where(at >= size, at - size, at), mask=inside, other=-1)
 
@@ -88,7 +87,7 @@ def _propose_kernel(
 
     block = tl.arange(0, HISTORY_BLOCKS)
     score = tl.max(tl.load(history_matches + b * history_blocks + block, mask=block < history_blocks, other=-1), 0)
-    at = tl.where(score >= 0, score & position, last - 1)  # no match: repeats the last token
+    at = tl.where(score >= 0, score & position, last - 1)  # no match: repeat the last token
     source = tl.minimum(tl.maximum(at + 1 + i % tl.maximum(last - at, 1), 0), tl.maximum(last, 0))
     proposal = tl.load(history + b * history_b + source).to(tl.int64)
 
@@ -106,18 +105,17 @@ def _propose_kernel(
 def suffix(
     history: torch.Tensor, lengths: torch.Tensor, pool: SuffixPool | None, drafts: int, prompt_lookup_max: int
 ) -> torch.Tensor:
-    """Drafts the tokens that followed the longest earlier occurrence of a sequence's suffix, in itself or in others.
+    """Drafts the tokens that followed the longest earlier occurrence of a sequence's suffix, in itself or in the pool.
 
-    Of equally long occurrences its own latest one counts, then the latest of others. Drafts beyond its own end continue
-    with the distance of the two occurrences as their period; others' end with their text. A sequence whose last token
-    is new repeats it: any draft is allowed, since all are verified. No size depends on device data.
+    Of equally long matches, the sequence's latest wins, then the pool's latest. Drafts past the sequence's end repeat
+    with the distance of the two occurrences as period; pool drafts end with their sequence. Without a match, drafts
+    repeat the last token: any draft is allowed, since all are verified. No shape depends on device data.
 
     Args:
         history: [B, L] int32, each sequence's tokens from its first on; rows contiguous.
         lengths: [B] int64, number of tokens of each, at most L; at least 1 where the result matters.
-        others: texts of others; None: only its own tokens are searched.
-        drafts: tokens to propose.
-        longest: the longest suffix, in tokens, that is compared.
+        pool: finished sequences; None: search only the sequence itself.
+        prompt_lookup_max: longest suffix to match, in tokens.
 
     Returns:
         [B, drafts] int64; -1: no token here or after.

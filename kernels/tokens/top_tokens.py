@@ -1,7 +1,7 @@
-"""The most likely tokens of each row and the total weight, over this rank's columns and then over all ranks.
+"""Top logprobs and the total weight of each row, over this rank's columns and then over all ranks.
 
-Blocks of columns, ranks and the whole vocabulary share one format, a summary (`kernels.tokens.reference`), and one
-way to merge.
+Blocks of columns, ranks and the whole vocabulary share one format, a summary (`kernels.tokens.reference`), and are
+merged in the same way.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ _TOP, _WIDTH, _ID_BITS, _NONE = (tl.constexpr(n) for n in (TOP, WIDTH, ID_BITS, 
 
 @triton.jit
 def _logit(word):
-    """Decodes the logit of a word, in fp64."""
     key = word >> _ID_BITS
     bits = tl.where(key >= 0x80000000, key - 0x100000000, 0x7FFFFFFF - key).to(tl.int32)
     return tl.where(word < _NONE, bits.to(tl.float32, bitcast=True).to(tl.float64), float("-inf"))
@@ -33,7 +32,7 @@ def _logit(word):
 
 @triton.jit
 def _store_smallest(words, to):
-    """Stores the TOP least of distinct words, ascending, padded with NONE."""
+    """Stores the TOP smallest of distinct words, ascending, padded with NONE."""
     for i in range(_TOP):
         word = tl.min(words, 0)
         tl.store(to + i, word)
@@ -83,7 +82,7 @@ def top_of_rank(logits: torch.Tensor, tokens: torch.Tensor, first: int) -> torch
 
     Args:
         logits: [B, V_local] fp32, last dim contiguous; V_local may be 0.
-        tokens: the drawn token of each row [B] int64, contiguous.
+        tokens: sampled token of each row [B] int64, contiguous.
         first: token id of the first column.
     """
     if not dispatch.on_gpu(logits) or logits.shape[1] == 0:
@@ -99,7 +98,7 @@ def top_of_rank(logits: torch.Tensor, tokens: torch.Tensor, first: int) -> torch
 
 
 def top_of_ranks(summaries: torch.Tensor) -> torch.Tensor:
-    """Merges summaries [N, B, WIDTH] int64, contiguous, of blocks of columns or of ranks, into one [B, WIDTH].
+    """Merges summaries [N, B, WIDTH] int64, contiguous, of column blocks or of ranks, into one [B, WIDTH].
 
     `kernels.tokens.reference.logprobs` decodes it.
     """

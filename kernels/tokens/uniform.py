@@ -1,4 +1,4 @@
-"""Counter-based random numbers inside kernels, bitwise equal to those of `kernels.tokens.reference`."""
+"""Counter-based random numbers in kernels, bitwise equal to `kernels.tokens.reference`."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ def _bits(seed, position, stream, index):
 
 @triton.jit
 def uniform(seed, position, stream, index):
-    """Draws fp64 in the open interval (0, 1) from four integer tensors, broadcast against each other."""
+    """Returns fp64 in the open interval (0, 1) from four broadcast integer tensors."""
     return ((_bits(seed, position, stream, index) >> 12).to(tl.float64) + 0.5) * 2.220446049250313e-16  # 2^-52
 
 
 @triton.jit
 def gumbel(seed, position, stream, index):
-    """Draws Gumbel noise, fp64."""
+    """Returns Gumbel noise, fp64."""
     return -tl.log(-tl.log(uniform(seed, position, stream, index)))
 
 
 @triton.jit
 def gumbel_bound(seed, position, stream, index):
-    """Computes fp32 that is at most 1e-3 less than `gumbel`, and mostly as near to it from above."""
+    """Returns an approximate fp32 upper bound of `gumbel`: at most 1e-3 too low, mostly not more too high."""
     upper = (_bits(seed, position, stream, index) >> 32).to(tl.uint32)
-    # Of u, that which `uniform` draws is less than `upper_bound`, and 1 - u more than `rest`.
+    # The u of `uniform` is less than `upper_bound`, and 1 - u more than `rest`.
     upper_bound = (upper.to(tl.float32) + 1.0) * 2.3283064365386963e-10  # 2^-32
     rest = (0xFFFFFFFF - upper).to(tl.float32) * 2.3283064365386963e-10
     near = rest * (1.0 + rest * (0.5 + rest * (0.3333333 + rest * 0.25)))  # -log(1 - rest)
