@@ -1,7 +1,6 @@
-"""Decode with Helix parallelism: `torchrun --nproc-per-node=N torchrun_entry.py KEY=VALUE ...`.
+"""Runs one rank under torchrun: `torchrun --nproc-per-node=N torchrun_entry.py KEY=VALUE ...`.
 
-Without torchrun, `helix run KEY=VALUE ...` starts the ranks that the layout asks for by itself.
-`helix run --help` explains the keys.
+Without torchrun, `helix run KEY=VALUE ...` starts the ranks of the layout itself; `helix run --help` lists the keys.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import kernels
 import launch
 
 for package in (comm, kernels, launch):
-    # Other distributions own the names `comm` and `kernels`: theirs must not be taken for ours.
+    # Other distributions have packages named `comm` and `kernels`: refuse to run with theirs.
     actual, wanted = Path(package.__file__ or "nowhere").resolve().parent.parent, Path(__file__).resolve().parent
     if actual != wanted:
         sys.exit(f"package {package.__name__!r} was imported from {actual} instead of {wanted}; check PYTHONPATH")
@@ -23,7 +22,7 @@ for package in (comm, kernels, launch):
 from launch.job import lifeline  # noqa: E402
 
 lifeline.begin()
-gc.disable()  # until all is imported, which stays: to look through it would take as long as to import it
+gc.disable()  # during imports: collecting over the imported modules would double their time
 
 from launch.run import entry  # noqa: E402
 

@@ -1,34 +1,34 @@
-"""How many drafts hold that the model makes itself with few keys: each policy on the same prompts.
+"""Measures how many self-drafted tokens are accepted: every draft policy on the same prompts.
 
   helix acceptance model=demo
   helix acceptance model=DIR length=16384,32768 gamma=7,11 output=acceptance.jsonl
   helix acceptance model=demo policies=any sparsity=0.01,0.02,0.05,0.1,0.2
   helix acceptance model=demo policies=any temperature=0.6 noise=shared,own kvp=1,4
 
-Every prompt is prefilled once, and each way to draft goes on from there. Values with commas are combined, each with
-each; an option that a policy does not read changes nothing of it. Ranges are of 95%: Student's over prompts for tokens
-an iteration, Wilson's for the share of drafts that hold. On a CPU in float32, tokens must be those without drafts.
+Each prompt is prefilled once, and each draft policy continues from there. Comma-separated values form a full
+product; a policy ignores options it does not read. Intervals are 95%: Student's t over prompts for tokens per
+iteration, Wilson's for the acceptance rate. On a CPU in float32, outputs must equal those without drafts.
 
-  task         code      this repository's sources, which the demo model has not seen, continued
-               copy      a file at any depth, continued with a name replaced
-               facts     numbers of eight lines, wanted one after the other; questions come as drafts that hold
-               several with commas (default: all three)
+  task         code      continue this repository's sources, which the demo model was not trained on
+               copy      repeat a file from anywhere in the prompt with one name replaced
+               facts     recall the numbers of eight lines in turn; the questions are given as accepted drafts
+               comma-separated (default: all three)
   model        demo, or the directory of a checkpoint
-  length       tokens of a prompt and what follows it; several with commas (default 8192)
-  prompts      of a task, at least 2 (default 30)
-  new_tokens   of each prompt (default 128)
-  policies     any, c2q, window, quest, full; ngram, suffix; mtp or eagle3, beside lookups alone. Several with commas
-               (default: all without a layer)
-  layer        directory of the layer of policies=eagle3; mtp's is in the model's
-  gamma        drafts of an iteration (default 7)
+  length       tokens of a prompt and its output; comma-separated (default 8192)
+  prompts      per task, at least 2 (default 30)
+  new_tokens   per prompt (default 128)
+  policies     any, c2q, window, quest, full; ngram, suffix; mtp or eagle3, each only with lookups. Comma-separated
+               (default: all that need no draft layer)
+  layer        directory of the draft layer of policies=eagle3; mtp reads it from the model
+  gamma        draft tokens per iteration (default 7)
   sparsity, noise
-               as of speculation=sparse
-  recent       of the keys, the share that the latest have whatever their score (default 0.5)
-  reach        a key scores as the best of itself and so many before it (default 8)
-  temperature  0, or with top-p 0.95 and top-k 20 (default 0)
-  kvp          ranks over which the cache is split, threads of this process (default 1)
+               as in speculation=sparse
+  recent       share of the kept keys reserved for the most recent ones (default 0.5)
+  reach        a key's score is the maximum over itself and this many keys before it (default 8)
+  temperature  sampling temperature; above 0 with top-p 0.95 and top-k 20 (default 0)
+  kvp          KV-parallel ranks, as threads of this process (default 1)
   dtype        float32, bfloat16 or float16 (default: the checkpoint's on a GPU, float32 on a CPU)
-  output       a file to append a JSON line for each row to, as soon as it is there
+  output       append one JSON line per row to this file as it is measured
 """
 
 from __future__ import annotations
@@ -75,7 +75,6 @@ RANGES: dict[str, Callable[[float], bool]] = {
 
 
 def _check(values: dict[str, Any], options: dict[str, list[Any]]) -> None:
-    """Raises ValueError where a value is none that its key can have."""
     for name, given in ({key: values[key] for key in ("task", "policies") if key in values} | options).items():
         for value in given:
             if name in WORDS and value not in WORDS[name]:
@@ -85,29 +84,31 @@ def _check(values: dict[str, Any], options: dict[str, list[Any]]) -> None:
 
 
 def _layer(policies: list[str], path: Path | None) -> SpeculationConfig | None:
-    """Returns the settings that name the layer of the policy that has one; None where none does.
+    """Returns the config of the draft layer that `policies` asks for; None if none does.
 
     Raises:
-        ValueError: another policy cannot be beside it, or its layer is not named.
+        ValueError: other policies cannot run with it, or `path` is missing.
     """
     layered = [policy for policy in policies if policy in LAYER_DRAFTERS]
     if not layered:
         return None
     if len(layered) > 1 or {*policies} - {*layered, *LOOKUPS}:
-        raise ValueError(f"policies: beside {layered[0]} only {' and '.join(LOOKUPS)} can be: leave the others out")
+        raise ValueError(
+            f"policies: {layered[0]} can only be combined with {' and '.join(LOOKUPS)}: leave the others out"
+        )
     if layered == ["eagle3"] and path is None:
-        raise ValueError("policies=eagle3 needs layer=DIR, the directory of its layer")
+        raise ValueError("policies=eagle3 needs layer=DIR, the directory of the draft layer")
     return SpeculationConfig(
         drafter="eagle3" if layered == ["eagle3"] else "mtp", path=None if path is None else str(path)
     )
 
 
 def measure(values: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
-    """Rows of each length and number of ranks, as soon as they are measured.
+    """Yields the rows of each length and kvp as they are measured.
 
     Raises:
-        ValueError: the model, the prompts or the policies cannot be as they are given.
-        RuntimeError: drafts have changed tokens.
+        ValueError: the model, prompts or policies do not fit together.
+        RuntimeError: drafts changed the output.
     """
     options = {name: values.get(name, default) for name, default in OPTIONS.items()}
     _check(values, options)

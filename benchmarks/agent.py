@@ -1,4 +1,4 @@
-"""An agent with ranks of a benchmark, as `launch/agent.sh` starts one of a run: `python -m benchmarks.agent`."""
+"""Starts an agent for benchmark ranks, as `launch/agent.sh` does for runs: `python -m benchmarks.agent`."""
 
 from __future__ import annotations
 

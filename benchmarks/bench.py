@@ -1,8 +1,8 @@
 """Benchmarks: time kernels, collectives and whole models, and append what was measured to benchmarks/results/.
 
-helix bench WHAT                      one of the subjects below; `WHAT --help` says what it measures
+helix bench WHAT                      one of the benchmarks below; see `WHAT --help`
 helix bench step models=qwen2.5-7b
-helix bench DIR bench=decode KEY=VALUE ...   a job of one's own, with the keys of `helix run`; with -m several
+helix bench DIR bench=decode KEY=VALUE ...   a custom job, with the keys of `helix run`; -m sweeps
 """
 
 from __future__ import annotations
@@ -30,13 +30,12 @@ DECLARED: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("b
 
 
 def _resolve(name: str, module: str) -> Any:
-    """What a benchmark is declared with, `NAME` of its module or `module:NAME`; a benchmark imports its own alone."""
     where, _, what = name.rpartition(":")
     return getattr(import_module(f"benchmarks.{where or module}"), what)
 
 
 class Benchmarks(Mapping[str, Benchmark]):
-    """The declared benchmarks, each made when it is wanted."""
+    """The declared benchmarks by name, each imported on first access."""
 
     def __iter__(self) -> Iterator[str]:
         return iter(DECLARED)
@@ -90,17 +89,17 @@ KEYS: dict[str, tuple[Any, str]] = {
 
 
 def keys(benchmark: Benchmark) -> list[str]:
-    """The keys that a benchmark takes."""
+    """Returns the command-line keys that a benchmark accepts."""
     return ["output", *["ranks"] * benchmark.emulated, *["models"] * bool(benchmark.models)]
 
 
 def help_text(what: str | None) -> str:
-    """The list of subjects, or what one of them measures and takes."""
+    """Returns the list of benchmarks, or the help text of one."""
     if what is None:
         listed = "\n".join(
             f"  {name:<15} {entry.get('about') or BENCHMARKS[name].about}" for name, entry in DECLARED.items()
         )
-        return f"{__doc__}\n{listed}\n\nWithout a GPU the smallest case runs, to show that it does."
+        return f"{__doc__}\n{listed}\n\nWithout a GPU the smallest case runs as a smoke test."
     benchmark = BENCHMARKS[what]
     options = "\n".join(f"  {key:<8} {KEYS[key][1]}" for key in keys(benchmark))
     models = f"\n\nmodels: {', '.join(benchmark.models)}" if benchmark.models else ""
@@ -109,19 +108,21 @@ def help_text(what: str | None) -> str:
 
 
 def parse_context(what: str, arguments: Sequence[str], gpus: int) -> tuple[BenchContext, Path | None]:
-    """What a benchmark is given, and where its rows go.
+    """Parses a benchmark's command line into its context and output file.
 
     Raises:
-        ValueError: it takes no such key or has no such model, or these ranks cannot be emulated.
+        ValueError: unknown key or model, or a number of ranks that cannot be emulated.
     """
     benchmark = BENCHMARKS[what]
     values = parse(arguments, {key: KEYS[key][0] for key in keys(benchmark)})
     models, ranks = values.get("models"), values.get("ranks")
     if ranks is not None and not is_emulated(ranks):
-        raise ValueError(f"ranks={ranks}: one or two GPUs emulate more ranks than there are GPUs; there are {gpus}")
+        raise ValueError(
+            f"ranks={ranks} must exceed the {gpus} GPUs here: one or two GPUs emulate more ranks than there are"
+        )
     if models is not None:
         if not gpus:
-            raise ValueError("models: without a GPU the demo model runs, and no other: leave it out")
+            raise ValueError("models: without a GPU only the demo model runs: leave it out")
         for model in models:
             if model not in benchmark.models:
                 raise ValueError(f"models: {unknown_message(model, benchmark.models)}")
@@ -129,7 +130,7 @@ def parse_context(what: str, arguments: Sequence[str], gpus: int) -> tuple[Bench
 
 
 def main() -> None:
-    """Runs a benchmark and appends a JSON line for each of its rows."""
+    """Runs a benchmark and appends one JSON line per row."""
     what, arguments = next(iter(sys.argv[1:]), "--help"), sys.argv[2:]
     if handle_help([what, *arguments], help_text(what if what in BENCHMARKS else None)):
         return
@@ -140,7 +141,7 @@ def main() -> None:
             raise ValueError(unknown_message(what, BENCHMARKS))
         settings, output = parse_context(what, arguments, gpus)
         if not gpus and not BENCHMARKS[what].counted:
-            print("no GPU: the smallest case on the CPU, to show that it runs; the figures mean nothing")
+            print("no GPU: running the smallest case on the CPU as a smoke test; the figures mean nothing")
         name = f"{what}.emulated-{settings.ranks}" if settings.emulated else what
         if output is None and (gpus or BENCHMARKS[what].counted):
             output = ROOT / "benchmarks" / "results" / f"{name}.jsonl"

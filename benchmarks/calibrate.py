@@ -1,19 +1,19 @@
-"""Measures this machine for the simulator and the planner, or fits what no kernel shows alone on recorded steps.
+r"""Measures this machine for the simulator and planner, or fits their remaining constants to recorded steps.
 
   helix calibrate output=conf/hardware/mine.yaml      on all GPUs of this host, in under 100 s
-  helix calibrate fit=benchmarks/results/step.jsonl,benchmarks/results/baselines.jsonl \\
+  helix calibrate fit=benchmarks/results/step.jsonl,benchmarks/results/baselines.jsonl \
       hardware=conf/hardware/mine.yaml output=conf/hardware/mine.yaml
 
-The first starts its own ranks, times reads, projections, attention, the choice of blocks, the link to host memory and
+The first starts its own ranks, times reads, projections, attention, block selection, the link to host memory and
 the collectives of a step, and writes a hardware description that `launch.simulate`, `launch.plan` and layout=auto take.
-Rows are kept next to it in a .jsonl as each part ends. A part that fails or takes too long leaves what this GPU's
-description says, or an H200's, marked as extrapolated.
+The rows go to a .jsonl next to it as each part ends. If a part fails or takes too long, its constants come from this
+GPU's existing description, or from an H200's, marked as extrapolated.
 
-The second fits on half of the recorded workloads, and prints the errors of the predictions of the other half. To
+The second fits on half of the recorded workloads and prints the prediction errors on the other half. To
 record them: helix bench step, and baselines. Without a GPU the smallest sizes run, and mean nothing.
 
-  output    the description to write, path/mine.yaml (default: it is only shown)
-  fit       files of recorded steps, separated by commas: fit instead of measuring
+  output    the description to write, path/mine.yaml (default: only print it)
+  fit       comma-separated files of recorded steps: fit instead of measuring
   hardware  the description that supplies what is neither measured nor fitted (default: this GPU's)
 """
 
@@ -58,34 +58,34 @@ from launch.inputs.files import write_atomically
 from launch.inputs.hardware import hardware_of, load_hardware, read_hardware
 from launch.job.report import provenance
 
-PART_S = 15.0  # after which a part takes no further row
-JOBS_S = 60.0  # the same of collectives, whose every width is a job that has to start
-HANGS_S = 120.0  # after which a part is taken to hang, and ends the command
-COMM_S = 40.0  # deadline of each collective in the ranks' jobs
-TARGETS = (0.10, 0.20)  # median and p90 error of steps that were not fitted
+PART_S = 15.0  # a part starts no new row after this
+JOBS_S = 60.0  # the same for collectives: each width is a job that has to start
+HANGS_S = 120.0  # a part that takes longer counts as hung and ends the command
+COMM_S = 40.0  # timeout of each collective in the jobs
+TARGETS = (0.10, 0.20)  # median and p90 error of held-out steps
 READ_BYTES = 4 << 30
 SQUARE = 8192
-PIECES = (128, 32, 512)  # blocks of 64 KB that a layer's step fetches
-TOPK = 32  # blocks, as conf/attention/block_sparse.yaml has it
+PIECES = (128, 32, 512)  # 64 KB blocks that one layer's step fetches
+TOPK = 32  # blocks, as in conf/attention/block_sparse.yaml
 ROWS = (1, MIN_ROWS, 8, 16, MAX_ROWS, MAX_ROWS + 1, 64)
 
 
 def read(device: torch.device) -> Iterator[Row]:
-    """A read-only sum: the ceiling."""
+    """Times a read-only sum: the bandwidth ceiling."""
     count = (READ_BYTES if device.type == "cuda" else 1 << 20) // 4
     x = torch.ones(count, device=device)
     yield {"bytes": 4 * count, "seconds": seconds(lambda i: x.sum(), 1, device)}
 
 
 def matrix(device: torch.device) -> Iterator[Row]:
-    """The library's largest products: the matrix rate."""
+    """Times the library's largest GEMMs: the peak FLOP rate."""
     n = SQUARE if device.type == "cuda" else 64
     a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
     yield {"size": n, "flops": 2.0 * n**3, "seconds": seconds(lambda i: a @ b, 1, device)}
 
 
 def attention(device: torch.device) -> Iterator[Row]:
-    """`flash_decode` over pages in random order, four query heads to a KV head."""
+    """Times `flash_decode` over pages in random order, four query heads per KV head."""
     for heads, batch, length in listed("calibrate-attention", device.type == "cuda"):
         s = bench_attention.setting(4 * heads, heads, batch, length, 1, device)
         size = 2 * s.caches[0][0].numel() * s.q.itemsize
@@ -93,7 +93,7 @@ def attention(device: torch.device) -> Iterator[Row]:
 
 
 def latents(device: torch.device) -> Iterator[Row]:
-    """`mla_decode`."""
+    """Times `mla_decode`."""
     for heads, batch, length in listed("calibrate-latents", device.type == "cuda"):
         m = bench_mla.setting(heads, batch, length, 1, device)
         size = m.caches[0].numel() * m.caches[0].itemsize
@@ -103,7 +103,7 @@ def latents(device: torch.device) -> Iterator[Row]:
 
 
 def finding(device: torch.device) -> Iterator[Row]:
-    """`select_blocks`, and `flash_decode` over its table, four query heads to a KV head."""
+    """Times `select_blocks`, and `flash_decode` over its table, four query heads per KV head."""
     for heads, batch, length in listed("calibrate-finding", device.type == "cuda"):
         s = bench_sparse.setting(4 * heads, heads, batch, length, device)
         size = bench_sparse.read_bytes(heads, batch, length, TOPK)
@@ -113,7 +113,7 @@ def finding(device: torch.device) -> Iterator[Row]:
 
 
 def products(device: torch.device) -> Iterator[Row]:
-    """`linear` over the matrices of a rank, the library's from a few rows on; both are kept."""
+    """Times `linear` and, from a few rows on, the library over the matrices of a rank."""
     for count in ROWS if device.type == "cuda" else (1, MIN_ROWS):
         for rows, columns in listed("calibrate-products", device.type == "cuda"):
             dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -127,7 +127,7 @@ def products(device: torch.device) -> Iterator[Row]:
 
 
 def launches(device: torch.device) -> Iterator[Row]:
-    """A kernel of one number in a captured graph, and launched by the host."""
+    """Times a one-element kernel in a captured graph, and launched by the host."""
     x = torch.zeros(1, device=device)
     yield {"kind": "in a graph", "seconds": seconds(lambda i: x.add_(1), 100, device)}
     count = 1000 if device.type == "cuda" else 10
@@ -140,7 +140,7 @@ def launches(device: torch.device) -> Iterator[Row]:
 
 
 def link(device: torch.device) -> Iterator[Row]:
-    """`copy_blocks` from host memory on all GPUs at once, and `resolve` of as many blocks as are missing."""
+    """Times `copy_blocks` from host memory on all GPUs at once, and `resolve` with the same number of misses."""
     gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if device.type == "cuda" else [device]
     num_selected, num_resident = (37, 2048) if device.type == "cuda" else (5, 8)
     (resolved,) = bench_offload.find(BenchContext(gpus[0], 1), 1, num_selected, num_resident, False)
@@ -151,7 +151,7 @@ def link(device: torch.device) -> Iterator[Row]:
 
 
 def collectives(device: torch.device) -> Iterator[Row]:
-    """Collectives of a step, over 2, 4, .. ranks, in jobs of their own; ours and the library's."""
+    """Times a step's collectives over 2, 4, ... ranks, each width in its own job; ours and NCCL's."""
     for width in bench_comm.widths(torch.cuda.device_count() if device.type == "cuda" else 2):
         yield from bench_comm.measure(width, f"comm.timeout_s={COMM_S}")
 
@@ -161,7 +161,7 @@ PARTS: dict[str, Callable[[torch.device], Iterator[Row]]] = {
 }
 
 
-# What each part's rows give; the first gives the rate that others take.
+# The fit of each part's rows; attention comes first, as its rate enters the others.
 FITTED = {
     "attention": constants.attention, "finding": constants.finding, "link": constants.link,
     "products": constants.products, "latents": constants.latents,
@@ -169,7 +169,10 @@ FITTED = {
 
 
 def measure(device: torch.device, save: Callable[[str, list[Row]], None]) -> dict[str, list[Row]]:
-    """Rows by part; `save` is told each part's as it ends. What fails is said, and left out."""
+    """Measures all parts and returns rows by part; calls `save` as each part ends.
+
+    Failed parts are reported and left out.
+    """
     parts: dict[str, list[Row]] = {}
     for name, part in PARTS.items():
         rows: list[Row] = []
@@ -181,7 +184,7 @@ def measure(device: torch.device, save: Callable[[str, list[Row]], None]) -> dic
                     if time.perf_counter() - begin > limit_s:
                         print(f"{name}: stopped after {len(rows)} rows, at {limit_s:.0f} s")
                         break
-            except Exception as error:  # one part less is no reason to lose the others
+            except Exception as error:  # one failed part must not lose the others
                 print(f"{name}: failed after {len(rows)} rows: {type(error).__name__}: {error}", file=sys.stderr)
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -195,7 +198,7 @@ def measure(device: torch.device, save: Callable[[str, list[Row]], None]) -> dic
 @contextmanager
 def _ends_if_it_hangs(name: str) -> Iterator[None]:
     def end() -> None:
-        print(f"error: {name} has not ended after {HANGS_S:.0f} s; what was done before is kept", file=sys.stderr)
+        print(f"error: {name} hangs after {HANGS_S:.0f} s; earlier parts are saved", file=sys.stderr)
         sys.stderr.flush()
         time.sleep(1.0)  # stderr may be a pipe into a thread of this process (launch/job/spawn.py)
         os._exit(1)  # a kernel that never returns cannot be interrupted
@@ -210,7 +213,7 @@ def _ends_if_it_hangs(name: str) -> Iterator[None]:
 
 
 def assemble(base: Hardware, name: str, gpus: int, memory: float | None, parts: dict[str, list[Row]]) -> Hardware:
-    """A description out of what was measured; what was not is `base`'s, as an assumption where that is another GPU."""
+    """Builds a description from what was measured; the rest is `base`'s, marked as assumed if that is another GPU."""
     same = base.name == name
     hardware = replace(base if same else constants.assumed(base), name=name, gpus=max(gpus, base.gpus if same else 1))
     if memory is not None:
@@ -242,10 +245,10 @@ def to_mapping(hardware: Hardware) -> dict[str, Any]:
 
 
 def write(path: Path, hardware: Hardware, notes: dict[str, Any]) -> None:
-    """A description with what it was made from under `calibrated`.
+    """Writes a description, with what it was made from under `calibrated`.
 
     Raises:
-        ValueError: it could not be read again.
+        ValueError: it cannot be read back.
     """
     data = _rounded(to_mapping(hardware)) | {"calibrated": notes}
     Hardware.from_mapping(data)
@@ -253,14 +256,13 @@ def write(path: Path, hardware: Hardware, notes: dict[str, Any]) -> None:
 
 
 def _rounded(value: Any) -> Any:
-    """Constants to four digits: more of them were not measured."""
     if isinstance(value, dict):
         return {k: float(f"{v:.4g}") if k == "value" else _rounded(v) for k, v in value.items()}
     return value
 
 
 def show(hardware: Hardware) -> None:
-    """Every constant, with its provenance."""
+    """Prints every constant with its provenance."""
     table = Table("constant", "value", "provenance", "source", title=hardware.name)
 
     def add(key: str, value: Any) -> None:
@@ -279,7 +281,7 @@ def show(hardware: Hardware) -> None:
 
 
 def calibrate(output: Path | None, base: Hardware | None) -> None:
-    """Measures and, where there is an `output`, writes."""
+    """Measures and, if `output` is given, writes the description."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     facts = provenance(device)
     name = facts["device"]
@@ -298,11 +300,11 @@ def calibrate(output: Path | None, base: Hardware | None) -> None:
             with output.with_suffix(".jsonl").open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps({"name": "calibrate", "part": part, **notes, **row}) + "\n" for row in rows)
 
-    if output is not None:  # now, and not after two minutes
+    if output is not None:  # fail now rather than after two minutes
         output.parent.mkdir(parents=True, exist_ok=True)
         save("start", [{}])
     if device.type == "cpu":
-        print("no GPU: the smallest sizes on the CPU, to show that it runs; the figures mean nothing")
+        print("no GPU: running the smallest sizes on the CPU as a smoke test; the figures mean nothing")
     parts = measure(device, save)
     memory = float(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else None
     hardware = assemble(base, name, max(torch.cuda.device_count(), 1), memory, parts)
@@ -319,7 +321,7 @@ def calibrate(output: Path | None, base: Hardware | None) -> None:
         notes["launch_us"] = {row["kind"]: float(f"{1e6 * row['seconds']:.3g}") for row in rows}
         print("a launch: " + ", ".join(f"{us:.2f} us {kind}" for kind, us in notes["launch_us"].items()))
     if missing := [part for part in PARTS if part not in parts]:
-        print(f"not measured: {', '.join(missing)}; their constants are {base.name}'s")
+        print(f"not measured: {', '.join(missing)}; using the constants of {base.name}")
     if output is not None:
         write(output, hardware, notes)
         print(f"wrote {output}")
@@ -334,15 +336,15 @@ def _driver() -> str | None:
 
 
 def fit_steps(files: Sequence[Path], name: str | None, output: Path | None) -> None:
-    """Fits on half of the recorded workloads of dense models, shows the errors of all others, and writes.
+    """Fits on half of the recorded workloads of dense models, prints the errors on the others, and writes the result.
 
     Raises:
-        ValueError: the files cannot be read, hold steps of several devices, or too few.
+        ValueError: the files cannot be read, are from several devices, or have too few steps.
     """
     cells = read_cells(files)
     devices = sorted({cell.device for cell in cells})
     if len(devices) != 1:
-        raise ValueError(f"steps of one device can be fitted; these are of {', '.join(devices) or 'none'}")
+        raise ValueError(f"fit needs steps of one device; these are of {', '.join(devices) or 'none'}")
     base = hardware_of(devices[0]) if name is None else load_hardware(name)
     fitted, held_out = halves(cell for cell in cells if cell.is_dense)
     if not held_out:
@@ -383,7 +385,7 @@ def fit_steps(files: Sequence[Path], name: str | None, output: Path | None) -> N
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures, or fits; a wrong value ends with what is known."""
+    """Measures or fits; exits with a one-line error for a wrong value."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if handle_help(arguments, __doc__):
         return

@@ -28,7 +28,10 @@ def _value(text: Any) -> Any:
 
 
 def cases(name: str, gpu: bool = True) -> list[tuple[Any, ...]]:
-    """The arguments of each case of a benchmark, in order; without a GPU of a tiny one, `NAME-cpu`, or of the first."""
+    """Returns the arguments of each case in order.
+
+    Without a GPU: those of `NAME-cpu` if listed, else the first case.
+    """
     tiny = not gpu and f"{name}-cpu" in _declared()
     found: list[tuple[Any, ...]] = []
     for line in _declared()[f"{name}-cpu" if tiny else name]:

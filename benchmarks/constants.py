@@ -1,4 +1,4 @@
-"""Constants of a hardware from timed kernels and collectives, by linear fits of seconds over bytes."""
+"""Hardware constants from timed kernels and collectives, by linear fits of seconds over bytes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from helix.planner.hardware import EXTRAPOLATED, MEASURED, Collective, Constant,
 
 Record = Mapping[str, Any]
 OPS = {"exchange": "all_to_all", "all_reduce_norm": "all_reduce", "all_gather": "all_gather"}
-SLOPE_BYTES = 65536  # least size of the largest message for a slope to show the rate
-MIN_S = 1e-7  # least fixed time: noise could make it negative
+SLOPE_BYTES = 65536  # a slope shows the rate only if the largest message has at least this size
+MIN_S = 1e-7  # minimum fixed time: noise could make it negative
 
 
 def line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
     """Fits `seconds = fixed + bytes / rate` with the least squared relative error; returns fixed seconds and bytes/s.
 
-    A single point, or points that do not rise, give only a rate.
+    A single point, or points without a positive slope, give only a rate.
     """
     x, y = np.asarray(sizes, dtype=float), np.asarray(seconds, dtype=float)
     if len(set(sizes)) > 1:
@@ -42,7 +42,7 @@ def attention(base: Hardware, rows: Sequence[Record]) -> Hardware:
 
 
 def fit_costs(columns: Sequence[Sequence[float]], excess: Sequence[float], took: Sequence[float]) -> list[float]:
-    """Fits a non-negative cost of each column, with the least squared error of `excess` relative to `took`."""
+    """Fits a non-negative cost per column by least squares of `excess` relative to `took`."""
     left = list(range(len(columns)))
     weight = 1 / np.asarray(took, dtype=float)
     weighted, found = [np.asarray(column, dtype=float) * weight for column in columns], np.zeros(len(columns))
@@ -56,7 +56,7 @@ def fit_costs(columns: Sequence[Sequence[float]], excess: Sequence[float], took:
 
 
 def finding(base: Hardware, rows: Sequence[Record]) -> Hardware:
-    """Sets the cost of finding blocks: the time of choice and attention beyond their bytes and a kernel's fixed time.
+    """Sets the cost of block selection: time beyond the bytes read and the kernel's fixed time.
 
     Rows have bytes, bytes of bounds, sequences, seconds and topk.
     """
@@ -75,7 +75,7 @@ def finding(base: Hardware, rows: Sequence[Record]) -> Hardware:
 
 
 def link(base: Hardware, rows: Sequence[Record]) -> Hardware:
-    """Sets the link's rate and the fixed time of a fetch, from rows with bytes, seconds and resolve_seconds."""
+    """Sets the link's rate and the fixed time of a fetch from rows with bytes, seconds and resolve_seconds."""
     fixed, rate = line([row["bytes"] for row in rows], [row["seconds"] for row in rows])
     at_once = f"copy_blocks from host memory, {_range(row['bytes'] for row in rows)}, on {rows[0]['gpus']} GPUs at once"
     price = fixed + float(np.median([row["resolve_seconds"] for row in rows]))
@@ -87,7 +87,7 @@ def link(base: Hardware, rows: Sequence[Record]) -> Hardware:
 
 
 def latents(base: Hardware, rows: Sequence[Record]) -> Hardware:
-    """Sets MLA's share of the read rate (fewest heads, most bytes) and its FLOP/s (most heads); rows have flops too."""
+    """Sets MLA's share of the read rate (fewest heads, most bytes) and its FLOP/s (most heads); rows have flops."""
     min_heads, max_heads = min(row["heads"] for row in rows), max(row["heads"] for row in rows)
     first = max((row for row in rows if row["heads"] == min_heads), key=lambda row: row["bytes"])
     busy = max(first["seconds"] - base.kernel_s.value, MIN_S)
@@ -102,7 +102,7 @@ def latents(base: Hardware, rows: Sequence[Record]) -> Hardware:
 
 
 def products(base: Hardware, rows: Sequence[Record]) -> Hardware:
-    """Sets the time of a projection beyond its bytes at the read rate, by rows of input; rows have rows too."""
+    """Sets a projection's time beyond its bytes at the read rate, by number of input rows (`rows` of a record)."""
     product_s = {}
     for count in sorted({row["rows"] for row in rows}):
         same = [r for r in rows if r["rows"] == count]
@@ -113,7 +113,7 @@ def products(base: Hardware, rows: Sequence[Record]) -> Hardware:
 
 
 def collectives(rows: Sequence[Record], key: str) -> dict[str, Collective]:
-    """Fits latency by width and rate, from rows of `helix bench comm`; `key`: their column, symm_us or nccl_us."""
+    """Fits latency by width, and rate, to rows of `helix bench comm`; `key` is the column, symm_us or nccl_us."""
     by_op: dict[str, Collective] = {}
     for name, op in OPS.items():
         same = [row for row in rows if row["op"] == name]
@@ -144,7 +144,7 @@ def collectives(rows: Sequence[Record], key: str) -> dict[str, Collective]:
 
 
 def assumed(hardware: Hardware) -> Hardware:
-    """Marks all numbers of a hardware as extrapolated, as assumptions for another one."""
+    """Marks all constants as extrapolated, for use on another GPU."""
 
     def of(value: Any) -> Any:
         if isinstance(value, Constant):

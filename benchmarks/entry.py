@@ -1,7 +1,7 @@
-"""Ranks of a benchmark: `torchrun --nproc-per-node=N -m benchmarks.entry bench=decode KEY=VALUE ...`.
+"""Entry point of benchmark ranks: `torchrun --nproc-per-node=N -m benchmarks.entry bench=decode KEY=VALUE ...`.
 
-Without torchrun, `python -m benchmarks.entry bench=decode KEY=VALUE ...` starts the ranks that the layout asks for by
-itself. It takes the keys of `torchrun_entry.py`, and `bench.*` beside: `python -m benchmarks.entry --help`.
+Without torchrun, `python -m benchmarks.entry bench=decode KEY=VALUE ...` starts the ranks that the layout needs. It
+takes the keys of `torchrun_entry.py` and `bench.*`: `python -m benchmarks.entry --help`.
 """
 
 from __future__ import annotations
@@ -13,22 +13,24 @@ from pathlib import Path
 
 from torchrun_entry import entry  # isort: split
 
-# After it, which looks whose packages these are, and sees to it that ranks end with their launcher.
+# Import it first: it checks which packages are in use, and makes ranks exit with their launcher.
 from benchmarks.program import PROGRAM
 
 WAITS_S = 1800.0
 
 
 def wait_for(gate: Path) -> None:
-    """Waits, with all imports done, until a file says that the GPUs are this job's (`benchmarks.queue`).
+    """Waits, with all imports done, for the file that hands the GPUs to this job (`benchmarks.queue`).
 
     Raises:
-        SystemExit: it never did.
+        SystemExit: it did not appear in time.
     """
     end = time.monotonic() + WAITS_S
     while not gate.exists():
         if time.monotonic() > end:
-            sys.exit(f"error: START_AFTER={gate} has not come in {WAITS_S:.0f} s: the GPUs are still another job's")
+            sys.exit(
+                f"error: START_AFTER={gate} did not appear within {WAITS_S:.0f} s: another job still holds the GPUs"
+            )
         time.sleep(0.05)
 
 

@@ -1,38 +1,38 @@
-"""What block-sparse attention and an FP8 cache change: the same prompts under several policies, beside dense attention.
+"""Compares block-sparse attention and FP8 KV caches with dense attention on the same prompts.
 
   helix fidelity model=demo
   helix fidelity task=needles model=DIR length=8192,32768 haystack=loop,code count=200 output=FILE.jsonl
   helix fidelity task=text model=DIR length=32768 steps=256 kvp=4 choice=global output=fidelity.jsonl
 
-Every prompt is prefilled densely once, and each policy goes on from there; with dense-fp8 and dense-k16v8 the prefill
-reads keys and values in FP8, too, as with kv.dtype. Texts are this repository's sources, of
-which the demo model has seen none. Ranges are Wilson's, of 95%. A policy that was to leave blocks out and read them all
+Each prompt is prefilled densely once, and each policy continues from there; with dense-fp8 and dense-k16v8 the prefill
+also reads FP8 keys and values, as with kv.dtype. Texts are this repository's sources, which
+the demo model was not trained on. Intervals are Wilson's, 95%. A sparse policy that read all blocks
 is an error: blocks are counted on the device.
 
-  task       text       every step of true text. `agrees`: the likeliest token is that of dense attention; `sure`: of
-                        the steps in which dense attention prefers its token by a logit of more than 1. KL is of the
-                        dense distribution to the policy's, in nats; TV is half the sum of differences
-             needles    a numbered line hidden in each prompt, at depths over all of the text; its number is the answer.
-                        p: how probable so uneven a split of the prompts that only dense attention or only the policy
-                        gets right would be, were both as good (McNemar's test, exact, two-sided)
-             facts      four such lines, whose numbers are wanted one after the other
-             hops       three such lines, each about the number of the one before it in place of a word
-             free       greedy text of each policy's own, up to the first token that is not dense attention's
-             generated  as text; also with pages that become full behind the prefill never to be chosen (-frozen)
-             hits       how many of the chosen blocks a cache of hot blocks would have had, by its share of the text's
-                        blocks and by layer; shares that do not hold one choice are left out. With kv.offload_prefetch:
-                        the same behind guesses, how much more comes then, and which share of the blocks that layers
-                        choose among more the guesses name (the first layer has none)
+  task       text       teacher forcing. `agrees`: the top-1 token equals dense attention's; `sure`: the same over
+                        steps in which dense attention's top-1 leads by more than 1 logit. KL is from the
+                        dense distribution to the policy's, in nats; TV is total variation
+             needles    a numbered line hidden in each prompt, at depths spread over the text; its number is the answer.
+                        p: McNemar's exact two-sided test over the prompts that only dense attention or only the policy
+                        gets right
+             facts      four such lines; recall their numbers in turn
+             hops       three such lines, each of which refers to the number of the one before it
+             free       greedy output of each policy, up to the first token that differs from dense attention
+             generated  as text, over generated text; -frozen never selects pages that fill up after the prefill
+             hits       share of selected blocks that a resident-block cache would hit, by its size relative to the
+                        text's blocks, and by layer; sizes below one selection are left out. With kv.offload_prefetch:
+                        the same with prefetch, how many more blocks are fetched, and the recall of the prefetch among
+                        the selected blocks (the first layer has no prefetch)
   model      demo, or the directory of a checkpoint
-  length     tokens of a text, prefill and steps, or of a prompt and its answer; several with commas (default 8192)
-  steps      of each text, the last of its tokens (default 64, of free 128, of generated 1024)
-  count      texts, none of whose lines is in another (default 5), or prompts (default 200, of facts and hops 50)
-  haystack   of needles, facts and hops: code, loop (a paragraph over and over), or both with a comma (default code)
-  kvp        ranks over which the cache is split, threads of this process (default 1)
-  choice     local: each rank takes its share of the blocks; global: one choice over all of them (default local)
-  policies   some of the names in the table's column, separated by commas (default: all)
+  length     tokens of a text (prefill and steps), or of a prompt and its answer; comma-separated (default 8192)
+  steps      decode steps at the end of each text (default 64; free 128; generated 1024)
+  count      texts without common lines (default 5), or prompts (default 200; facts and hops 50)
+  haystack   for needles, facts and hops: code, loop (one repeated paragraph), or code,loop (default code)
+  kvp        KV-parallel ranks, as threads of this process (default 1)
+  choice     local: each rank selects its share of the blocks; global: one selection over all (default local)
+  policies   comma-separated names from the table's column (default: all)
   dtype      float32, bfloat16 or float16 (default: the checkpoint's on a GPU, float32 on a CPU)
-  output     a file to append a JSON line for each row to, as soon as it is there
+  output     append one JSON line per row to this file as it is measured
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ NOT_READ = dict.fromkeys(HAYSTACKS, ("steps",))
 
 
 def select_policies(values: dict[str, Any], length: int) -> tuple[Policy, ...]:
-    """Dense attention and the policies of the command line.
+    """Returns dense attention and the policies of the command line.
 
     Raises:
-        ValueError: a name is unknown, or a policy reads all of so short a text.
+        ValueError: a name is unknown, or a policy reads the whole text.
     """
     by_name = {policy.name: policy for policy in policies()}
     for name in values.get("policies", []):
@@ -84,16 +84,16 @@ def select_policies(values: dict[str, Any], length: int) -> tuple[Policy, ...]:
     wanted = ["dense", *(name for name in values.get("policies", by_name) if name != "dense")]
     for name in wanted:
         if (by_name[name].keys or 0) >= length:
-            raise ValueError(f"{name} reads all of a text of length={length}: set length higher, or policies=...")
+            raise ValueError(f"{name} reads the whole text at length={length}: set length higher, or policies=...")
     return tuple(replace(by_name[name], choice=values.get("choice", "local")) for name in wanted)
 
 
 def measure(values: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
-    """Rows of each cell, a length and a haystack, as soon as it is measured.
+    """Yields the rows of each length and haystack as they are measured.
 
     Raises:
-        ValueError: the model, the texts or the policies cannot be as they are given.
-        RuntimeError: a policy that was to leave blocks out has read them all.
+        ValueError: the model, texts or policies do not fit together.
+        RuntimeError: a sparse policy read all blocks.
     """
     task, lengths = values.get("task", "text"), values.get("length", [8192])
     setting = EvalSetup.create(values["model"], values.get("kvp", 1), values.get("dtype"))
@@ -124,7 +124,7 @@ def measure(values: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
 
 
 def tables(rows: Sequence[dict[str, Any]]) -> Iterator[Table]:
-    """A table for each kind of row."""
+    """Yields one table per kind of row."""
     for kind, same in groupby(sorted(rows, key=lambda row: row["kind"]), key=lambda row: row["kind"]):
         yield terminal(table_cells(f"fidelity-{kind}", list(same)), kind)
 

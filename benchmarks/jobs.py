@@ -1,4 +1,4 @@
-"""Jobs of benchmarks: each is started anew, and says what its ranks measured."""
+"""Starts benchmark jobs as new processes, and returns what their ranks measured."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ POLL_S = 0.2
 
 
 class JobError(RuntimeError):
-    """A job failed; the message is the line that says why."""
+    """A job failed; the message is its error line."""
 
 
 def measure(ranks: int, overrides: Sequence[str]) -> dict[str, Any]:
-    """The record of a job; where there are fewer GPUs than ranks, one or two of them emulate it.
+    """Runs a job and returns its record. With fewer GPUs than ranks, one or two GPUs emulate them.
 
     Raises:
-        JobError: it failed.
-        KeyboardInterrupt: it was interrupted, and no other shall start.
+        JobError: the job failed.
+        KeyboardInterrupt: the job was interrupted; start no other.
     """
     emulated = is_emulated(ranks)
     with tempfile.TemporaryDirectory() as directory:
@@ -44,10 +44,10 @@ def measure(ranks: int, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def points(ranks: int, overrides: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yields the rows of each of `bench.points` as it ends, over ranks as those of `measure`.
+    """Yields the rows of each of `bench.points` as it ends; ranks are emulated as in `measure`.
 
     Raises:
-        JobError: it failed.
+        JobError: the job failed.
     """
     backend = ["comm.backend=emulated"] if is_emulated(ranks) else []
     with tempfile.TemporaryDirectory() as directory:
@@ -57,7 +57,7 @@ def points(ranks: int, overrides: Sequence[str]) -> Iterator[dict[str, Any]]:
         with spawn.captured_stderr() as lines, spawn.started(command) as job, output.open(encoding="utf-8") as file:
             ended = False
             while not ended:
-                ended = job.poll() is not None  # what was written before it ended is read below
+                ended = job.poll() is not None  # what it wrote before it ended is read below
                 yield from map(json.loads, _whole_lines(file))
                 time.sleep(0 if ended else POLL_S)
         if job.returncode:
@@ -65,7 +65,7 @@ def points(ranks: int, overrides: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def _whole_lines(file: TextIO) -> Iterator[str]:
-    """Yields the lines that have come; of a line that is still written, nothing is read."""
+    """Yields complete lines only; leaves a partly written line for the next call."""
     begin = file.tell()
     while (line := file.readline()).endswith("\n"):
         yield line
@@ -74,13 +74,13 @@ def _whole_lines(file: TextIO) -> Iterator[str]:
 
 
 def rows(overrides: Sequence[str], command: Sequence[str] = COMMAND, **variables: str) -> Iterator[dict[str, Any]]:
-    """Yields what a job measures, as it comes: lines of JSON that it prints; the terminal shows the others.
+    """Yields the JSON lines that a job prints, as they come; other lines go to the terminal.
 
     Args:
-        variables: of its environment.
+        variables: environment variables of the job.
 
     Raises:
-        JobError: it failed.
+        JobError: the job failed.
     """
     with spawn.captured_stderr() as lines, spawn.started([*command, *overrides], subprocess.PIPE, **variables) as job:
         assert job.stdout is not None

@@ -3,11 +3,11 @@
   python -m benchmarks.layout_steps step model=qwen2.5-7b layout.kvp=2 layout.tpa=4 points=1x128K,1x1M
   python -m benchmarks.layout_steps fp8-steps model=deepseek-r1 layout=tp layout.tpa=8 points=1x128K keep=weights:fp8
 
-The first word names the record, `$ROWS/NAME.jsonl`, or that in benchmarks/results/. All other keys are those of a run;
+The first word names the record, `$ROWS/NAME.jsonl` or benchmarks/results/NAME.jsonl. Other keys are those of a run;
 one or two GPUs emulate a layout of more ranks.
 
-  points    SEQUENCESxTOKENS, several with commas
-  keep      what else a row says of itself, KEY:VALUE, several with commas
+  points    SEQUENCESxTOKENS, comma-separated
+  keep      further fields of each row, KEY:VALUE, comma-separated
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LAYOUT = ("layout=", "layout.")
 
 
 def main() -> None:
-    """Runs a job, and appends a JSON line for each of its points."""
+    """Runs a job and appends one JSON line per point."""
     arguments = sys.argv[1:]
     if handle_help(arguments or ["--help"], __doc__ or ""):
         return

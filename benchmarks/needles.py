@@ -1,4 +1,4 @@
-"""Needles in code: `helix needles make | score`; `--help` says more."""
+"""Needle-in-a-haystack tests in code: `helix needles make | score`; see `--help`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The planner beside recorded steps.
+"""Compares the planner with recorded steps.
 
-  helix planner check [FILE ...]     its first choices against recorded steps
-  helix planner bill [FILE ...]      what recorded block-sparse steps pay, and where they pay
+  helix planner check [FILE ...]     compare its first choices with recorded steps
+  helix planner bill [FILE ...]      break down the time of recorded block-sparse steps, and show where sparsity pays
 
-Without files, records of benchmarks/results/ are read.
+Without files, reads benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from launch.inputs.arguments import handle_help, need_checkout
 
 
 def check(files: Sequence[str]) -> None:
-    """Prints how good first choices were, over recorded steps (default: all of benchmarks/results)."""
+    """Prints how good the planner's first choices were over recorded steps (default: all of benchmarks/results)."""
     if not files:
         need_checkout("helix planner check without files")
     cells = read_cells([Path(file) for file in files]) if files else read_cells()
@@ -36,7 +36,7 @@ def check(files: Sequence[str]) -> None:
 
 
 def bill(files: Sequence[str]) -> None:
-    """Prints what recorded steps pay for bytes, overhead and finding (default: those of benchmarks/results)."""
+    """Prints what recorded steps spend on bytes, overhead and block selection (default: all of benchmarks/results)."""
     if not files:
         need_checkout("helix planner bill without files")
     found = (
@@ -54,7 +54,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"check": check, "bill": 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs one of the commands; a wrong value ends with what is known."""
+    """Runs one of the commands; exits with a one-line error for a wrong value."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if handle_help(arguments or ["--help"], __doc__):
         return

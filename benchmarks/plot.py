@@ -1,4 +1,4 @@
-"""Draws figures from what benchmarks recorded: `helix plot [NAME ...]`."""
+"""Plots figures from benchmark records: `helix plot [NAME ...]`."""
 
 from __future__ import annotations
 

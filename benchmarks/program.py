@@ -1,4 +1,4 @@
-"""The laboratory's program: what its ranks do, by `bench.kind`."""
+"""Selects what the ranks of a benchmark job do, by `bench.kind`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from launch.inputs.flags import MODEL_FLAGS
 from launch.inputs.job_kinds import JobKind, Program, select_job_kind
 from launch.inputs.prompt_files import PromptLine
 
-# By bench.kind, the module whose `run` is the work of a job, which imports its own alone.
+# `bench.kind` -> the module whose `run` does the work. Only the selected module is imported.
 MODULES = {
     "comm": "benchmarks.ranks.collectives",
     "decode": "benchmarks.ranks.steps",
@@ -33,10 +33,10 @@ LOADED = (*schema.POINTED, "tune")  # with bench.points
 
 
 def work(config: Config) -> JobKind:
-    """The work of a job.
+    """Returns the work of a job.
 
     Raises:
-        ValueError: a value of `bench` is out of its range.
+        ValueError: a value of `bench` is out of range.
     """
     config = lab(config)
     schema.check(config)

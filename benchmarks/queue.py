@@ -1,15 +1,15 @@
-"""Runs jobs over the GPUs of a machine, each on GPUs of its own, and stops in time: `python -m benchmarks.queue LIST`.
+"""Queues jobs over a machine's GPUs until a deadline: `python -m benchmarks.queue LIST`.
 
-A line of LIST is a job: its name, how many GPUs it takes, the most seconds it may take, and a command for the shell.
+A line of LIST is a job: its name, its number of GPUs, its time limit in seconds, and a shell command.
 
   qwen-tp    8  80  python -m benchmarks.layout_steps baselines model=qwen2.5-7b layout=tp layout.tpa=8 points=1x1M
   indexer    1  90  helix bench indexer output=$ROWS/indexer.jsonl
 
-Jobs start in this order, as soon as their GPUs are free; what comes behind a job of many GPUs waits with it. Ranks on
-all GPUs start while their predecessor runs, import what they need, and wait until the GPUs are theirs.
+Jobs start in this order as soon as their GPUs are free; a waiting job holds up those after it. A job that takes
+all GPUs starts its ranks early: they import while the job before it runs, then wait for the GPUs.
 
-  to        directory of a log for each job, and of `$ROWS`, where commands append their records
-  seconds   after which jobs that run are ended, and no other starts (default 540)
+  to        directory for one log per job, and for `$ROWS`, where commands append their records
+  seconds   time limit: running jobs are then killed and no other starts (default 540)
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from launch.inputs.arguments import handle_help, parse
 
 KEYS: dict[str, Any] = {"to": Path, "seconds": float}
 POLL_S, ENDING_S = 0.1, 3.0
-WAITS = ("benchmarks.layout_steps", "benchmarks.entry")  # commands that wait for START_AFTER
+WAITS = ("benchmarks.layout_steps", "benchmarks.entry")  # modules that wait for START_AFTER
 
 
 @dataclass(frozen=True)
 class QueuedJob:
-    """A line of a list."""
+    """One line of a job list."""
 
     name: str
     gpus: int
@@ -47,11 +47,11 @@ class QueuedJob:
 
 @dataclass
 class RunningJob:
-    """A job that was started.
+    """A started job.
 
     Attributes:
-        gate: the file that it waits for; None: it waits for none.
-        since: when its GPUs became its own; None: they have not.
+        gate: the file it waits for; None: none.
+        since: when it got its GPUs; None: not yet.
     """
 
     job: QueuedJob
@@ -61,7 +61,7 @@ class RunningJob:
     since: float | None
 
     def end(self) -> None:
-        """Ends it and its children, some of which may outlive the shell that started them."""
+        """Terminates the process group: children may outlive the shell that started them."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
@@ -70,7 +70,7 @@ class RunningJob:
 
 
 def read(text: str) -> list[QueuedJob]:
-    """Reads a list; raises ValueError for a line that is no job."""
+    """Parses a job list; raises ValueError for a malformed line."""
     jobs = []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.startswith("#"):
@@ -84,10 +84,10 @@ def read(text: str) -> list[QueuedJob]:
 
 
 class Queue:
-    """Jobs that wait, and those that run.
+    """Waiting and running jobs.
 
     Args:
-        gpus: of the machine.
+        gpus: number of GPUs of the machine.
         to: directory of logs and records.
     """
 
@@ -100,7 +100,7 @@ class Queue:
         self._gates = Path(tempfile.mkdtemp())
 
     def run(self, seconds: float) -> Iterator[str]:
-        """Yields a line for each start and end, until all have ended or time is up."""
+        """Yields a line for each start and end, until all jobs have ended or `seconds` have passed."""
         begin = time.monotonic()
         while (self.jobs or self.running) and time.monotonic() - begin < seconds:
             for line in [*self._ended(), *self._started()]:

@@ -1,4 +1,4 @@
-"""Writes `docs/reference/config.md` from the schemas and their groups: `python -m benchmarks.reference`."""
+"""Writes `docs/reference/config.md` from the config schemas and groups: `python -m benchmarks.reference`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Hydra's logging and working directories are not used, and neither are launchers 
 LABORATORY = """
 ## Benchmarks
 
-`python -m benchmarks.entry` takes these beside all others.
+`python -m benchmarks.entry` takes these in addition to all others.
 
 | key | default | meaning | values |
 |---|---|---|---|
@@ -54,6 +54,7 @@ GROUPS = """
 
 
 def page() -> str:
+    """Returns the text of the page."""
     ours, theirs = [*keys(Config)], [*keys(BenchConfig, "bench.")]
     tables = (
         "".join(

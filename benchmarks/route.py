@@ -1,6 +1,6 @@
-"""Writes the list of files between command and token in docs/architecture.md: `python -m benchmarks.route`.
+"""Writes the list of files between a command and its first token in docs/architecture.md: `python -m benchmarks.route`.
 
-It traces a run of one CPU rank over a prompt file. What runs on a GPU alone is named here.
+It traces a one-rank CPU run over a prompt file. Files that only run on GPUs are listed here by hand.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OF_GPUS = """
     kernels/dense/linear.py kernels/dense/linear_sm90.py kernels/dense/split_k_reduce_sm90.py
     kernels/peers/ll_protocol.py kernels/dense/silu_mul.py kernels/tokens/best_token.py kernels/tokens/commit.py
 """
-# Prints the files whose functions and objects are used, imports apart.
+# Prints the files whose functions are called or objects are created; imports do not count.
 TRACER = """
 import os, runpy, sys, threading
 root, seen = os.getcwd() + "/", set()
@@ -58,10 +58,10 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def traced(timeout_s: float = 300.0) -> list[str]:
-    """The files that a run calls, in the order of their first calls; references of kernels apart.
+    """Returns the files that a run calls, in the order of their first calls, without reference kernels.
 
     Raises:
-        RuntimeError: the run failed; with what it said.
+        RuntimeError: the run failed; the message is its output.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -86,11 +86,12 @@ def traced(timeout_s: float = 300.0) -> list[str]:
 
 
 def lines(files: list[str]) -> int:
+    """Counts the lines of files."""
     return sum(len((ROOT / file).read_text("utf-8").splitlines()) for file in files)
 
 
 def table(files: list[str]) -> str:
-    """A row a room, in the order of first calls."""
+    """Returns one table row per folder, in the order of first calls."""
     rooms: dict[str, list[str]] = {}
     for file in dict.fromkeys(files):
         rooms.setdefault(str(Path(file).parent), []).append(file)
@@ -104,6 +105,7 @@ def table(files: list[str]) -> str:
 
 
 def main() -> None:
+    """Rewrites the list in docs/architecture.md."""
     before, _, rest = PAGE.read_text("utf-8").partition(BEGIN)
     after = rest.partition(END)[2]
     PAGE.write_text(before + BEGIN + table(traced()) + END + after, "utf-8")

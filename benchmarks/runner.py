@@ -1,4 +1,4 @@
-"""Runs a benchmark: one loop over its cases, one table, one writer of records."""
+"""Runs a benchmark: loops over its cases, prints a table, appends the records."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class BenchContext:
-    """What a benchmark is given.
+    """What a benchmark runs with.
 
     Attributes:
-        ranks: of its jobs; more than there are GPUs where one or two emulate them.
-        models: the ones to measure; None: all of them.
+        ranks: ranks of its jobs; more than there are GPUs when one or two GPUs emulate them.
+        models: models to measure; None: all.
     """
 
     device: torch.device
@@ -47,9 +47,9 @@ class Part:
     """Cases of one kind.
 
     Attributes:
-        cases: the arguments of `measure` for each case; without a GPU the smallest alone.
-        measure: checks that what it times is right, then times it; rows as they come.
-        columns: keys of a row that the table shows, and quotients `KEY/KEY`.
+        cases: the arguments of `measure` for each case; only the smallest without a GPU.
+        measure: checks the result, then times it; yields rows as they are measured.
+        columns: row keys that the table shows, and quotients `KEY/KEY`.
     """
 
     cases: Callable[[BenchContext], Iterable[tuple[Any, ...]]]
@@ -60,15 +60,15 @@ class Part:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A subject of `helix bench`.
+    """A benchmark of `helix bench`.
 
     Attributes:
-        about: a sentence, for the list of all.
-        text: what `--help` says beside it.
-        models: the ones among which `models=` chooses.
-        emulated: whether it runs over more ranks than there are GPUs.
-        counted: whether it times nothing: its figures are the same without a GPU.
-        summary: a last row, from all others.
+        about: one sentence for the list of benchmarks.
+        text: what `--help` adds to it.
+        models: choices of `models=`.
+        emulated: whether it can run over more ranks than there are GPUs.
+        counted: whether it times nothing, so that its figures are the same without a GPU.
+        summary: makes a last row from all others.
     """
 
     about: str
@@ -81,13 +81,13 @@ class Benchmark:
 
 
 def run(benchmark: Benchmark, ctx: BenchContext) -> Iterator[Row]:
-    """Rows as they are measured; after a part's last one, the part's table."""
+    """Yields rows as they are measured, and prints each part's table after its last row."""
     every = []
     for part in benchmark.parts:
         rows = []
         for case in part.cases(ctx):
             if ctx.gpu:
-                torch.cuda.empty_cache()  # the next case, or the job that it starts, needs the memory
+                torch.cuda.empty_cache()  # the next case, or the job it starts, needs the memory
             for row in part.measure(ctx, *case):
                 rows.append(row)
                 yield row
@@ -103,7 +103,7 @@ def run(benchmark: Benchmark, ctx: BenchContext) -> Iterator[Row]:
 
 
 def show(part: Part, rows: list[Row]) -> None:
-    """Prints a table of the rows that have one of its columns."""
+    """Prints a table of the rows that have at least one of the part's columns."""
     columns = [*part.columns.split(), *["failed"] * any("failed" in row for row in rows)]
     heads = [re.sub(r"\bbar\b", "target", column.replace("_", " ")) for column in columns]
     table = Table(*heads, title=part.title)
@@ -127,7 +127,7 @@ def _cell(row: Row, column: str) -> str:
 
 
 def record(name: str, rows: Iterable[Row], ctx: BenchContext, output: Path | None) -> None:
-    """Appends a JSON line for each row to `output`; what is measured is kept, whatever becomes of the next row."""
+    """Appends one JSON line per row to `output` as it is measured, so a later failure loses nothing."""
     count, facts = 0, provenance(ctx.device)
     if ctx.emulated:
         facts |= {"emulated_by": emulating_processes()}

@@ -1,4 +1,4 @@
-"""The schema of a benchmark's command line: all that a run can set, and what is timed (`bench.*`)."""
+"""Config schema of benchmarks: everything that a run can set, plus what is timed (`bench.*`)."""
 
 from __future__ import annotations
 
@@ -14,34 +14,37 @@ from launch.inputs import compose
 from launch.inputs.command_parser import RUN, Settings
 
 CONF = Path(__file__).resolve().parent / "conf"
-POINTED = ("decode", "hopb", "hosts", "prefill")  # what times bench.points
-LIMITED = ("decode", "prefill")  # where a rank may be kept to a part of its GPU
-DRAFTED = ("none", "decode", "tune")  # where a model may draft
+POINTED = ("decode", "hopb", "hosts", "prefill")  # kinds that time bench.points
+LIMITED = ("decode", "prefill")  # kinds that can cap a rank's GPU memory
+DRAFTED = ("none", "decode", "tune")  # kinds in which a model may draft
 
 
 @dataclass
 class BenchConfig:
-    """Attributes:
-    kind: none; decode: time decode steps over a cache filled with random data; comm: time the collectives of a step;
-        hopb: time decode steps with and without HOP-B; hosts: time and predict the exchange between hosts; prefill:
-        time prompts; serve: serve requests by the clock; tune: find sparsity and gamma of speculation=sparse (helix
-        tune).
-    points: what decode, hopb, hosts and prefill time, each SEQUENCESxTOKENS in the cache of each; and tune, where
-        bench.acceptance says how many drafts are kept.
-    gammas: drafts of a step with which decode times each point, 0 being plain steps; none given: speculation.gamma.
-        Those that tune tries.
-    variants: settings of attention with which decode times each point, one after the other over the same cache, such
-        as ["bench.repeat=0", "bench.repeat=0.8 attention.num_blocks=8"]; none given: those of the config alone.
-    steps: timed steps of each point.
-    acceptance: chance of each draft, of any drafter, given that those before it were kept; unset: what the model says.
-    repeat: share of the last step's blocks that a block-sparse step keeps; unset: what the model chooses.
-    sparsities: shares of the keys that tune tries, with speculation.gamma drafts of a step.
-    grid: tune measures each of sparsities with each of gammas in the end.
-    output: file of what tune has measured, JSON lines, which is not measured again; the rows of each of points are
-        appended as it ends.
-    gpu_bytes: what a rank may allocate of its GPU, with decode and prefill; more fails, as on a smaller card. What the
-        driver and loaded kernels take comes on top. Unset: all of it.
-    traces: what serve serves, some of those in benchmarks/ranks/serving.py; none given: all.
+    """Keys `bench.*`.
+
+    Attributes:
+        kind: none; decode: time decode steps over a cache of random data; comm: time a step's collectives; hopb: time
+            decode steps with and without HOP-B; hosts: time and predict the exchange between hosts; prefill: time
+            prompts; serve: serve requests by the clock; tune: find sparsity and gamma of speculation=sparse (helix
+            tune).
+        points: SEQUENCESxTOKENS that decode, hopb, hosts and prefill time, TOKENS being cached for each sequence; also
+            the point of tune with bench.acceptance.
+        gammas: drafts per step with which decode times each point, 0 for plain steps; empty: speculation.gamma. The
+            values that tune tries.
+        variants: attention settings with which decode times each point, in turn over the same cache, such as
+            ["bench.repeat=0", "bench.repeat=0.8 attention.num_blocks=8"]; empty: only the config's.
+        steps: timed steps per point.
+        acceptance: acceptance rate of each draft, of any drafter, given that those before it were accepted; unset: by
+            the model.
+        repeat: share of the last step's blocks that a block-sparse step selects again; unset: by the model.
+        sparsities: shares of the keys that tune tries, with speculation.gamma drafts per step.
+        grid: tune finally measures each of sparsities with each of gammas.
+        output: JSON lines file of tune's measurements, which are not repeated; otherwise the rows of each point are
+            appended as it ends.
+        gpu_bytes: maximum that a rank may allocate of its GPU, with decode and prefill, to emulate a smaller card. The
+            driver and loaded kernels come on top. Unset: no limit.
+        traces: what serve serves, names in benchmarks/ranks/serving.py; empty: all.
     """
 
     kind: Literal["none", "decode", "comm", "hopb", "hosts", "prefill", "serve", "tune"] = "none"
@@ -60,7 +63,7 @@ class BenchConfig:
 
 @dataclass
 class LabConfig(Config):
-    """The config of a run, and what is timed."""
+    """The config of a run, plus what is timed."""
 
     bench: BenchConfig = field(default_factory=BenchConfig)
 
@@ -69,21 +72,21 @@ SETTINGS = Settings(LabConfig, (CONF, *RUN.directories), "lab")
 
 
 def compose_config(overrides: Sequence[str]) -> LabConfig:
-    """The config of a benchmark's job; raises ValueError as `launch.inputs.compose.compose_config`."""
+    """Composes the config of a benchmark job; raises ValueError like `launch.inputs.compose.compose_config`."""
     return lab(compose.compose_config(overrides, SETTINGS))
 
 
 def lab(config: Config) -> LabConfig:
-    """The config of a benchmark's job."""
+    """Narrows a config to `LabConfig`."""
     assert isinstance(config, LabConfig), "its command line was composed with the laboratory's settings"
     return config
 
 
 def bench_points(bench: BenchConfig) -> list[tuple[int, int]]:
-    """(sequences, tokens in the cache of each) of every point.
+    """Parses `bench.points` into pairs (sequences, cached tokens of each).
 
     Raises:
-        ValueError: there is none, or one is not written as `8x131072`.
+        ValueError: there are none, or one does not read like `8x131072`.
     """
     if not bench.points:
         raise ValueError("bench.points is empty: name at least one, such as [8x131072]")
@@ -99,21 +102,23 @@ def bench_points(bench: BenchConfig) -> list[tuple[int, int]]:
 
 
 def check(config: LabConfig) -> None:
-    """Raises ValueError for a value of `bench` out of its range, or one that does not go with the rest."""
+    """Raises ValueError for a value of `bench` that is out of range or conflicts with other settings."""
     bench, speculation = config.bench, config.speculation
     if bench.gpu_bytes is not None and not (bench.gpu_bytes > 0 and bench.kind in LIMITED):
-        raise ValueError(f"bench.gpu_bytes={bench.gpu_bytes} must be positive, and goes with {' and '.join(LIMITED)}")
+        raise ValueError(
+            f"bench.gpu_bytes={bench.gpu_bytes} must be positive, and needs bench.kind={' or '.join(LIMITED)}"
+        )
     for key, share in (("acceptance", bench.acceptance), ("repeat", bench.repeat)):
         if share is not None and bench.kind == "none":
             raise ValueError(
-                f"bench.{key}={share} holds whatever the model says, so that its output is not the model's: time it "
-                "with bench=decode, or leave it unset"
+                f"bench.{key}={share} overrides the model, so its output would be wrong: use it with bench=decode, or "
+                "leave it unset"
             )
     if bench.acceptance is not None and speculation.drafter == "none":
-        raise ValueError(f"bench.acceptance={bench.acceptance} keeps drafts, and there are none: set speculation=ngram")
+        raise ValueError(f"bench.acceptance={bench.acceptance} needs a drafter: set speculation=ngram")
     if bench.repeat is not None and (config.attention.policy, config.attention.choice) != ("block_sparse", "local"):
         raise ValueError(
-            f"bench.repeat={bench.repeat} keeps blocks, each rank's share of topk: set attention=block_sparse and "
+            f"bench.repeat={bench.repeat} needs blocks that each rank selects itself: set attention=block_sparse and "
             "attention.choice=local"
         )
     gamma = 0 if speculation.drafter == "none" else speculation.gamma
@@ -126,8 +131,8 @@ def check(config: LabConfig) -> None:
         bench_points(bench)
     if speculation.drafter in ("model", "sparse") and bench.kind not in DRAFTED:
         raise ValueError(
-            f"bench.kind={bench.kind} has no drafts of a model: set speculation=none "
-            f"(speculation.drafter={speculation.drafter} goes with bench.kind=none, decode and tune)"
+            f"bench.kind={bench.kind} cannot time speculation.drafter={speculation.drafter}: set speculation=none "
+            f"(it needs bench.kind=none, decode or tune)"
         )
     if config.serve.socket is not None and bench.kind != "none":
-        raise ValueError(f"serve.socket={config.serve.socket} and bench={bench.kind} are two kinds of work")
+        raise ValueError(f"serve.socket={config.serve.socket} and bench={bench.kind} exclude each other: leave one out")

@@ -1,4 +1,4 @@
-"""Writes the tables of README.md and docs/ from what benchmarks recorded: `helix tables`."""
+"""Writes the tables of README.md and docs/ from benchmark records: `helix tables`."""
 
 from __future__ import annotations
 

@@ -1,29 +1,29 @@
-"""Tunes self-speculation on your prompts and layout: the share of its keys that a model drafts over, and its drafts.
+"""Tunes self-speculation on your prompts and layout: the share of keys over which the model drafts, and gamma.
 
   helix tune DIR sample.jsonl name=mine layout.kvp=2 layout.tpa=4
-  torchrun --nproc-per-node=8 -m benchmarks.tune name=mine ...           on ranks that are there, as on several hosts
+  torchrun --nproc-per-node=8 -m benchmarks.tune name=mine ...           on existing ranks, for example on several hosts
   helix tune qwen2.5-7b name=shape model.load=random bench.acceptance=0.9 bench.points=[1x1M]
-                                                                     times alone, with drafts kept at a set rate
+                                                                     timing only, at a fixed acceptance rate
 
-Then `speculation=mine` decodes with what was found. The three steps are those of Vegas, section 3.4:
+Then `speculation=mine` decodes with the result. The three steps follow Vegas, section 3.4:
 
-  1. With speculation.gamma drafts (default 11), more and more of the keys, until accepted tokens level off: at the
-     fewest than which no more keys keep more, by 2% and beyond the 95% interval of what the same prompts gain.
-  2. With these, drafts from few to many, until two numbers in a row are slower than the fastest.
-  3. With that number, fewer keys, or else more, as long as that is faster.
+  1. With speculation.gamma drafts (default 11), increase the share of keys until accepted tokens level off: take the
+     smallest share that no larger one beats by 2% and by more than the paired 95% interval over the prompts.
+  2. With this share, increase gamma until two values in a row are slower than the fastest.
+  3. With this gamma, try smaller shares, or else larger ones, as long as that is faster.
 
-Plain decoding and ngram (with each number of drafts) are measured beside it. What is fastest is written: ngram or plain
-decoding too, and plain decoding unless another is 2% faster.
+Plain decoding and ngram (with each gamma) are measured for comparison. The fastest is written, including ngram or plain
+decoding; plain decoding wins unless another is 2% faster.
 
-  name             conf/speculation/NAME.yaml is written, unless somebody else wrote it; tuned/NAME.jsonl keeps what was
-                   measured, and a second start goes on from it; tuned/NAME.png maps gamma against sparsity
-  bench.gammas     drafts that are tried, rising (default 1,2,3,4,6,8,11)
-  bench.sparsities shares of the keys that are tried, rising (default from 0.01 to 0.2)
-  bench.grid       true: each of them with each, for the map
+  name             writes conf/speculation/NAME.yaml, unless another tool wrote it; tuned/NAME.jsonl keeps what was
+                   measured, and a restart resumes from it; tuned/NAME.png maps gamma against sparsity
+  bench.gammas     values of gamma to try, ascending (default 1,2,3,4,6,8,11)
+  bench.sparsities shares of the keys to try, ascending (default from 0.01 to 0.2)
+  bench.grid       true: measure every pair, for the map
   decode.*         prompts, max_batch sequences at a time, max_tokens of each
-  KEY=VALUE        all else as of a run: python -m benchmarks.entry --help
+  KEY=VALUE        all other keys of a run: python -m benchmarks.entry --help
 
-With more prompts than decode.max_batch, each turn of them is prefilled for each measurement. Exit code 1: it failed.
+With more prompts than decode.max_batch, every measurement prefills them again, batch by batch. Exit code 1: it failed.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ from launch.inputs.prompt_files import PromptFile
 
 DEFAULTS = {"bench": "tune", "speculation": "sparse", "speculation.gamma": "11"}
 TYPED = replace(PROGRAM.cli_command, name="helix tune", words=("model", "decode.prompts"))
-DIRECTORY = Path("tuned")  # of what was measured
+DIRECTORY = Path("tuned")  # of measurements
 
 
 def overrides(arguments: Sequence[str], leads: bool = True) -> tuple[str, list[str]]:
-    """The name, and a run's overrides.
+    """Parses the command line into the name and a run's overrides.
 
     Args:
-        leads: this process writes the files.
+        leads: whether this process writes the files.
 
     Raises:
-        ValueError: there is no name, or it cannot be taken.
+        ValueError: there is no name, or it is taken or invalid.
     """
     arguments = command_parser.read(arguments, TYPED).overrides
     options = dict(text.partition("=")[::2] for text in arguments)
@@ -83,7 +83,7 @@ def overrides(arguments: Sequence[str], leads: bool = True) -> tuple[str, list[s
 
 
 def conclude(name: str, config: LabConfig) -> bool:
-    """Table, map and file, from what was measured; False where something is missing.
+    """Prints the table and writes the map and the config from what was measured; False if measurements are missing.
 
     Raises:
         ValueError: it was measured with other settings.
@@ -111,7 +111,7 @@ def conclude(name: str, config: LabConfig) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures on the ranks there are, or on new ones, and concludes on the first."""
+    """Measures on the existing ranks or on new ones; the first rank concludes."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if handle_help(arguments or ["--help"], __doc__):
         return 0
@@ -126,8 +126,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             conclude(name, config)
         return code
     except (ValueError, OSError) as error:
-        if rank:  # all ranks come here: the first says why
-            time.sleep(2.0)  # the first to exit takes the others down
+        if rank:  # all ranks fail alike: only the first prints why
+            time.sleep(2.0)  # let the first print before this exit takes it down
         else:
             print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return 1

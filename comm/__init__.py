@@ -1,1 +1,1 @@
-"""Communication between ranks: one contract (`base`) and its transports."""
+"""Communication between ranks: the `Communicator` interface (`base`) and its backends."""

@@ -1,13 +1,12 @@
-"""The transport contract of the runtime, and the Helix re-partition on top of it.
+"""The `Communicator` interface, and the Helix exchange built on it.
 
 The exchange turns "all heads over my KV shard" into "my heads over the whole KV sequence" (Helix Parallelism,
-section 2.1.2). One all-to-all inside the kvp group carries one message per destination k:
+section 2.1.2). It is one all-to-all in the kvp group, with one message per destination rank:
 
     [ outputs  N x hmax x D, model dtype | gap | LSE  N x hmax, fp32 | gap ]        hmax = max(shares)
 
-Lanes beyond shares[k] are padding, so that every message of the group has the same size; the gaps keep outputs and
-LSEs on boundaries that a kernel can load in 16-byte vectors. Every rank of the group has to take part in every
-exchange, also with no tokens and also when its own share is zero.
+Rank k uses the first shares[k] lanes; the rest pads all messages to one size. The gaps align outputs and LSEs for
+16-byte vector loads. Every rank of the group takes part in every exchange, even with no tokens or a share of zero.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ class PackedPartials:
     """The messages that a rank sends in an exchange.
 
     Attributes:
-        packed: uint8 [K, bytes], row k to kvp rank k.
-        shape: tokens, lanes, values per head and dtype of the partials inside.
+        packed: uint8 [K, bytes]; row k goes to kvp rank k.
+        shape: tokens, lanes, head size and dtype of the packed partials.
     """
 
     packed: Tensor
@@ -43,25 +42,22 @@ class PackedPartials:
 
 
 class Communicator(ABC):
-    """One rank's endpoint for all communication between ranks.
+    """A rank's handle to its peers: every collective and control message goes through it.
 
-    Tensor collectives run on the current stream of `device`, allocate what they return, and must be called by all
-    ranks of their group in the same order. The control plane (objects, barrier) runs on the CPU, and waits for as long
-    as rank 0's host may be busy with something else, not only for as long as a collective may take.
+    Tensor collectives run on the current stream of `device`, allocate their results, and must be called by all ranks
+    of the group in the same order. The control plane (objects, barrier) runs on the CPU, with a longer timeout than
+    the collectives, since rank 0's host may be busy with something else.
 
     Args:
-        rank: this rank in the world.
-        world_size: W.
         kvp_group: world ranks that hold the same heads and split the KV sequence, in kvp order; contains `rank`.
-        device: where the tensors live.
 
     Attributes:
-        capturable: whether the tensor collectives can be part of a CUDA graph.
-        wire_rate: assumed bytes/s of a rank's messages to all its peers together, beyond the first kilobytes.
-        micro_batch: which half of a step communicates, 0 or 1 (`comm.dual_batch_overlap`): neither's messages wait for
-            the other's. What is sent beside a whole step is half 1's.
-        single_stream: whether nothing communicates beside the current stream.
-        fuses_all_reduce_norm: whether sums of long chunks and the norm behind them are one kernel, if `single_stream`.
+        capturable: whether CUDA graphs can capture the tensor collectives.
+        wire_rate: assumed bandwidth from a rank to all its peers together, bytes/s, beyond the first kilobytes.
+        micro_batch: the micro-batch whose collectives are launched, 0 or 1 (`comm.dual_batch_overlap`); each has
+            its own process groups. Messages that overlap a step that is not split count as micro-batch 1.
+        single_stream: whether all communication is on the current stream.
+        fuses_all_reduce_norm: whether all-reduce and norm of long chunks are one kernel, if `single_stream`.
     """
 
     capturable = False
@@ -89,13 +85,13 @@ class Communicator(ABC):
 
     @abstractmethod
     def all_gather(self, x: Tensor) -> Tensor:
-        """Gathers `x [...]`, of one shape on all ranks, from every rank -> `[W, ...]` in rank order.
+        """Gathers `x [...]`, the same shape on all ranks -> `[W, ...]` in rank order.
 
         The result may alias `x` when W = 1.
         """
 
     def gather_rows(self, x: Tensor) -> Tensor:
-        """Gathers rows `x [N, ...]`, of one shape on all ranks, side by side -> `[N, W, ...]` in rank order."""
+        """Gathers rows `x [N, ...]`, the same shape on all ranks -> `[N, W, ...]` in rank order."""
         return self.all_gather(x).transpose(0, 1)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
@@ -110,19 +106,18 @@ class Communicator(ABC):
         """
 
     def gather_in_group(self, x: Tensor) -> Tensor:
-        """Gathers `x [...]`, of one shape on all ranks of the kvp group -> `[K, ...]` in kvp order."""
+        """Gathers `x [...]`, the same shape on all ranks of the kvp group -> `[K, ...]` in kvp order."""
         return self.all_to_all(x.expand(len(self.kvp_group), *x.shape).contiguous())
 
     def all_reduce_norm(
         self, x: Tensor | PartialSum, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """Normalises (RMSNorm) `residual` plus the sum of `x` over the world; bitwise equal on all ranks.
+        """All-reduces `x`, adds `residual` and applies RMSNorm; bitwise equal on all ranks.
 
         Args:
-            x: [N, H] contiguous, this rank's summand; may be overwritten.
+            x: [N, H] contiguous, this rank's partial sum; may be overwritten.
             residual: [N, H], the same on all ranks; None adds nothing.
             weight: [H].
-            eps: added to the mean square.
 
         Returns:
             The normalised rows and the sum, each [N, H] in x's dtype.
@@ -133,24 +128,24 @@ class Communicator(ABC):
         """Raises RuntimeError if a collective of a step timed out waiting for a peer; its results are then invalid.
 
         Args:
-            wait: wait for the work queued on the current stream; False checks finished collectives only, without delay.
+            wait: wait for the work queued on the current stream; False checks only finished collectives, at once.
         """
         return
 
     def exchange(self, out: Tensor, lse: Tensor, shares: Sequence[int], result: Tensor | None = None) -> Tensor:
-        """Turns partial attention of all the group's heads into exact attention of this rank's: the Helix re-partition.
+        """Exchanges partial attention of all heads of the group for the exact attention of this rank's heads.
 
         Args:
             out: [N, sum(shares), D], model dtype; attention over this rank's KV shard (0 where the shard is empty).
             lse: [N, sum(shares)], fp32; natural-log log-sum-exp of the scores (-inf where the shard is empty).
-            shares: heads that kvp ranks 0..K-1 keep: contiguous runs in this order, zero allowed; the same on all.
-            result: written if given; contiguous.
+            shares: number of heads of kvp ranks 0..K-1, contiguous in this order, may be 0; the same on all ranks.
+            result: output buffer, contiguous; None allocates one.
 
         Returns:
             [N, shares[kvp_rank], D] in the dtype of `out`, summed in fp32 in kvp order. NaN in means NaN out.
 
         Raises:
-            ValueError: shapes or dtypes do not fit each other.
+            ValueError: shapes or dtypes do not match.
         """
         self._check_partials(out, lse, shares)
         return self._exchange(PartialAttention(out, lse), shares, result)
@@ -165,28 +160,22 @@ class Communicator(ABC):
         return self.exchange_packed(self.pack(partial, shares), shares, result)
 
     def takes_sms(self, N: int, D: int, dtype: torch.dtype, shares: Sequence[int]) -> bool:
-        """Returns whether each program of an exchange takes a whole multiprocessor, as a library's do.
-
-        Args:
-            N, D, dtype, shares: tokens, values per head, their dtype, and the heads of each rank.
-        """
+        """Returns whether each CTA of an exchange of N tokens, head size D, needs a whole SM, as NCCL's do."""
         return True
 
     def pack(self, partial: PartialAttention, shares: Sequence[int]) -> PackedPartials:
-        """Merges the splits of `partial` into messages: the first part of `merge_states_exchange`, on this rank
-        alone.
-        """
+        """Merges the splits of `partial` into messages: the local half of `merge_states_exchange`."""
         packed = pack_partials(partial, shares, self._head_offsets_of(shares))
         return PackedPartials(packed, _message_shape(partial, shares))
 
     def exchange_packed(self, sent: PackedPartials, shares: Sequence[int], result: Tensor | None = None) -> Tensor:
-        """Exchanges and combines what was packed: the rest of `merge_states_exchange`."""
+        """Exchanges and merges packed messages: the other half of `merge_states_exchange`."""
         partials, part_lse = partial_views(self.all_to_all(sent.packed), *sent.shape)
         local_heads = shares[self.kvp_rank]
         return merge_states(partials[:, :, :local_heads], part_lse[:, :, :local_heads], out=result)
 
     def _head_offsets_of(self, shares: Sequence[int]) -> Tensor:
-        """Returns each rank's first head and the end, int32 on the device; cached, so that capture finds it."""
+        # Cached: a CUDA graph capture must not copy from the host.
         key = tuple(shares)
         if key not in self._head_offsets:
             heads = torch.tensor([0, *key]).cumsum(0)
@@ -200,10 +189,10 @@ class Communicator(ABC):
 
     @abstractmethod
     def broadcast_object(self, obj: T | None) -> T:
-        """Sends rank 0's picklable object to every rank and returns it; the argument of other ranks is ignored."""
+        """Broadcasts rank 0's picklable object; the other ranks' argument is ignored."""
 
     def set_control_timeout(self, seconds: float | None) -> None:
-        """Limits later waits of the control plane to `seconds`, then RuntimeError; None restores the first limit."""
+        """Sets the control plane's timeout (then RuntimeError) to `seconds`; None restores the default."""
         return
 
     @abstractmethod
@@ -212,24 +201,24 @@ class Communicator(ABC):
 
     @abstractmethod
     def barrier(self) -> None:
-        """Waits until every rank's host has arrived; does not wait for work queued on a GPU."""
+        """Waits until every rank's host has arrived, not for work queued on GPUs."""
 
     @abstractmethod
     def abort(self, reason: str) -> None:
-        """Closes the control plane after this rank failed: pending waits of other ranks raise RuntimeError."""
+        """Closes the control plane after this rank failed; other ranks that wait raise RuntimeError."""
 
     @abstractmethod
     def close(self) -> None:
-        """Releases what this communicator created; a second call does nothing."""
+        """Frees what this communicator created; a second call does nothing."""
 
 
 def check_partials(out: Tensor, lse: Tensor, shares: Sequence[int]) -> None:
-    """Raises ValueError unless partials `[N, heads, D]`, their LSE `[N, heads]` and the heads' shares fit together."""
+    """Raises ValueError unless partials `[N, heads, D]`, LSEs `[N, heads]` and `shares` match."""
     if out.dim() != 3 or not out.is_floating_point():
         raise ValueError(f"out must be a floating-point [N, heads, D], got {out.dtype} {list(out.shape)}")
     if lse.shape != out.shape[:2] or lse.dtype != torch.float32 or lse.device != out.device:
         raise ValueError(
-            f"lse must be torch.float32 {list(out.shape[:2])} on {out.device} to fit out {list(out.shape)}, "
+            f"lse must be torch.float32 {list(out.shape[:2])} on {out.device} to match out {list(out.shape)}, "
             f"got {lse.dtype} {list(lse.shape)} on {lse.device}"
         )
     if min(shares) < 0 or sum(shares) != out.shape[1]:
@@ -237,10 +226,10 @@ def check_partials(out: Tensor, lse: Tensor, shares: Sequence[int]) -> None:
 
 
 def pack_partials(parts: PartialAttention, shares: Sequence[int], starts: Tensor) -> Tensor:
-    """Packs partials of all the group's heads into messages, uint8 `[K, bytes]`, merging them on the way.
+    """Merges the splits of `parts` into messages, uint8 `[K, bytes]`.
 
     Args:
-        starts: [K + 1] int32, the first head of each rank, and the end.
+        starts: [K + 1] int32, each rank's first head, then the number of heads.
     """
     shape = _message_shape(parts, shares)
     send = parts.out.new_empty(len(shares), message_bytes(*shape)[1], dtype=torch.uint8)
@@ -265,8 +254,8 @@ def partial_views(messages: Tensor, N: int, hmax: int, D: int, dtype: torch.dtyp
 def message_bytes(N: int, hmax: int, D: int, dtype: torch.dtype) -> tuple[int, int]:
     """Returns the offset of the LSEs in a message and the message's length, in bytes.
 
-    Both are multiples of 64 bytes: Triton proves alignment only from strides divisible by 16 elements, here of fp32.
-    A message is never empty, so that no transport has to handle zero bytes.
+    Both are multiples of 64 bytes: Triton infers alignment only from strides divisible by 16 elements, here of fp32.
+    Messages are never empty, so that no backend has to handle zero bytes.
     """
 
     def padded(size: int) -> int:
@@ -277,7 +266,7 @@ def message_bytes(N: int, hmax: int, D: int, dtype: torch.dtype) -> tuple[int, i
 
 
 def sum_in_rank_order(parts: Tensor) -> Tensor:
-    """Adds `[W, ...]` -> `[...]` of the same dtype in rank order; below fp32 in fp32 with a single rounding."""
+    """Sums `[W, ...]` -> `[...]` in rank order; 16-bit floats are summed in fp32 and rounded once."""
     wide = torch.promote_types(parts.dtype, torch.float32) if parts.is_floating_point() else parts.dtype
     total = parts[0].to(wide, copy=True)
     for part in parts[1:]:

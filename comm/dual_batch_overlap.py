@@ -1,12 +1,11 @@
-"""Dual-batch overlap: one half of a long prompt chunk computes while the other's messages are in flight.
+"""Dual-batch overlap (DBO): one half of a long prompt chunk computes while the other half communicates.
 
-    main stream   turn 0 | turn 1 | turn 2 |        | join
-    side stream          | turn 0 | turn 1 | turn 2 |
+    main stream   stage 0 | stage 1 | stage 2 |         | join
+    side stream           | stage 0 | stage 1 | stage 2 |
 
-Each collective belongs to a half's stream and to its process groups, so that only this half waits for it: in one group
-messages are sent in the order of their launches, and the first half's next one, which is not ready, would hold up the
-second's. The second half runs a turn behind the first: it may read what the first wrote in earlier turns. All ranks
-launch the turns, and so each half's collectives, in the same order.
+Each micro-batch has its own stream and process groups. In one shared group NCCL would send in launch order, and the
+first micro-batch's next message, not ready yet, would hold up the second's. The second micro-batch runs one stage after
+the first, and may read what the first wrote in earlier stages. All ranks launch the stages in the same order.
 """
 
 from __future__ import annotations
@@ -20,43 +19,37 @@ import torch
 
 from comm.base import Communicator, T
 
-MAX_UNSPLIT_RANKS = 2  # most ranks that send nothing but sums whose steps are not cut: benchmarks/LOG.md
-MIN_MICRO_BATCH_TOKENS = 2048  # tokens: smaller messages gain nothing, and use LL buffers, bound to one stream
+MAX_UNSPLIT_RANKS = 2  # up to here, steps that only all-reduce do not gain from a split: benchmarks/LOG.md
+MIN_MICRO_BATCH_TOKENS = 2048  # smaller messages gain nothing, and use LL buffers, which only one stream may use
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One half of a step, which marks what it has done and waits for what the other has.
+    """One half of a step; records events that the other half waits for.
 
-    Within a turn a half's kernels run beside the other's: it waits for all that those of this turn do for it.
+    Kernels of the two halves overlap within a stage, so dependencies within a stage need an event.
 
     Attributes:
-        first: whether it is the first of the two.
-        events: events by what was done, of both halves; empty where kernels run as they are launched.
+        events: of both halves, by key; empty on a CPU.
     """
 
     first: bool
     events: dict[Hashable, torch.cuda.Event] = field(default_factory=dict)
 
     def record(self, key: Hashable, device: torch.device) -> None:
-        """Marks what kernels launched so far do as done."""
+        """Records an event after the kernels launched so far."""
         if device.type == "cuda":
             (event := torch.cuda.Event()).record()
             self.events[key] = event
 
     def wait(self, key: Hashable) -> None:
-        """Lets kernels launched from here on wait for what was marked, if it was."""
+        """Makes later kernels wait for the event recorded under `key`, if any."""
         if (event := self.events.get(key)) is not None:
             event.wait()
 
 
 class DualBatchOverlap:
-    """Runner of the two halves of a step.
-
-    Args:
-        comm: of the halves' collectives. On a GPU the second half gets a side stream, elsewhere the same calls are made
-            in the same order.
-    """
+    """Runs a step as two overlapping micro-batches: on a GPU the second gets a side stream, on a CPU they alternate."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -65,10 +58,9 @@ class DualBatchOverlap:
 
     @contextmanager
     def overlapped(self) -> Iterator[None]:
-        """Launches messages beside what the current stream does next, after all that it has been given.
+        """Launches messages on a high-priority stream, to overlap what the current stream launches next.
 
-        Their programs are few, and the first to get a place: else they would wait for the end of a kernel that fills
-        the GPU, and not be beside it.
+        Without priority their few CTAs would wait for the end of a kernel that fills the GPU.
         """
         if self._priority_stream is not None:
             self._priority_stream.wait_stream(torch.cuda.current_stream(self._priority_stream.device))
@@ -81,7 +73,7 @@ class DualBatchOverlap:
 
     @contextmanager
     def micro_batches(self) -> Iterator[Callable[..., list[Any]]]:
-        """Yields what runs a turn of both halves; at the end the current stream waits for the second half."""
+        """Yields a function that runs one stage of both micro-batches; on exit the current stream joins the second."""
         self._comm.single_stream = False
         try:
             yield self._run_both
@@ -91,14 +83,10 @@ class DualBatchOverlap:
             self._comm.single_stream = True
 
     def _run_both(self, stage: Callable[..., T], *arguments: Sequence[Any]) -> list[T]:
-        """Runs a turn of each half, which launches kernels on the current stream, each in its own memory.
-
-        Args:
-            arguments: pairs, of the first half's value and the second's.
-        """
+        # `arguments` are pairs: the first and the second micro-batch's value.
         first, second = zip(*arguments, strict=True)
         side = self._side_stream
-        if side is not None:  # for the first half's earlier turns, not the one launched next
+        if side is not None:  # waits for the first half's earlier stages, not for the one launched next
             side.wait_stream(torch.cuda.current_stream(side.device))
         found = stage(*first)
         self._comm.micro_batch = 1

@@ -1,19 +1,18 @@
-"""Emulation of a larger world's ranks on one or two GPUs, to time its steps without it.
+"""Emulates two ranks of a larger world on one or two GPUs, to time its steps without the hardware.
 
-Each of two processes emulates one rank of W: it holds that rank's weights and KV, runs its kernels, and sends what that
-rank sends. Messages for any other rank go to the other process, as if from an absent rank: every box in which a kernel
-waits is filled once a turn, and each direction of a GPU's link carries as many bytes as with W ranks. A single process
-sends to itself, and no link is crossed.
+Each of two processes emulates one rank of W: it holds that rank's weights and KV, runs its kernels, and sends its
+messages. All messages to other ranks go to the other process, which receives them as if from the absent ranks: every LL
+buffer that a kernel polls is filled once per epoch, and each direction of a GPU's link carries as many bytes as with W
+ranks. A single process sends to itself, and no link is crossed.
 
-A message for rank `to` arrives as if from rank `to`, except between the two emulated ranks, whose messages arrive as
-what they are. So two processes that emulate two ranks compute exactly what two ranks compute.
+A message to rank `to` arrives as if from rank `to`; messages between the two emulated ranks keep their sender. So two
+processes that emulate two ranks compute exactly what two ranks compute.
 
-Tokens mean nothing, since messages are not what the absent ranks would send. Times lack two effects of W GPUs: more
-ranks to be the slowest of, and a busier switch. Where slices of rows do not divide evenly among owners, or have several
-sizes (hidden size 2880), they are summed in one shot, or over NCCL if there are too many; messages too large for boxes
-take NCCL too. The bytes are the same. Decode steps of 1 to 8 and 32 rows send no such messages. In mode dp the rows
-gathered from absent ranks repeat those of the two processes, so that fewer experts are chosen than by W ranks' rows:
-steps of models with experts are too short.
+Output tokens are meaningless. Times lack two effects of W GPUs: more ranks to wait for, and a busier switch.
+Where slices of rows do not divide evenly among owners, or differ in size (hidden size 2880), they are reduced in one
+shot, or by NCCL if there are too many; messages that exceed the LL buffers go over NCCL, too. The bytes are the same.
+Decode steps of 1 to 8 and 32 rows send no such messages. In mode dp the rows gathered from absent ranks repeat the
+rows of the two processes, so they select fewer experts than W ranks' rows would: MoE steps are too short.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from comm.torch_dist import ProcessGroups, TorchDistCommunicator
 from kernels.peers.all_reduce_norm_long import BUFFER_BYTES
 
 PROCESSES = 2  # at most
-MIN_SEPARATE_BYTES = 16 << 20  # bytes from which on a message to each rank takes less than copies of it in one
+MIN_SEPARATE_BYTES = 16 << 20  # from here on, one message per rank is faster than copying them into one
 
 
 def is_emulated(ranks: int) -> bool:
-    """Returns whether GPUs emulate this many ranks: there are GPUs, and fewer than ranks."""
+    """Returns whether GPUs emulate the ranks: there are GPUs, but fewer than ranks."""
     return 0 < torch.cuda.device_count() < ranks
 
 
@@ -51,17 +50,17 @@ def rank_of(process: int, processes: int, world_size: int) -> int:
 def peer_addresses(
     ranks: int, mine: int, theirs: int, local_base: int, peer_base: int, source_bytes: int, piece_bytes: int = 0
 ) -> list[int]:
-    """Returns the box address per destination rank, for a kernel of rank `mine` beside a process emulating `theirs`.
+    """Returns the LL buffer address per destination rank, for rank `mine` and another process that emulates `theirs`.
 
-    A kernel writes into the box of source `mine` at the address of rank `to`. All addresses but its own lead to the
-    other process. Entry `to` is shifted so that the write lands where that process expects source `to`; the entry of
-    `theirs`, so that it lands where source `mine` is expected.
+    A kernel writes into the buffer of source `mine` at the address of rank `to`. All addresses except `mine` point
+    to the other process. Entry `to` is shifted so that the write lands where that process expects source `to`; entry
+    `theirs`, where it expects source `mine`.
 
     Args:
-        local_base, peer_base: addresses of this process's boxes and of the other's.
-        source_bytes: stride from the boxes of one source to those of the next.
-        piece_bytes: stride from a piece to the next if pieces are owned by destinations (rank r owns every `ranks`-th);
-            the write goes to those of `theirs`. 0: pieces have no owner.
+        local_base, peer_base: addresses of this process's buffers and of the other's.
+        source_bytes: stride between the buffers of two sources.
+        piece_bytes: stride between pieces if destinations own them (rank r owns every `ranks`-th); the write goes to
+            the pieces of `theirs`. 0: pieces have no owner.
     """
     return [
         local_base if to == mine else peer_base + (source - mine) * source_bytes + (theirs - to) * piece_bytes
@@ -72,7 +71,7 @@ def peer_addresses(
 class EmulatedTransport(TorchDistCommunicator):
     """`TorchDistCommunicator` for a process that emulates one of the W ranks in `kvp_groups`.
 
-    The object of an absent rank is a copy of the one from the rank that is emulated in its half.
+    `all_gather_object` returns the emulated rank's object for every absent rank in its half of the world.
     """
 
     def _rank_and_world_size(self, kvp_groups: Sequence[Sequence[int]]) -> tuple[int, int]:
@@ -89,14 +88,14 @@ class EmulatedTransport(TorchDistCommunicator):
         return ProcessGroups(world, None)
 
     def _swap(self, x: Tensor, received: Tensor | None = None) -> Tensor:
-        """Swaps `x` with the other process's tensor of the same shape; contiguous."""
+        # Contiguous, the same shape in both processes.
         received, sizes = torch.empty_like(x) if received is None else received, [0] * self._processes
         sizes[self._peer_process] = x.numel()
         dist.all_to_all_single(received.view(-1), x.view(-1), sizes, sizes, group=self._groups.world)
         return received
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Adds W - 1 times the other's tensor; a second message makes up the bytes of a ring, 2 (W - 1) / W."""
+        """Adds W - 1 times the peer's tensor; a second message makes up for a ring's bytes, 2 (W - 1) / W."""
         other, W = self._swap(x), self.world_size
         if rest := x.numel() * (W - 2) // W:
             self._swap(x.view(-1)[:rest])
@@ -109,7 +108,6 @@ class EmulatedTransport(TorchDistCommunicator):
         return self._gather(x, len(self.kvp_group), self.kvp_rank)
 
     def _gather(self, x: Tensor, ranks: int, mine: int) -> Tensor:
-        """Gathers `x` as row `mine`, and the other's as all other rows."""
         out = x.new_empty(ranks, *x.shape)
         if x.nbytes > MIN_SEPARATE_BYTES:
             x = x.contiguous()
@@ -118,7 +116,7 @@ class EmulatedTransport(TorchDistCommunicator):
                     self._swap(x, out[row])
         elif ranks > 1:
             self._swap(x.expand(ranks - 1, *x.shape).contiguous(), out[1:])
-            out[0].copy_(out[1])  # then row `mine` is the only one that is this rank's
+            out[0].copy_(out[1])  # so that only row `mine` is this rank's
         out[mine].copy_(x)
         return out
 
@@ -129,10 +127,8 @@ class EmulatedTransport(TorchDistCommunicator):
         return self._swap_parts(send, self.kvp_rank, self._peer_kvp_rank)
 
     def _swap_parts(self, send: Tensor, mine: int, theirs: int) -> Tensor:
-        """Keeps part `mine` and swaps the others, as `peer_addresses` does, without copies: W GPUs make none either.
-
-        One of the two emulated ranks is the first of its group, so both see the same runs of parts between them.
-        """
+        # Keeps part `mine` and swaps the others, as `peer_addresses` does, without copies: W GPUs make none either.
+        # One of the two emulated ranks is the first of its group, so both see the same runs of parts between them.
         received = torch.empty_like(send)
         received[mine] = send[mine]
         if mine == theirs:
@@ -155,13 +151,13 @@ class EmulatedTransport(TorchDistCommunicator):
 
 
 class EmulatedCommunicator(SymmMemCommunicator, EmulatedTransport):
-    """`SymmMemCommunicator` whose peers' addresses all lead to one of the real processes."""
+    """`SymmMemCommunicator` whose peer addresses all point to one of the real processes."""
 
     def _addresses(self, buffer_ptrs: Sequence[int], offsets: Mapping[str, int]) -> dict[str, list[int]]:
         local_base, peer_base = buffer_ptrs[self._process], buffer_ptrs[self._peer_process]
         group_ranks = dict.fromkeys(offsets, (self.world_size, self.rank, self._peer_rank))
         group_ranks["exchange"] = len(self.kvp_group), self.kvp_rank, self._peer_kvp_rank
-        # A rank owns one of every W pieces. It sends their sum to all ranks, here to the pieces that they own.
+        # A rank owns one of every W pieces and sends its sum to all ranks, here to the pieces that they own.
         sizes = {name: (SOURCE_BYTES[name], 0) for name in SOURCE_BYTES}
         sizes |= {"two_shot": (SOURCE_BYTES["two_shot"], SLICE_BYTES), "sums": (SLICE_BYTES, 0)}
         sizes |= {"rows": (self._max_rows // self.world_size * ROW_BYTES, 0), "row_sums": (ROW_BYTES, 0)}
@@ -174,5 +170,5 @@ class EmulatedCommunicator(SymmMemCommunicator, EmulatedTransport):
         }
 
     def _divides(self, pieces: int, equal_sizes: bool) -> bool:
-        # Otherwise a rank waits for a piece that the emulated rank does not own, or for words beyond a shorter piece.
+        # Else a rank would wait for a piece that the emulated rank does not own, or for words beyond a shorter piece.
         return equal_sizes and pieces % self.world_size == 0

@@ -1,15 +1,14 @@
-"""HOP-B: overlap of one batch chunk's exchange with the next chunk's attention (Helix Parallelism, section 2.1.3).
+"""HOP-B: overlaps one batch chunk's exchange with the next chunk's attention (Helix Parallelism, section 2.1.3).
 
     main stream   attend 0 | attend 1   | attend 2   | exchange 2
     side stream            | exchange 0 | exchange 1 |
 
-Programs that exchange over a library take a multiprocessor (SM) each, and stream priority does not preempt attention,
-whose programs stay to its end, two on an SM. So attention that leaves some SMs free is launched a little later than the
-exchange beside it: programs come to the emptiest SMs, and of those that come first each finds one for itself.
+Each CTA of an NCCL exchange needs a whole SM, and stream priority does not preempt attention, whose CTAs are resident
+until it ends, two per SM. So attention leaves some SMs free and is launched slightly after the exchange: the GPU places
+CTAs on the emptiest SMs, so each CTA of the exchange gets an SM for itself.
 
-Attention stays on one stream. Exchanges come in the order of their chunks, the same on every rank, as collectives
-require; the last one has nothing to run beside, and stays on the main stream. Inside a captured step the two streams
-become two branches of the graph.
+Attention stays on one stream. Exchanges follow in chunk order, the same on every rank, as collectives require; the last
+one has nothing to overlap, and stays on the main stream. In a captured step the streams become branches of the graph.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from typing import TypeVar
 import torch
 
 T = TypeVar("T")
-RESERVED_SMS = 4  # that attention leaves free for an exchange whose programs take one each
-# 2 us and more: two kernels of a graph, both ready when a third ends, start within 1 or 2 of each other.
+RESERVED_SMS = 4  # SMs that attention leaves free for an exchange whose CTAs take one each
+# At least 2 us: two kernels of a graph that become ready together start within 1 to 2 us of each other.
 LEAD_CYCLES = 4000
 
 
 class Pipeline:
-    """Runner of one attention phase in chunks, the exchange of each beside the attention of the next.
+    """Runs attention in chunks, and overlaps each chunk's exchange with the attention of the next.
 
     Args:
         device: a GPU, which gets a side stream for the exchanges; None: no streams, the same calls in the same order.
@@ -41,13 +40,13 @@ class Pipeline:
         """Attends and exchanges all chunks.
 
         Args:
-            attend: computes the argument of `exchange` for a chunk, on the current stream.
-            exchange: exchanges a chunk, on the current stream, which may then be the side stream.
-            head_start: an exchange has to be on the GPU before the attention beside it.
+            attend: launches a chunk's attention on the current stream; `exchange` gets its result.
+            exchange: launches a chunk's exchange on the current stream, possibly the side stream.
+            head_start: delay attention so that the exchange that overlaps it starts first.
         """
         side = self._side_stream
         main = None if side is None else torch.cuda.current_stream(side.device)
-        # All live to the end: the allocator may reuse memory freed by one stream while the other reads it.
+        # Keep all results alive: the allocator may reuse memory freed on one stream while the other reads it.
         attended: list[T] = []
         for chunk in range(chunks):
             attended.append(attend(chunk))
@@ -60,6 +59,6 @@ class Pipeline:
                 if head_start:
                     torch.cuda._sleep(LEAD_CYCLES)
             else:
-                if chunks > 1:  # a stream that nothing was given would end the capture of a graph
+                if chunks > 1:  # waiting for a stream without work would end the capture of a graph
                     main.wait_stream(side)
                 exchange(chunk, attended[-1])

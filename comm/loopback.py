@@ -1,10 +1,10 @@
-"""Ranks as threads of one process: the cheapest and strictest transport.
+"""Ranks as threads of one process: the cheapest and strictest backend, for tests.
 
-Collectives meet in a shared table. Each of them checks that all ranks called the same operation with the same shape
-and dtype; a rank that fails, returns early or waits for something that cannot happen any more ends the run at once.
+Every collective checks that all ranks called the same operation with the same shape and dtype. The run ends at once if
+a rank fails, returns early or waits for something that can no longer happen.
 
-The ranks take turns: one runs until it has to wait in a collective, and wakes the next one. Threads that compete for
-the interpreter at every tensor operation are several times slower than one after the other.
+One rank runs at a time, until it waits in a collective and wakes the next. Threads that compete for the interpreter at
+every tensor operation are several times slower.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ R = TypeVar("R")
 
 @dataclass
 class _Rendezvous:
-    """One collective of one group: the call and payload of each rank."""
-
     calls: dict[int, str] = field(default_factory=dict)
     payloads: dict[int, Any] = field(default_factory=dict)
     result: Any = None
@@ -36,12 +34,10 @@ class _Rendezvous:
 
 
 class LoopbackWorld:
-    """The shared state of `world_size` threads, one per rank.
+    """The shared state of `world_size` threads, one per rank, all on one `device`.
 
     Args:
-        world_size: W.
         timeout_s: deadline of every wait.
-        device: where the ranks' tensors live; they share it.
     """
 
     def __init__(self, world_size: int, timeout_s: float = 30.0, device: torch.device | str = "cpu") -> None:
@@ -49,15 +45,15 @@ class LoopbackWorld:
         self.timeout_s = timeout_s
         self.device = torch.device(device)
         self.failure: tuple[int | None, BaseException] | None = None
-        self._lock = threading.Lock()  # of everything below
+        self._lock = threading.Lock()  # guards everything below
         self._ended = threading.Event()
         self._pending: dict[tuple[tuple[int, ...], int], _Rendezvous] = {}
         self._call_counts: Counter[tuple[tuple[int, ...], int]] = Counter()
         self._waiting: dict[int, str] = {}
         self._finished: set[int] = set()
         self._running: int | None = None
-        self._ready = deque(range(world_size))  # who can go on
-        self._run_locks = [threading.Lock() for _ in range(world_size)]  # released where a rank may go on
+        self._ready = deque(range(world_size))  # ranks that can run
+        self._run_locks = [threading.Lock() for _ in range(world_size)]  # released to let a rank run
         for lock in self._run_locks:
             lock.acquire()
 
@@ -65,13 +61,12 @@ class LoopbackWorld:
         return LoopbackCommunicator(self, rank, kvp_group)
 
     def start(self) -> None:
-        """Lets the first rank run."""
         with self._lock:
             self._run_next()
 
     @contextmanager
     def run_exclusive(self, rank: int) -> Iterator[None]:
-        """Runs a rank alone, from its first turn on; a collective passes the turn on while the rank waits."""
+        """Runs a rank while no other runs; a collective in which it waits lets the next rank run."""
         self._run_locks[rank].acquire()
         try:
             yield
@@ -81,12 +76,12 @@ class LoopbackWorld:
                     self._run_next()
 
     def abort(self, rank: int | None, error: BaseException) -> None:
-        """Wakes every waiting rank with an error; the first call names the failed rank (None: no particular rank)."""
+        """Wakes every waiting rank with an error; the first call sets the rank to blame (None: none in particular)."""
         with self._lock:
             self._fail(rank, error)
 
     def finish(self, rank: int) -> None:
-        """Marks a rank as done, so that ranks which wait for it fail at once."""
+        """Marks a rank as done, so that ranks that wait for it fail at once."""
         with self._lock:
             self._finished.add(rank)
             if len(self._finished) == self.world_size:
@@ -112,12 +107,12 @@ class LoopbackWorld:
         payload: Any,
         combine: Callable[[list[Any]], Any] = list,
     ) -> Any:
-        """Returns what `combine` makes of the payloads of all `ranks`, in their order, once all made the same `call`.
+        """Waits until all `ranks` made the same `call`; returns `combine` of their payloads in rank order.
 
-        A payload must not change after this call: the caller passes a copy. The result is one for all.
+        All ranks get the same object. Pass a copy as payload if the original may change after the call.
 
         Raises:
-            RuntimeError: the calls differ, a rank failed or cannot come, or the deadline passed.
+            RuntimeError: the calls differ, a rank failed or returned, or the deadline passed.
         """
         with self._lock:
             key = (ranks, self._call_counts[ranks, rank])
@@ -139,7 +134,7 @@ class LoopbackWorld:
                     error = f"rank {rank} waited {self.timeout_s} s in {call} for ranks {missing}"
                     self._fail(None, RuntimeError(error))
                     if rank in self._ready:
-                        self._ready.remove(rank)  # it goes on beside the one that runs
+                        self._ready.remove(rank)  # it runs now, concurrently with the one that holds the turn
             if not is_late:
                 self._run_locks[rank].acquire()
         if len(entry.calls) < len(ranks):
@@ -180,7 +175,7 @@ class LoopbackWorld:
 
 
 class LoopbackCommunicator(Communicator):
-    """One rank's endpoint of a `LoopbackWorld`; all sums run in rank order, in fp32 where the dtype is narrower."""
+    """Communicator of one rank of a `LoopbackWorld`; sums in rank order, in fp32 where the dtype is narrower."""
 
     def __init__(self, world: LoopbackWorld, rank: int, kvp_group: Sequence[int]) -> None:
         super().__init__(rank, world.world_size, kvp_group, world.device)
@@ -239,7 +234,7 @@ def run_ranks(
 
     Raises:
         BaseException: the error of the rank that failed first, with a note that names the rank.
-        RuntimeError: no rank failed by itself, but some did not finish within `timeout_s`, or wait for each other.
+        RuntimeError: ranks deadlocked, or did not finish within `timeout_s`.
     """
     world = LoopbackWorld(world_size, timeout_s, device)
     results: dict[int, R] = {}
@@ -261,5 +256,5 @@ def run_ranks(
         world.wait()
     finally:
         for thread in threads:
-            thread.join(timeout=1.0)  # a rank that is stuck in its own code is left behind: threads cannot be killed
+            thread.join(timeout=1.0)  # leaves a rank that is stuck in its own code: threads cannot be killed
     return [results[rank] for rank in range(world_size)]

@@ -1,4 +1,4 @@
-"""Pending sums over ranks: the norm that follows decides how their summands are computed."""
+"""Partial sums over ranks, computed lazily: the norm that follows decides how (after DTensor's `Partial`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kernels.scaled import Matrix
 
 
 class PartialSum(Protocol):
-    """A rank's summand [N, H] of the next sum over ranks, not computed yet."""
+    """A rank's summand [N, H] of the next all-reduce, not computed yet."""
 
     def compute(self) -> Tensor:
         """Computes the summand, [N, H]."""
@@ -22,7 +22,7 @@ class PartialSum(Protocol):
         """Returns whether `push` supports this summand."""
 
     def push(self, sums: SumTarget) -> None:
-        """Writes the summand into the reducing ranks' memory: phase 1 of `kernels.peers.all_reduce_norm`."""
+        """Computes into the reducing ranks' memory: phase 1 of `kernels.peers.all_reduce_norm`."""
 
 
 @dataclass(frozen=True)
@@ -50,4 +50,5 @@ class PartialProjection:
 
 
 def materialize(x: Tensor | PartialSum) -> Tensor:
+    """Computes a partial sum; returns a tensor as it is."""
     return x if isinstance(x, Tensor) else x.compute()

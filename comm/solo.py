@@ -1,4 +1,4 @@
-"""A world of one rank: what layers use that do not communicate with the ranks around them."""
+"""A world of one rank, for layers that run without communication (`replicated`) although other ranks exist."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ from comm.base import Communicator, T
 
 
 class SoloCommunicator(Communicator):
-    """Communicator of a rank that is alone: every collective returns what it is given.
-
-    Args:
-        device: where the tensors live.
-    """
+    """Communicator of a single rank: every collective returns its input."""
 
     def __init__(self, device: torch.device | str) -> None:
         super().__init__(0, 1, (0,), device)

@@ -1,13 +1,12 @@
 """Communicator between GPUs of one host that store into each other's memory: one small kernel per collective.
 
-A decode step sends kilobytes, for which a library call costs more than the transfer. The kernels behind this class
-store tagged words (`kernels.peers.ll_protocol`) into torch's symmetric memory, without multicast, and fuse the
-operation
-that follows: combine, add, normalise. The sums of long chunks do the same with flags in place of tags. Other messages
-too large for their boxes, mostly of prefill, go over NCCL.
+A decode step sends kilobytes, for which an NCCL call costs more than the transfer. These kernels store tagged words
+(NCCL's LL protocol: `kernels.peers.ll_protocol`) into torch's symmetric memory, without multicast, and fuse the
+operation that follows: merge, add, normalise. All-reduces of long chunks use flags instead of tags. Other messages too
+large for the LL buffers, mostly of prefill, go over NCCL.
 
-Each collective has its own boxes, whose uses are ordered on every rank: the exchange may run on another stream than
-the rest, but no collective on two streams. Sums of long chunks need all of the GPU (`single_stream`).
+Each collective has its own LL buffers and may run on one stream only; the exchange may use another stream than the
+rest. All-reduces of long chunks need the whole GPU (`single_stream`).
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ from kernels.peers.all_reduce_norm_rows import ROW_WORDS, all_reduce_norm_rows
 from kernels.peers.ll_protocol import SumTarget
 from kernels.peers.merge_states_exchange import merge_states_exchange
 
-EXCHANGE_PIECES = 1024  # tokens x heads that a rank owns
+EXCHANGE_PIECES = 1024  # tokens x heads of a rank
 ONE_SHOT_PIECES = 256  # rows x slices: 256 KiB
-TWO_SHOT_PIECES = 512  # programs that wait for each other: all of them must be on the GPU at once
-MAX_ROWS = 256  # of sums whose programs take a row each
-MAX_ROW_GROUPS = 1024  # of rows of long chunks, 32 KiB each, that have boxes: 32 MiB of parts, and of sums
-MAX_ONE_SHOT_BYTES = 256 << 10  # bytes of the rows times ranks; above, two shots cost less (benchmarks/LOG.md)
+TWO_SHOT_PIECES = 512  # CTAs that wait for each other: all must be resident at once
+MAX_ROWS = 256  # rows of an all-reduce with one CTA per row
+MAX_ROW_GROUPS = 1024  # groups of rows of a long chunk, 32 KiB each: 32 MiB for summands, 32 MiB for sums
+MAX_ONE_SHOT_BYTES = 256 << 10  # bytes of the rows times ranks; above, two shots are faster (benchmarks/LOG.md)
 GATHER_PIECES = 512  # slices: 512 KiB
 SCATTER_PIECES = 512  # slices of a rank's rows: 512 KiB
-MIN_POLL_S = 3e-7  # least seconds of one poll of a box
-WORD_BYTES = 8  # bytes of a word with its tag
+MIN_POLL_S = 3e-7  # shortest poll of an LL buffer
+WORD_BYTES = 8  # a word with its tag
 SLICE_BYTES = all_reduce_norm.SLICE_WORDS * WORD_BYTES
-# Bytes of one source's boxes, by collective.
+# Bytes of one source's LL buffer, by collective.
 SOURCE_BYTES = {
     "exchange": EXCHANGE_PIECES * exchange.PIECE_WORDS * WORD_BYTES,
     "one_shot": ONE_SHOT_PIECES * SLICE_BYTES,
@@ -54,7 +53,7 @@ ROW_BYTES = ROW_WORDS * WORD_BYTES
 
 
 class SymmMemCommunicator(TorchDistCommunicator):
-    """`TorchDistCommunicator` over NCCL, with the small collectives of decode steps in our own kernels.
+    """`TorchDistCommunicator` over NCCL, with kernels of this project for the small collectives of decode steps.
 
     Args:
         kvp_groups, device, timeout: see `TorchDistCommunicator`; all ranks on one host, with peer access.
@@ -69,7 +68,7 @@ class SymmMemCommunicator(TorchDistCommunicator):
         super().__init__(kvp_groups, device, timeout)
         self._spins = int(min(timeout.total_seconds() / MIN_POLL_S, 2**31 - 1))
         sources = dict.fromkeys(SOURCE_BYTES, self.world_size) | {"exchange": len(self.kvp_group), "sums": 1}
-        # Double-buffered: two turns of each, one behind the other.
+        # Double-buffered: two epochs of each, one after the other.
         sizes = {name: 2 * sources[name] * SOURCE_BYTES[name] for name in SOURCE_BYTES}
         sizes |= dict.fromkeys(("rows", "row_sums"), 2 * self._max_rows * ROW_BYTES)
         sizes |= dict.fromkeys(("long", "long_sums"), self._max_row_groups * BUFFER_BYTES)
@@ -104,21 +103,20 @@ class SymmMemCommunicator(TorchDistCommunicator):
 
     @property
     def _max_rows(self) -> int:
-        """Most rows that have boxes of their own, as many for each owner."""
+        # A multiple of the ranks: every owner has the same number of rows.
         return MAX_ROWS // self.world_size * self.world_size
 
     @property
     def _max_row_groups(self) -> int:
-        """Groups of rows of long chunks that have boxes, as many for each owner."""
         return MAX_ROW_GROUPS // self.world_size * self.world_size
 
     def _addresses(self, buffer_ptrs: Sequence[int], offsets: Mapping[str, int]) -> dict[str, list[int]]:
-        """Returns each rank's buffer address by collective, given its offset in a process's memory."""
+        # `offsets`: of each collective's buffer in a process's memory.
         ranks = {name: range(self.world_size) for name in offsets} | {"exchange": self.kvp_group}
         return {name: [buffer_ptrs[r] + begin for r in ranks[name]] for name, begin in offsets.items()}
 
     def reset(self) -> None:
-        """Empties all boxes after a step that some rank did not finish; a collective; no other may be in flight."""
+        """Clears all LL buffers after a step that some rank did not finish: a collective, with no other in flight."""
         torch.cuda.synchronize(self.device)
         self.barrier()
         for tensor in (self._ll_buffer, self._seen, self._status, *self._counts.values(), *self._squares.values()):
@@ -137,7 +135,7 @@ class SymmMemCommunicator(TorchDistCommunicator):
             )
             raise RuntimeError(
                 f"rank {self.rank} waited {self._timeout.total_seconds():.0f} s (comm.timeout_s) for rank {peer} "
-                "in a collective: it failed, hangs or is slower than that"
+                "in a collective: it failed, hangs, or needs a larger comm.timeout_s"
             )
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -171,7 +169,8 @@ class SymmMemCommunicator(TorchDistCommunicator):
     def exchange(self, out: Tensor, lse: Tensor, shares: Sequence[int], result: Tensor | None = None) -> Tensor:
         N, _, D = out.shape
         lanes = max(shares)
-        whole = not any(size * out.element_size() % 4 for size in (*out.stride()[:2], out.storage_offset()))  # words
+        # Whole 4-byte words.
+        whole = not any(size * out.element_size() % 4 for size in (*out.stride()[:2], out.storage_offset()))
         if out.stride(2) != 1 or not whole or not self._fits_ll_buffers(N, D, out.dtype, shares):
             return super().exchange(out, lse, shares, result)
         self._check_partials(out, lse, shares)
@@ -202,7 +201,6 @@ class SymmMemCommunicator(TorchDistCommunicator):
         return out.new_empty(N, shares[self.kvp_rank], out.shape[-1]) if result is None else result
 
     def _fits_ll_buffers(self, N: int, D: int, dtype: torch.dtype, shares: Sequence[int]) -> bool:
-        """Returns whether the partials of N tokens, D values per head, fit the boxes of the exchange."""
         words, rest = divmod(D * dtype.itemsize, 4)
         fit = rest == 0 and words < exchange.PIECE_WORDS and 0 < N * max(shares) <= EXCHANGE_PIECES
         return fit and dtype in ll_protocol.DTYPES and len(self.kvp_group) > 1
@@ -238,7 +236,7 @@ class SymmMemCommunicator(TorchDistCommunicator):
         )  # fmt: skip
 
     def _sum_algo(self, x: Tensor) -> str | None:
-        """Chooses the algorithm that adds rows up: "one_shot", "two_shot", "rows", "long", or None for NCCL."""
+        """Selects the all-reduce algorithm: "one_shot", "two_shot", "rows", "long", or None for NCCL."""
         size = x.numel() * x.element_size()
         row, rest = divmod(x.shape[1] * x.element_size(), 4)
         pieces = len(x) * -(-row // all_reduce_norm.SLICE_WORDS)
@@ -257,11 +255,11 @@ class SymmMemCommunicator(TorchDistCommunicator):
         return "two_shot" if spreads else None
 
     def _divides(self, pieces: int, equal_sizes: bool) -> bool:
-        """Returns whether owners can share these pieces of rows, or rows; `equal_sizes`: all have one size."""
+        # Whether owners can share these pieces, of one size if `equal_sizes`; emulated ranks restrict it.
         return True
 
     def close(self) -> None:
-        if self._gloo is not None:  # peers may still read this rank's boxes
+        if self._gloo is not None:  # peers may still read this rank's buffers
             torch.cuda.synchronize(self.device)
             self.barrier()
         super().close()

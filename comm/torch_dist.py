@@ -18,24 +18,23 @@ from comm.base import Communicator, T, sum_in_rank_order
 # torch 2.13 deprecates the old name, torch 2.11 does not have the new one.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-# Rank 0's host may tokenize for minutes, or its caller pause, while the others wait for its next message. A rank that
-# dies closes its connections, which ends all waits for it; a job's watchdog finds a rank that is stopped.
+# Rank 0 may tokenize for minutes, or its caller pause, while the others wait for its next message. A rank that dies
+# closes its connections, which ends all waits for it; a job's watchdog finds a rank that is stopped.
 CONTROL_TIMEOUT = timedelta(days=1)
-HOST_RATE = 2e10  # bytes/s of messages through the host's memory
+HOST_RATE = 2e10  # bytes/s through host memory
 
 
 def p2p_disabled() -> bool:
-    """Returns whether the user has NCCL keep GPUs out of each other's memory: messages go through the host's."""
+    """Returns whether NCCL_P2P_DISABLE is set: messages go through host memory."""
     return os.environ.get("NCCL_P2P_DISABLE", "0") != "0"
 
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """Process groups of one half's messages.
+    """Process groups of one micro-batch.
 
     Attributes:
-        world: all processes.
-        kvp: this rank's kvp group; None: it is alone in it.
+        kvp: this rank's kvp group; None if it has no other rank.
     """
 
     world: dist.ProcessGroup
@@ -45,13 +44,12 @@ class ProcessGroups:
 class TorchDistCommunicator(Communicator):
     """Communicator over the initialised default process group, which must outlive this object.
 
-    The first half's collectives of all ranks run on the default group under the timeout it was initialised with. Built
-    on every rank alike: the kvp groups of several ranks, but not of all, on GPUs such groups once more for the second
-    half and, for objects and barriers, a gloo group of all ranks, so that the control plane never touches a GPU.
+    World collectives of micro-batch 0 run on the default group, with the timeout it was initialised with. Every rank
+    creates the kvp groups that have several but not all ranks, on GPUs all groups once more for micro-batch 1, and a
+    gloo group for objects and barriers, so that the control plane never touches a GPU.
 
     Args:
-        kvp_groups: a partition of the world into kvp groups, each in ascending order; the same on every rank.
-        device: this rank's device, where its tensors live.
+        kvp_groups: a partition of the world, each group in ascending order; the same on every rank.
         timeout: deadline of tensor collectives on the groups created here, and for all ranks to arrive here.
             The control plane waits for CONTROL_TIMEOUT.
 
@@ -77,22 +75,20 @@ class TorchDistCommunicator(Communicator):
             self._micro_batch_groups.append(self._create_groups(self._new_group(None), kvp_groups))
         self._deadline = CONTROL_TIMEOUT
         self._gloo: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=self._deadline)
-        # A rank may close its end only when all others have connected to it: creation itself does not wait for them.
+        # A rank may close its connections only after all others have connected: creating the group does not wait.
         self._monitored_barrier(timeout)
 
     def _rank_and_world_size(self, kvp_groups: Sequence[Sequence[int]]) -> tuple[int, int]:
-        """Returns this rank and the world size."""
         return dist.get_rank(), dist.get_world_size()
 
     def _new_group(self, ranks: Sequence[int] | None) -> dist.ProcessGroup:
-        """Creates a group of these ranks, or of all: a collective of the world."""
+        # Collective over the world; None: all ranks.
         group = dist.new_group(None if ranks is None else list(ranks), timeout=self._timeout)
         if ranks is None or self.rank in ranks:
             self._created.append(group)
         return group
 
     def _create_groups(self, world: dist.ProcessGroup, kvp_groups: Sequence[Sequence[int]]) -> ProcessGroups:
-        """Creates the kvp groups of several ranks, where they are not the world."""
         mine = None
         for ranks in kvp_groups:  # every rank creates every group, in this order
             if len(ranks) > 1:
@@ -111,8 +107,8 @@ class TorchDistCommunicator(Communicator):
         if x.is_cuda:
             dist.all_reduce(x, group=self._groups.world)
             return x
-        # gloo sums bf16 in bf16 and in an order that depends on an element's place in the buffer. Results here must
-        # not change with the batch, and must equal those of the other transports.
+        # gloo sums bf16 in bf16, in an order that depends on an element's place in the buffer. Results must not change
+        # with the batch, and must equal the other backends' results.
         return x.copy_(sum_in_rank_order(self.all_gather(x)))
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -156,8 +152,8 @@ class TorchDistCommunicator(Communicator):
             if "Timed out" not in str(error):
                 raise
             raise RuntimeError(
-                f"rank {self.rank} heard nothing of rank 0 for {self._deadline.total_seconds():g} s (comm.timeout_s): "
-                "its host hangs or is slower than that"
+                f"rank {self.rank} waited {self._deadline.total_seconds():g} s (comm.timeout_s) for a message from "
+                "rank 0: its host hangs, or needs a larger comm.timeout_s"
             ) from error
         received: T = objects[0]
         return received
@@ -181,7 +177,7 @@ class TorchDistCommunicator(Communicator):
     @property
     def _control(self) -> dist.ProcessGroup:
         if self._gloo is None:
-            raise RuntimeError(f"rank {self.rank} has given up or closed its control plane")
+            raise RuntimeError(f"rank {self.rank} has closed its control plane (abort or close)")
         return self._gloo
 
     def abort(self, reason: str) -> None:

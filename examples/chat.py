@@ -1,4 +1,4 @@
-"""A conversation, with text as it comes: `python -m examples.chat [DIR]`."""
+"""A streamed conversation: `python -m examples.chat [DIR]`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Answers that follow a JSON schema: `python -m examples.json_schema [DIR]`."""
+"""Structured output with a JSON schema: `python -m examples.json_schema [DIR]`."""
 
 import json
 import sys

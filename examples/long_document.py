@@ -1,4 +1,4 @@
-"""Several questions about one document, which is read once: `python -m examples.long_document [DIR]`."""
+"""Prefix caching: questions about one document, prefilled once: `python -m examples.long_document [DIR]`."""
 
 import sys
 from pathlib import Path

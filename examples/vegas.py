@@ -1,4 +1,4 @@
-"""A model that drafts for itself over few of its keys: `python -m examples.vegas [DIR]`, and gives the same."""
+"""Lossless self-speculation over few keys: `python -m examples.vegas [DIR]`."""
 
 import sys
 
@@ -13,4 +13,4 @@ for settings in ([], DRAFTS):
         (output,) = llm.generate(PROMPT, max_tokens=32)
         print(f"{' '.join(settings) or 'without drafts'}: {output.text!r}")
         texts.append(output.text)
-print("the same text" if texts[0] == texts[1] else "another text: rounding of near ties differs")
+print("the same text" if texts[0] == texts[1] else "different text: near ties were rounded differently")

@@ -11,7 +11,7 @@ __all__ = ["LLM", "ROOT"]
 
 
 def __getattr__(name: str) -> Any:
-    """Finds `LLM`, which lies in `launch` under the name that users look for."""
+    """Imports `LLM` lazily from `launch`."""
     if name != "LLM":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     for package in ("launch", "kernels", "comm") if "RANK" in os.environ else ("launch",):  # a rank computes here

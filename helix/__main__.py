@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from helix.packages import import_package
 
-import_package("launch")  # which a wheel has off Python's path
+import_package("launch")  # in a wheel, it is not on Python's path
 
 from launch.cli import main  # noqa: E402
 

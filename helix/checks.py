@@ -1,4 +1,7 @@
-"""Checks of settings against each other and against the model: one list, which a run goes through once."""
+"""Checks of settings against each other and against the model, run once at startup.
+
+Each rule raises ValueError with the key, its value and what to set instead.
+"""
 
 from __future__ import annotations
 
@@ -12,49 +15,51 @@ from helix.layout import HelixLayout
 from helix.packages import import_object
 from helix.schema import build
 
-if TYPE_CHECKING:  # with the families of models
+if TYPE_CHECKING:  # imports all model families
     from helix.models import DecoderSpec
 
 
 def check(config: Config) -> None:
-    """Raises ValueError, naming key, value and remedy, for a value out of range or settings that exclude each other."""
-    build(type(config), asdict(config))  # what was composed was checked so: this is for configs made otherwise
+    """Raises ValueError if a value is out of range or settings exclude each other."""
+    build(type(config), asdict(config))  # for configs made in Python: composed ones were checked already
     for rule in CONFIG_RULES:
         rule(config)
 
 
 def check_model(config: Config, layout: HelixLayout, spec: DecoderSpec) -> None:
-    """Raises ValueError, naming key, value and remedy, where settings or the layout do not fit the model."""
+    """Raises ValueError if the settings or the layout do not fit the model."""
     check_layout(layout, spec)
     for rule in MODEL_RULES:
         rule(config, layout, spec)
 
 
 def check_origins(config: Config) -> None:
+    """Checks that `serve.cors` lists origins."""
     for origin in config.serve.cors:
         if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s?#]+", origin):
             raise ValueError(
-                f"serve.cors has {origin!r}, which is no origin: write scheme and host, as https://chat.example, or *"
+                f"serve.cors has {origin!r}, which is no origin: write scheme and host, like https://chat.example, or *"
             )
 
 
 def check_pages(config: Config) -> None:
+    """Checks that blocks of sparse attention are pages of the cache."""
     if config.attention.policy != "dense" and config.blocks.page != config.attention.block:
         raise ValueError(
-            f"kv.page_size={config.kv.page_size} and attention.block={config.attention.block} differ, but a block is a "
-            f"page: leave out kv.page_size, or set attention.block={config.kv.page_size}"
+            f"kv.page_size={config.kv.page_size} and attention.block={config.attention.block} must be equal, because "
+            f"a block is a page: leave out kv.page_size, or set attention.block={config.kv.page_size}"
         )
 
 
 def check_imports(config: Config) -> None:
-    """Raises ValueError where an import path names nothing."""
+    """Checks that import paths name something."""
     for key, path in (("attention.policy", config.attention.policy), ("speculation.policy", config.speculation.policy)):
         if ":" in path:
             import_object(key, path)
 
 
 def check_subblocks(config: Config) -> None:
-    """Raises ValueError where parts of blocks cannot be chosen."""
+    """Checks that queries can select subblocks."""
     attention = config.attention
     if attention.subblock_size is None:
         return
@@ -64,25 +69,23 @@ def check_subblocks(config: Config) -> None:
         or attention.block == attention.subblock_size
     ):
         raise ValueError(
-            f"attention.subblock_size={attention.subblock_size} must be a power of two that cuts "
-            f"attention.block={attention.block} into "
-            "equal parts: set another, or leave it out"
+            f"attention.subblock_size={attention.subblock_size} must be a power of two that divides "
+            f"attention.block={attention.block} and is smaller: set another, or leave it out"
         )
     if attention.choice == "global":
         raise ValueError(
-            f"attention.subblock_size={attention.subblock_size} is chosen by each rank from its own blocks: set "
-            "attention.choice=local, or leave out attention.subblock_size"
+            f"attention.subblock_size={attention.subblock_size} needs attention.choice=local (each rank selects "
+            "subblocks of its own blocks): set it, or leave out attention.subblock_size"
         )
     if config.kv.offload == "host" and config.kv.dtype != "auto":
         raise ValueError(
-            f"attention.subblock_size={attention.subblock_size} with kv.offload=host needs keys and values of "
-            "equal size, and kv.dtype is "
-            f"{config.kv.dtype}: leave out one of the two"
+            f"attention.subblock_size={attention.subblock_size} with kv.offload=host needs kv.dtype=auto, but "
+            f"kv.dtype={config.kv.dtype}: leave out kv.dtype or attention.subblock_size"
         )
 
 
 def check_offload(config: Config) -> None:
-    """Raises ValueError where keys and values cannot lie in host memory."""
+    """Checks that keys and values can be offloaded to host memory."""
     kv = config.kv
     for key, given in (("offload_host_bytes", kv.offload_host_bytes), ("offload_gpu_bytes", kv.offload_gpu_bytes)):
         if given is not None and kv.offload == "none":
@@ -97,14 +100,13 @@ def check_offload(config: Config) -> None:
     if config.attention.policy != "block_sparse":
         raise ValueError(
             f"kv.offload=host with attention.policy={config.attention.policy} would read the whole cache over the "
-            "link in "
-            "each step: set attention=block_sparse, or kv.offload=none"
+            "link in each step: set attention=block_sparse, or kv.offload=none"
         )
     if config.speculation.drafter in ("mtp", "eagle3"):
         raise ValueError(
-            f"kv.offload=host moves the model's own layers, and speculation.drafter={config.speculation.drafter} "
-            "has one "
-            "more in their pages: set speculation=ngram or another drafter, or kv.offload=none"
+            f"kv.offload=host offloads only the model's own layers, and speculation.drafter="
+            f"{config.speculation.drafter} adds a layer to their pages: set speculation=ngram or another drafter, or "
+            "kv.offload=none"
         )
     if config.speculation.drafter == "sparse":
         raise ValueError(
@@ -113,161 +115,163 @@ def check_offload(config: Config) -> None:
         )
     if kv.offload_prefetch and config.attention.num_blocks == 0:
         raise ValueError(
-            "kv.offload_prefetch=true guesses what attention.num_blocks=0 never chooses: set it to 1 or more, or "
-            "leave out kv.offload_prefetch"
+            "kv.offload_prefetch=true prefetches selected blocks, and attention.num_blocks=0 selects none: set "
+            "attention.num_blocks to 1 or more, or leave out kv.offload_prefetch"
         )
     if kv.offload_host_bytes is None:
         raise ValueError(
-            "kv.offload=host needs kv.offload_host_bytes, the bytes of host memory that each rank pins: a "
-            "machine's memory may "
-            "grow on demand, so that what is free says nothing"
+            "kv.offload=host needs kv.offload_host_bytes, the bytes of host memory that each rank pins (the free "
+            "memory of a host that grows on demand does not say how much there is)"
         )
 
 
 def check_snapshots(config: Config) -> None:
+    """Checks that host snapshots have GPU snapshots to evict."""
     if config.kv.host_snapshots and not (config.kv.snapshots and config.kv.prefix_cache):
         raise ValueError(
-            f"kv.host_snapshots={config.kv.host_snapshots} takes what kv.snapshots={config.kv.snapshots} has no room "
-            f"for, and kv.prefix_cache is {str(config.kv.prefix_cache).lower()}: set kv.snapshots to 1 or more and "
-            "kv.prefix_cache=true, or leave out kv.host_snapshots"
+            f"kv.host_snapshots={config.kv.host_snapshots} holds prefix-cache snapshots that the GPU evicts, but "
+            f"kv.snapshots={config.kv.snapshots} and kv.prefix_cache={str(config.kv.prefix_cache).lower()}: set "
+            "kv.snapshots to 1 or more and kv.prefix_cache=true, or leave out kv.host_snapshots"
         )
 
 
 def check_resume(config: Config) -> None:
+    """Checks that there is an output file to continue."""
     if config.decode.resume and config.decode.output is None:
-        raise ValueError("decode.resume=true continues decode.output, which is not set")
+        raise ValueError("decode.resume=true needs decode.output, the file to continue: set decode.output=FILE.jsonl")
 
 
 def check_weights(config: ModelConfig, key: str) -> None:
-    """Raises ValueError, naming what to set under `key`, if a model has neither a checkpoint nor random weights."""
+    """Checks that a model has a checkpoint or random weights; the error names what to set under `key`."""
     if config.path is None and config.load == "checkpoint":
         place = " in place of model=NAME" if key == "model" else ""
         raise ValueError(
-            f"a shape has no weights: set {key}.path=DIR{place}, a checkpoint's directory, or {key}.load=random for "
-            "random weights"
+            f"this model is a shape without weights: set {key}.path=DIR{place} (a checkpoint's directory), or "
+            f"{key}.load=random for random weights"
         )
 
 
 def check_layout(layout: HelixLayout, spec: DecoderSpec) -> None:
-    """Raises ValueError if the model cannot be spread over the layout."""
+    """Checks that the layout can shard the model."""
     layout.check_heads(spec.attention.q_heads, spec.attention.kv_heads)
     experts = None if spec.experts is None else spec.experts.experts
     if layout.ep > 1 and experts is None:
         raise ValueError(f"layout.ep={layout.ep} but the model has no experts: set layout.ep=1")
     if experts is not None and layout.ep > experts:
         raise ValueError(
-            f"layout.ep={layout.ep} but the model has {experts} experts, so that some ranks would hold none: "
-            f"set layout.ep to {experts} or less, and the rest splits each expert (layout.tpf)"
+            f"layout.ep={layout.ep} but the model has only {experts} experts: set layout.ep to at most {experts}; "
+            "layout.tpf splits each expert over the other ranks"
         )
 
 
 def check_cache(config: Config, layout: HelixLayout, spec: DecoderSpec) -> None:
-    """Raises ValueError if keys and values cannot be kept as kv.dtype has it."""
+    """Checks that `kv.dtype` fits the model's cache."""
     what = f"kv.dtype={config.kv.dtype}"
     if config.kv.dtype == "auto":
         return
     check_latents(config, spec)
     if not spec.full:
-        raise ValueError(f"{what}: all layers of the model have windows, which stay as they are: set auto")
+        raise ValueError(f"{what}: all layers of the model have sliding windows, which stay in model.dtype: set auto")
 
 
 def check_latents(config: Config, spec: DecoderSpec) -> None:
-    """Raises ValueError if kv.dtype is for keys and values, or index keys, that the model does not have."""
+    """Checks that the model has the keys, values or index keys that `kv.dtype` quantises."""
     if spec.attention.latent is not None and config.kv.dtype == "k16v8":
-        raise ValueError("kv.dtype=k16v8: the model's latents (MLA) are keys and values at once: set fp8 or auto")
+        raise ValueError("kv.dtype=k16v8: with latents (MLA), keys and values are the same data: set fp8 or auto")
     if config.kv.dtype == "fp8_all" and not spec.indexers:
         raise ValueError("kv.dtype=fp8_all: the model has no index keys (DSA): set fp8 or auto")
 
 
 def check_attention(config: Config, layout: HelixLayout, spec: DecoderSpec) -> None:
-    """Raises ValueError if queries cannot choose the blocks that they read."""
+    """Checks that queries can select blocks in this model and layout."""
     attention = config.attention
     if attention.policy == "dense":
         return
     what = f"attention.policy={attention.policy}"
     if spec.attention.latent is not None:
-        raise ValueError(f"{what} chooses by the keys of heads, and the model has latents (MLA): set attention=dense")
+        raise ValueError(f"{what} does not support latents (MLA), which this model has: set attention=dense")
     if not spec.full:
-        raise ValueError(f"{what}: every layer of the model has a sliding window already: set attention=dense")
+        raise ValueError(f"{what}: every layer of the model already has a sliding window: set attention=dense")
     drafts = 0 if config.speculation.drafter == "none" else config.speculation.gamma
     min_blocks = 1 + -(-drafts // attention.block)
     if attention.local_blocks < min_blocks:
         raise ValueError(
-            f"attention.local_blocks={attention.local_blocks} blocks of attention.block={attention.block} tokens do "
-            f"not hold an unfinished block and speculation.gamma={drafts} drafts: set at least {min_blocks}"
+            f"attention.local_blocks={attention.local_blocks} blocks of attention.block={attention.block} tokens are "
+            f"too few for the unfinished block and speculation.gamma={drafts} drafts: set at least {min_blocks}"
         )
     if attention.choice == "local":
         return
     if attention.block != config.blocks.append:
         raise ValueError(
-            f"attention.choice=global compares blocks of all ranks: attention.block={attention.block} must be "
-            f"kv.append_block={config.blocks.append} (or set attention.choice=local)"
+            f"attention.choice=global needs attention.block={attention.block} equal to kv.append_block="
+            f"{config.blocks.append} (it compares blocks of all ranks): set one of them, or attention.choice=local"
         )
     if config.hopb.may_cut:
         raise ValueError(
-            f"attention.choice=global exchanges in the middle of attention, which {config.hopb} would cut: set "
+            f"attention.choice=global communicates in the middle of attention, so {config.hopb} cannot split it: set "
             "hopb=off or attention.choice=local"
         )
     if layout.tpa > spec.attention.kv_heads:
         raise ValueError(
-            f"attention.choice=global needs all query heads of a KV head on one rank; layout.tpa={layout.tpa} splits "
-            f"those of the model's {spec.attention.kv_heads} KV heads: set a tpa of at most {spec.attention.kv_heads}"
+            f"attention.choice=global needs all query heads of a KV head on one rank, but layout.tpa={layout.tpa} "
+            f"exceeds the model's {spec.attention.kv_heads} KV heads: set layout.tpa to at most "
+            f"{spec.attention.kv_heads}"
         )
 
 
 def check_sparse_drafter(config: Config, layout: HelixLayout, spec: DecoderSpec) -> None:
-    """Raises ValueError if a model cannot draft for itself over few of its keys."""
+    """Checks that the model can draft for itself over few of its keys."""
     if config.speculation.drafter != "sparse":
         return
     what = "speculation.drafter=sparse"
     if spec.attention.latent is not None:
-        raise ValueError(f"{what} chooses keys of heads, and the model has latents (MLA): set speculation=ngram")
+        raise ValueError(f"{what} does not support latents (MLA), which this model has: set speculation=ngram")
     if not spec.full:
-        raise ValueError(f"{what}: every layer of the model has a sliding window already: set speculation=ngram")
+        raise ValueError(f"{what}: every layer of the model already has a sliding window: set speculation=ngram")
     if config.attention.policy != "dense":
         raise ValueError(
-            f"{what} is verified over all keys, and attention.policy={config.attention.policy} reads a part of them: "
-            "set attention=dense, or speculation=ngram"
+            f"{what} verifies drafts with full attention, but attention.policy={config.attention.policy}: set "
+            "attention=dense, or speculation=ngram"
         )
     page = config.blocks.page
     if page & (page - 1) or 1 < page < 16:
-        raise ValueError(f"{what} takes pages of 1 token or of a power of two from 16 on, not kv.page_size={page}")
+        raise ValueError(f"{what} needs kv.page_size=1 or a power of two of at least 16, not kv.page_size={page}")
 
 
 def check_data_parallel(config: Config, layout: HelixLayout, spec: DecoderSpec) -> None:
-    """Raises ValueError if ranks that attend sequences of their own (mode dp) cannot do what the config wants."""
+    """Checks that mode dp (data-parallel attention) supports the settings."""
     if layout.mode != "dp":
         return
     what = f"layout.mode=dp with {layout.dp} ranks"
     if config.speculation.drafter != "none":
         raise ValueError(
-            f"{what} draws one token a step, and speculation.drafter={config.speculation.drafter} several: set "
+            f"{what} does not support speculation, but speculation.drafter={config.speculation.drafter}: set "
             "speculation=none or layout.mode=helix"
         )
     if config.attention.policy != "dense":
         raise ValueError(
-            f"{what} reads all keys, and attention.policy={config.attention.policy} a part of them: set "
+            f"{what} supports only dense attention, but attention.policy={config.attention.policy}: set "
             "attention=dense or layout.mode=helix"
         )
     if config.hopb.may_cut:
-        raise ValueError(f"{what} exchanges nothing in attention that {config.hopb} could overlap: set hopb=off")
+        raise ValueError(f"{what} has no exchange in attention that {config.hopb} could overlap: set hopb=off")
 
 
 def check_states(config: Config, layout: HelixLayout, spec: DecoderSpec) -> None:
-    """Raises ValueError if layers that keep a state of each sequence cannot do what the config wants."""
+    """Checks that layers with recurrent states support the settings."""
     if not spec.has_states:
         if config.kv.host_snapshots:
             raise ValueError(
-                f"kv.host_snapshots={config.kv.host_snapshots} are copies of states, and the model's layers keep none: "
-                "leave it out"
+                f"kv.host_snapshots={config.kv.host_snapshots} needs a model with recurrent states, and this one has "
+                "none: leave it out"
             )
         return
     if config.kv.host_snapshots and config.speculation.drafter in ("mtp", "eagle3"):
         raise ValueError(
-            f"kv.host_snapshots={config.kv.host_snapshots} are for prefix hits, which models with states do not have "
-            f"with speculation.drafter={config.speculation.drafter}: leave it out, or set speculation=ngram"
+            f"kv.host_snapshots={config.kv.host_snapshots} serves prefix hits, which models with recurrent states do "
+            f"not have with speculation.drafter={config.speculation.drafter}: leave it out, or set speculation=ngram"
         )
-    why = "is not supported for models whose layers keep states (Gated DeltaNet)"
+    why = "is not supported for models with recurrent states (Gated DeltaNet)"
     if layout.mode == "dp":
         raise ValueError(f"layout.mode=dp {why}: set layout.mode=helix")
     if config.speculation.drafter == "sparse":

@@ -1,4 +1,4 @@
-"""The schema of everything in `conf/`: what a user can set, as plain dataclasses."""
+"""The schema of `conf/`: every setting, as dataclasses. `--info` and docs/reference/config.md show their docstrings."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from helix.sampling_params import SamplingParams
 from helix.schema import FilePath, ImportPath, Range
 
-MAX_QUERIES = 32  # of a sequence in one decode step, for which the attention kernels are made
+MAX_QUERIES = 32  # per sequence in a decode step; limit of the attention kernels
 MOST_SEQUENCES = 1 << 16  # in a batch
-MAX_SELECTED = 128  # blocks that a query chooses on a rank, for which the selecting kernel is made
-LEAST_KEYS = 256  # that drafts of a model for itself choose of a sequence at least, over all ranks
+MAX_SELECTED = 128  # blocks that a query selects on a rank; limit of the selection kernel
+LEAST_KEYS = 256  # that sparse drafts read of a sequence, over all ranks
 
-STORED = "a checkpoint says itself how its weights are stored; fp8 rounds unquantised ones"
-TOKENS = "tokens, such as 128K or 1M, and not bytes; kv.memory_fraction=0.5 takes half of the free memory"
+STORED = "the checkpoint determines how its weights are stored; fp8 rounds unquantised ones"
+TOKENS = "tokens, such as 128K or 1M, not bytes; kv.memory_fraction=0.5 takes half of the free memory"
 Width = Annotated[int, Range(1)]
 Count = Annotated[int, Range(1, 1 << 40)]
 DrafterName = Literal["none", "suffix", "model", "mtp", "eagle3", "sparse"]
@@ -24,16 +24,18 @@ Share = Annotated[float, Range(above=0, maximum=1)]
 
 @dataclass
 class ModelConfig:
-    """Attributes:
-    path: Hugging Face checkpoint directory.
-    config: config.json keys that are merged into those of `path`, or a whole shape where `path` is unset. Objects merge
-        (`model.config.rope_scaling.factor=4` keeps the rest of RoPE, in either spelling), lists replace, null deletes a
-        key. A key that nothing reads is refused; a run warns of one that the model's family ignores.
-    dtype: float32, bfloat16, float16, or auto: the checkpoint's on a GPU, float32 on a CPU.
-    load: checkpoint, or random (weights of the config's shape, none read).
-    weights: fp8: matrices stay in the few bits in which a checkpoint stores them; those of an unquantised one are
-        rounded to e4m3 with a scale for each 128 x 128, which is lossy. bf16: they are unpacked to dtype. auto: as
-        stored on a GPU, unpacked on a CPU.
+    """The model and its weights.
+
+    Attributes:
+        path: Hugging Face checkpoint directory.
+        config: config.json keys to merge into those of `path`, or a whole config if `path` is unset. Objects merge
+            (`model.config.rope_scaling.factor=4` keeps the rest of RoPE, in either spelling), lists replace, null
+            deletes a key. Unknown keys are refused; keys that the model's family ignores cause a warning.
+        dtype: float32, bfloat16, float16, or auto: the checkpoint's on a GPU, float32 on a CPU.
+        load: checkpoint, or random (random weights of the config's shape; reads none).
+        weights: fp8: quantised matrices stay as the checkpoint stores them; unquantised ones are rounded to e4m3 with
+            a scale per 128 x 128 block, which is lossy. bf16: unpack to dtype. auto: as stored on a GPU, unpacked on a
+            CPU.
     """
 
     path: FilePath | None = None
@@ -45,13 +47,15 @@ class ModelConfig:
 
 @dataclass
 class LayoutConfig:
-    """Attributes:
-    mode: helix, tp, medha, dp, or auto: the planner's choice, which leaves the widths to it.
-    kvp: KV-parallel width of attention.
-    tpa: tensor-parallel width of attention.
-    tpf: tensor-parallel width of routed experts; unset: what ep leaves.
-    ep: expert-parallel width.
-    dp: with mode=dp, ranks that attend whole sequences of their own.
+    """How the ranks share the model.
+
+    Attributes:
+        mode: helix, tp, medha, dp, or auto: the planner chooses the mode and the widths.
+        kvp: KV-parallel width of attention.
+        tpa: tensor-parallel width of attention.
+        tpf: tensor-parallel width of routed experts; unset: the FFN's ranks divided by ep.
+        ep: expert-parallel width.
+        dp: number of ranks with mode=dp, each of which attends its own sequences.
     """
 
     mode: Literal["helix", "tp", "medha", "dp", "auto"] = "helix"
@@ -64,31 +68,33 @@ class LayoutConfig:
 
 @dataclass
 class KVConfig:
-    """Attributes:
-    append_block: consecutive tokens on one kvp rank before the next one's turn; unset: attention.block where blocks are
-        chosen, 64 where the model drafts for itself, 16 elsewhere.
-    page_size: tokens a page; unset: attention.block where blocks are chosen, 64 elsewhere.
-    dtype: fp8: keys and values in e4m3, with a scale for each token and head; latents (MLA) with one for each 128 of
-        their numbers, and their rotated part in model.dtype. fp8_all: index keys (DSA), too, with a scale for each;
-        other tokens of nearly equal scores may be chosen. k16v8: values alone, where keys do not bear it; not of
-        latents. auto: all in model.dtype. Layers with a window keep model.dtype.
-    tokens: capacity in tokens over all ranks; unset: from memory_fraction.
-    memory_fraction: share of the memory that is free once the weights are in.
-    prefix_cache: whether what was computed is kept for prompts that begin alike.
-    snapshots: copies of states that are kept for prompts that begin alike, of models whose layers keep states.
-    host_snapshots: further copies, in pinned memory of the host, to which those of least value move. Each takes the
-        bytes of a sequence's states on each rank.
-    offload: none: keys and values are on the GPU; host: in pinned host memory, and each step fetches the blocks that it
-        selects over the link (attention=block_sparse only).
-    offload_host_bytes: host memory for the keys and values of each rank, with offload=host.
-    offload_gpu_bytes: GPU memory for the keys and values of each rank, with offload=host; unset: from memory_fraction.
-    offload_prefetch: with offload=host, predicts the blocks of the next layer and fetches them while the current layer
-        computes; blocks that the prediction missed are fetched when they are selected.
+    """The KV cache.
+
+    Attributes:
+        append_block: consecutive tokens on one kvp rank before the next one takes over; unset: attention.block with
+            block-sparse attention, 64 with speculation=sparse, else 16.
+        page_size: tokens per page; unset: attention.block with block-sparse attention, else 64.
+        dtype: fp8: keys and values in e4m3, with a scale per token and head; latents (MLA) with a scale per 128 values,
+            their rotated part in model.dtype. fp8_all: index keys (DSA), too, with a scale each; tokens of nearly equal
+            score may be selected differently. k16v8: keys in 16 bits, values in e4m3; use it when FP8 keys cost
+            accuracy; not available with latents. auto: all in model.dtype. Layers with a window keep model.dtype.
+        tokens: capacity in tokens over all ranks; unset: from memory_fraction.
+        memory_fraction: share of the memory that is free after the weights are loaded.
+        prefix_cache: whether to reuse the KV cache for prompts with a common prefix.
+        snapshots: number of state snapshots to keep for prompts with a common prefix, for models with recurrent states.
+        host_snapshots: number of further snapshots in pinned host memory, to which the least valuable ones are evicted.
+            Each takes the bytes of a sequence's states on each rank.
+        offload: none: keys and values are on the GPU; host: they are in pinned host memory, and each step fetches the
+            blocks that it selects over the link (attention=block_sparse only).
+        offload_host_bytes: host memory for keys and values per rank, with offload=host.
+        offload_gpu_bytes: GPU memory for keys and values per rank, with offload=host; unset: from memory_fraction.
+        offload_prefetch: with offload=host, predicts the blocks of the next layer and fetches them while the current
+            layer computes; blocks that the prediction missed are fetched when they are selected.
     """
 
     dtype: Literal["auto", "fp8", "fp8_all", "k16v8"] = "auto"
     append_block: Annotated[int, Range(1, 1 << 24)] | None = None
-    page_size: Annotated[int, Range(1, 1 << 14)] | None = None  # offsets in a page are int32 to kernels
+    page_size: Annotated[int, Range(1, 1 << 14)] | None = None  # kernels use int32 offsets in a page
     tokens: Annotated[int, Range(1, 1 << 50), TOKENS] | None = None
     memory_fraction: Share = 0.9
     prefix_cache: bool = True
@@ -102,20 +108,23 @@ class KVConfig:
 
 @dataclass
 class AttentionConfig:
-    """Attributes:
-    policy: which keys a query of a decode step reads: dense: all; block_sparse (lossy): the first blocks of the
-        sequence, the last ones, and those between that promise most, by the bounds of their keys. Prefill reads all.
-        MODULE:NAME: a subclass of helix.attention.block_sparse:BlockSparseAttention, with the same settings.
-    block: tokens of a block, which is a page of the cache.
-    subblock_size: tokens of a subblock; queries select subblocks instead of whole blocks. Unset: blocks.
-    num_candidate_blocks: best blocks by their own bounds, over all ranks, whose subblocks are scored.
-    num_blocks: blocks, or subblocks, that each KV head selects over all ranks; 0: none. 32 blocks lose half of the
-        needles in 32K of text; attention=parts (subblock_size=16, num_candidate_blocks=256, num_blocks=128) finds them.
-    sink_blocks: first blocks, always read.
-    local_blocks: last blocks, the unfinished one included, always read.
-    choice: local (each kvp rank takes its share of num_blocks from its own blocks) or global (one choice over all
-        ranks: the same blocks on every layout, for one exchange more in each layer).
-    from_tokens: shorter sequences read all.
+    """Which keys a query reads.
+
+    Attributes:
+        policy: dense: decode steps read all keys; block_sparse (lossy): they read the first and the last blocks of the
+            sequence, and the best-scoring blocks in between, by bounds of their keys. Prefill reads all. MODULE:NAME: a
+            subclass of helix.attention.block_sparse:BlockSparseAttention, with the same settings.
+        block: tokens per block, which is a page of the cache.
+        subblock_size: tokens of a subblock; queries select subblocks instead of whole blocks. Unset: blocks.
+        num_candidate_blocks: number of best blocks by their own bounds, over all ranks, whose subblocks are scored.
+        num_blocks: blocks, or subblocks, that each KV head selects over all ranks; 0: none. 32 blocks lose half of the
+            needles in 32K of text; attention=parts (subblock_size=16, num_candidate_blocks=256, num_blocks=128) finds
+            them.
+        sink_blocks: first blocks, always read.
+        local_blocks: last blocks, including the unfinished one, always read.
+        choice: local (each kvp rank selects its share of num_blocks from its own blocks) or global (one selection over
+            all ranks: the same blocks on every layout, at the cost of one more exchange per layer).
+        from_tokens: shorter sequences read all keys.
     """
 
     policy: Literal["dense", "block_sparse"] | ImportPath = "dense"
@@ -130,43 +139,47 @@ class AttentionConfig:
 
     @property
     def parts(self) -> int:
-        """Number of equal parts of a block among which a query chooses; 1: it chooses blocks."""
+        """Subblocks per block; 1: queries select blocks."""
         return self.block // self.subblock_size if self.subblock_size and self.num_blocks else 1
 
     @property
     def candidate_blocks(self) -> int:
-        """Number of blocks whose parts are considered; 0 where blocks are chosen."""
+        """Number of blocks whose subblocks are scored; 0 if queries select blocks."""
         return self.num_candidate_blocks if self.parts > 1 else 0
 
 
 @dataclass
 class CommConfig:
-    """Attributes:
-    backend: symm_mem (kernels of our own between the GPUs of one host, NCCL for large messages), nccl, gloo, or auto:
-        the first of these that works here. emulated (benchmarks only): one or two GPUs run one rank each of a larger
-        layout and send each other what is for the absent ranks; times are realistic (over one GPU, without the
-        link's), tokens are not. NCCL_P2P_DISABLE=1: through host memory.
-    timeout_s: deadline of each collective, seconds.
+    """Communication between ranks.
+
+    Attributes:
+        backend: symm_mem (Helix's kernels between the GPUs of one host, NCCL for large messages), nccl, gloo, or auto:
+            the first of these that works here. emulated (benchmarks only): one or two GPUs run one rank each of a
+            larger layout and exchange the messages for the absent ranks; times are realistic (on one GPU, without the
+            link's), tokens are not. NCCL_P2P_DISABLE=1: through host memory.
+        timeout_s: deadline of each collective, seconds.
     """
 
     backend: Literal["auto", "gloo", "nccl", "symm_mem", "emulated"] = "auto"
-    timeout_s: Annotated[float, Range(0.1, 600)] = 300.0  # kernels that wait for GPUs count no further
+    timeout_s: Annotated[float, Range(0.1, 600)] = 300.0  # kernels that wait count up to 600 s
 
 
 @dataclass
 class HopBConfig:
-    """Attributes:
-    chunks: of the batch, one of which is exchanged while the next is in attention. none (hopb=off): one exchange of the
-        whole batch. 2, 4, 8: that many, at most one per sequence. best (hopb=on): the fastest of 2, 4 and 8, timed at
-        the start for each batch size. auto: the same, or none where that is faster, from the length on at which chunks
-        pay.
+    """HOP-B: overlap of the exchange with attention.
+
+    Attributes:
+        chunks: into how many chunks to split the batch, so that one is exchanged while the next is in attention. none
+            (hopb=off): one exchange of the whole batch. 2, 4, 8: that many, at most one per sequence. best (hopb=on):
+            the fastest of 2, 4 and 8, timed at startup for each batch size. auto: like best, or none if that is
+            faster, from the sequence length on at which chunks pay off.
     """
 
     chunks: HopBChunks = "auto"
 
     @property
     def may_cut(self) -> bool:
-        """Whether steps are cut into chunks even if that does not pay."""
+        """Whether steps may be split into chunks even if that is slower."""
         return self.chunks not in ("none", "auto")
 
     def __str__(self) -> str:
@@ -179,7 +192,7 @@ class DraftLayoutConfig:
 
     Attributes:
         mode, tpf, ep: as in layout.
-        kvp, tpa: as there; unset: the widest tpa that divides the draft model's KV heads, and what it leaves.
+        kvp, tpa: as in layout; unset: the widest tpa that divides the draft model's KV heads; kvp takes the rest.
     """
 
     mode: Literal["helix", "tp", "medha"] = "helix"
@@ -191,29 +204,31 @@ class DraftLayoutConfig:
 
 @dataclass
 class SpeculationConfig:
-    """Attributes:
-    drafter: none; suffix: proposes what followed the last earlier occurrence of the sequence's final tokens, in itself
-        or in answers to earlier requests; model: what a smaller model says; mtp: what the checkpoint's layer for
-        multi-token prediction says; sparse: what the model itself says over few keys; eagle3: what a layer with a
-        checkpoint of its own says, trained to read the model's hidden states.
-    gamma: the most tokens proposed for each sequence and step, which the step verifies.
-    adaptive: fewer than gamma, or none, where more do not pay, by what was accepted lately and how long steps took.
-        With `model` it changes which tokens a sampled request gets, not how they are distributed.
-    prompt_lookup_max: the most final tokens that suffix compares.
-    suffix_pool_tokens: the most tokens of earlier answers in which suffix looks, for requests of the same salt; 0
-        (speculation=ngram): it looks in the sequence alone.
-    policy: which keys sparse reads: those that any query of the verification before scores best (any); that score best
-        by the first and the last of them (c2q); the latest (window); pages that each draft judges best by their bounds
-        (quest). MODULE:NAME: a function that makes the attention of drafts for a cache and the engine's sizes.
-    sparsity: share of a sequence's keys that sparse reads, 256 of them at least.
-    noise: of sparse, mtp and eagle3. shared: sampled requests draw drafts with the target's noise, and every token is
-        the one without drafts; own: drafts are drawn by themselves and kept by rejection, which changes which tokens a
-        request gets.
-    path: directory of eagle3's checkpoint.
-    window: latest tokens of a sequence that eagle3 reads; unset: max_position_embeddings of its config.json, as many as
-        it has seen in training.
-    model: the smaller model, of the same vocabulary.
-    layout: how the ranks share it.
+    """Speculative decoding.
+
+    Attributes:
+        drafter: none; suffix: proposes what followed the last earlier occurrence of the sequence's final tokens, in
+            the sequence or in answers to earlier requests; model: a smaller model; mtp: the checkpoint's
+            multi-token-prediction layer; sparse: the model itself, reading few keys; eagle3: a layer with its own
+            checkpoint, trained to read the model's hidden states.
+        gamma: maximum number of tokens to propose per sequence and step; the step verifies them.
+        adaptive: propose fewer than gamma, or none, when more do not pay off, by recent acceptance and step times. With
+            `model` it changes which tokens a sampled request gets, but not their distribution.
+        prompt_lookup_max: maximum number of final tokens that suffix matches.
+        suffix_pool_tokens: maximum number of tokens of earlier answers that suffix searches, for requests with the
+            same cache_salt; 0 (speculation=ngram): it searches only the sequence itself.
+        policy: which keys sparse reads: any: those that score best for any query of the previous verification; c2q:
+            for its first and last query; window: the latest keys; quest: pages that each draft scores best by their
+            bounds. MODULE:NAME: a function that makes the drafts' attention, given a cache and the engine's sizes.
+        sparsity: share of a sequence's keys that sparse reads, at least 256 keys.
+        noise: of sparse, mtp and eagle3. shared: drafts are sampled with the target's noise, and every token is the
+            same as without drafts; own: drafts are sampled independently and verified by rejection sampling, which
+            changes which tokens a request gets.
+        path: directory of eagle3's checkpoint.
+        window: latest tokens of a sequence that eagle3 reads; unset: max_position_embeddings of its config.json, its
+            training length.
+        model: the smaller model, with the same vocabulary.
+        layout: how the ranks share the smaller model.
     """
 
     drafter: DrafterName = "none"
@@ -232,16 +247,19 @@ class SpeculationConfig:
 
 @dataclass
 class DecodeConfig:
-    """Attributes:
-    prompts: JSON lines of prompts.
-    output: JSON lines of results; unset: text on the terminal alone.
-    resume: keep what `output` already holds and run the rest.
-    max_batch: slots, or auto: as many as there are prompts and memory, up to 512 tokens a step; 8 on CPUs and with
-        kv.offload=host. More prompts wait for a free one. With mode=dp, each rank has its share, rounded up.
-    max_length: most tokens of a sequence, prompt and new ones; unset: as many as the model and the cache allow.
-    prefill_chunk: most prompt tokens in one step, or auto: as many as are fast and leave memory to the cache.
-    stream: print text as it comes.
-    max_tokens, temperature, top_k, top_p, min_p, seed, stop: what a prompt line leaves unset.
+    """What `helix run` decodes, and the sizes of steps.
+
+    Attributes:
+        prompts: JSON lines of prompts.
+        output: JSON lines of results; unset: only text on the terminal.
+        resume: keep what `output` already holds and run the rest.
+        max_batch: maximum number of sequences in a batch, or auto: as many as there are prompts and memory, up to 512
+            tokens a step; 8 on CPUs and with kv.offload=host. More prompts wait. With mode=dp, each rank has its share,
+            rounded up.
+        max_length: maximum tokens of a sequence, prompt and new ones; unset: as many as the model and the cache allow.
+        prefill_chunk: maximum prompt tokens per step, or auto: as many as are fast and leave memory to the cache.
+        stream: print text as it is generated.
+        max_tokens, temperature, top_k, top_p, min_p, seed, stop: defaults for prompt lines that leave them unset.
     """
 
     prompts: FilePath | None = None
@@ -262,17 +280,16 @@ class DecodeConfig:
 
 @dataclass
 class ScheduleConfig:
-    """Settings of how requests share the ranks, whether a file or a server brings them.
+    """How the scheduler shares the ranks between requests, offline and in a server.
 
     Attributes:
-        goal: latency, balance or throughput, which set the two bounds below; balance widens them while prompts wait.
-        max_prefill_stall_ms: most milliseconds of chunks of prompts between two decode steps; unset: as the goal has
-            it.
-        decode_share: share of the time for decode steps while prompts wait and any sequence decodes; unset: as the goal
-            has it.
-        max_decode_run_ms: most milliseconds of decode steps between two decisions of rank 0.
-        patience_s: seconds for which others may overtake a request that does not fit; then pages are kept for it.
-        lookahead_tokens: new tokens for which a sequence takes pages at a time.
+        goal: latency, balance or throughput; sets the defaults of max_prefill_stall_ms and decode_share. balance widens
+            them while prompts wait.
+        max_prefill_stall_ms: maximum milliseconds of prefill between two decode steps; unset: from goal.
+        decode_share: share of the time for decode steps while prompts wait and any sequence decodes; unset: from goal.
+        max_decode_run_ms: maximum milliseconds of decode steps between two scheduling decisions.
+        patience_s: seconds for which others may overtake a request that does not fit; then pages are reserved for it.
+        lookahead_tokens: number of new tokens for which a sequence allocates pages at a time.
     """
 
     goal: Literal["latency", "balance", "throughput"] = "balance"
@@ -285,26 +302,26 @@ class ScheduleConfig:
 
 @dataclass
 class ServeConfig:
-    """Settings of a server: how requests come over HTTP, and how long it waits for whom.
+    """The HTTP server.
 
     Attributes:
-        socket: Unix socket on which rank 0 serves; unset: the ranks decode `decode.prompts`.
-            `helix serve` sets it for the ranks that it starts.
-        attach: such a socket of ranks that somebody else started; unset: `helix serve` and `helix run` start ranks.
-            `helix run` ends them after its last prompt.
-        host: address to listen at.
-        port: port to listen at; 0: any that is free.
-        name: the model's name to clients; unset: that of its directory.
-        chat_template: file with the chat template, also of prompt files and from Python; unset: the model's own.
-        api_keys: file of keys, lines of OWNER KEY; unset: none is needed.
-        open: whether an address that other hosts reach may do without keys.
+        socket: Unix socket on which rank 0 serves; unset: the ranks decode `decode.prompts`. `helix serve` sets it for
+            the ranks that it starts.
+        attach: socket of ranks that are already running; unset: `helix serve` and `helix run` start ranks. `helix run`
+            ends them after its last prompt.
+        host: address to listen on.
+        port: port to listen on; 0: any free port.
+        name: the model's name in the API; unset: the name of its directory.
+        chat_template: file with the chat template, also for prompt files and from Python; unset: the model's own.
+        api_keys: file of keys, lines of OWNER KEY; unset: no key is needed.
+        open: allow an address that other hosts can reach without api_keys.
         cors: origins whose pages may use the server, such as https://chat.example; `*` is all.
-        body_mib: most MiB of a request; unset: 64, or 16 bytes for each token of a sequence where that is more.
-        max_queue: most requests that wait for the engine.
-        write_timeout_s: for a client to take what is sent, seconds.
-        restarts: of the ranks, in ten minutes, before the server gives up.
-        hang_s: without progress of the engine, while it has requests, after which the ranks are restarted, seconds.
-        drain_s: for running requests to end once the server is told to, seconds.
+        body_mib: maximum MiB of a request; unset: 64, or 16 bytes per token of the longest sequence if that is more.
+        max_queue: maximum number of requests that wait for the engine.
+        write_timeout_s: how long to wait for a client to read its response, seconds.
+        restarts: how often the ranks may restart within ten minutes before the server exits.
+        hang_s: restart the ranks after this time without progress while there are requests, seconds.
+        drain_s: how long running requests may continue after the server is asked to stop, seconds.
     """
 
     socket: FilePath | None = None
@@ -325,7 +342,7 @@ class ServeConfig:
 
 
 class Blocks(NamedTuple):
-    """Sizes of the cache, in tokens: of an append block and of a page."""
+    """Tokens per append block and per page."""
 
     append: int
     page: int
@@ -333,9 +350,11 @@ class Blocks(NamedTuple):
 
 @dataclass
 class Config:
-    """Attributes:
-    record: file for the run's record, JSON.
-    seed: of random weights.
+    """All settings of a run.
+
+    Attributes:
+        record: file for the run's record, JSON.
+        seed: of random weights.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -351,7 +370,7 @@ class Config:
     record: FilePath | None = None
     seed: int = 0
 
-    # For one release; {} is the old value.
+    # Old settings and their replacements, kept for one release; {} is the old value.
     RENAMED: ClassVar[dict[str, str]] = {
         "hopb=none": "hopb=off",
         "decode.max_new_tokens": "decode.max_tokens={}",
@@ -375,10 +394,10 @@ class Config:
 
     @property
     def blocks(self) -> Blocks:
-        """The sizes that are set; where they are not, those that attention and the drafter want."""
+        """The configured sizes; unset ones default to what attention and the drafter need."""
         page, append = 64, 16
         if self.attention.policy != "dense":
             page = append = self.attention.block
         elif self.speculation.drafter == "sparse":
-            append = 64  # a key's neighbours on a rank are mostly its neighbours in the text, which drafts look at
+            append = 64  # drafts look at a key's neighbours in the text, which should be on the same rank
         return Blocks(self.kv.append_block or append, self.kv.page_size or page)

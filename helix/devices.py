@@ -1,4 +1,4 @@
-"""Number of ranks that a config needs here, the GPUs of this host, and the backend and device that they allow."""
+"""How many ranks a config needs on this host, its GPUs, and which backend and device to use."""
 
 from __future__ import annotations
 
@@ -24,16 +24,15 @@ COMMUNICATORS = {  # others: TorchDistCommunicator
 
 
 def ranks(config: Config) -> int:
-    """Counts the processes of a run without a launcher: ranks of its layout; with `auto` every GPU, or one on a CPU.
+    """Returns the number of processes to start here: the layout's ranks; with `auto` every GPU, or one on a CPU.
 
     Raises:
-        ValueError: the widths form no layout, or one of more ranks than this host can run; or GPUs are to emulate
-            ranks and this host has none.
+        ValueError: the widths form no layout, this host cannot run that many ranks, or it has no GPU to emulate ranks.
     """
     layout = config.layout
     if config.comm.backend == "emulated":
         if not (processes := emulating_processes()):
-            raise ValueError("comm.backend=emulated: GPUs emulate ranks of a larger layout, and this machine has none")
+            raise ValueError("comm.backend=emulated needs a GPU to emulate ranks, and this machine has none")
         return processes
     if layout.mode == "auto":
         return 1 if config.comm.backend == "gloo" else max(torch.cuda.device_count(), 1)
@@ -41,17 +40,17 @@ def ranks(config: Config) -> int:
     if made.world_size > (limit := max_ranks()):
         widths = "layout.dp" if made.mode == "dp" else "layout.kvp and layout.tpa"
         raise ValueError(
-            f"{made.ranks}, and this host runs {limit} at most: set {widths} to fewer, or spread the ranks over hosts "
+            f"{made.ranks}, but this host runs at most {limit}: reduce {widths}, or spread the ranks over hosts "
             "(launch/agent.sh)"
         )
     return made.world_size
 
 
 def choose_backend(backend: str, rank_info: RankInfo, facts: list[dict[str, Any]]) -> str:
-    """Resolves `comm.backend` to a backend, given the `facts` of all ranks about their GPUs.
+    """Resolves `comm.backend`, given `gpu_facts` of all ranks.
 
     Raises:
-        ConfigError: the backend is not possible here.
+        ConfigError: the hosts cannot run the backend.
     """
     gpus = min(f["gpus"] for f in facts)
     covered = gpus >= rank_info.local_world_size
@@ -61,33 +60,32 @@ def choose_backend(backend: str, rank_info: RankInfo, facts: list[dict[str, Any]
         return "symm_mem" if peers else "nccl" if covered else "gloo"
     if backend != "gloo" and not covered:
         raise ConfigError(
-            f"comm.backend={backend} needs a GPU for each rank: a host has {gpus} for {rank_info.local_world_size} "
-            "ranks; use fewer ranks or comm.backend=gloo"
+            f"comm.backend={backend} needs a GPU for each rank, but a host has {gpus} GPUs for "
+            f"{rank_info.local_world_size} ranks: use fewer ranks or comm.backend=gloo"
         )
     if backend == "symm_mem" and not peers:
         raise ConfigError(
-            "comm.backend=symm_mem needs several ranks on one host whose GPUs reach each other's memory: "
-            "use comm.backend=nccl"
+            "comm.backend=symm_mem needs several ranks on one host, with peer access between their GPUs: use "
+            "comm.backend=nccl"
         )
     return EMULATED_LINK if backend == "emulated" and not within_reach else backend
 
 
 def set_device(backend: str, rank_info: RankInfo) -> torch.device:
-    """Returns this rank's device under a backend, and makes it the current one."""
+    """Returns this rank's device, and makes it the current one."""
     if backend == "gloo":
         return torch.device("cpu")
     device = torch.device("cuda", rank_info.local_rank)
     torch.cuda.set_device(device)
-    # NVLink multicast is not available everywhere; measurements without it hold everywhere.
+    # NVLink multicast is not available everywhere; measurements without it are comparable.
     os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-    # Beside attention that fills the GPU, a collective takes the first free multiprocessors
-    # (`comm.dual_batch_overlap`).
+    # A collective that overlaps attention gets the first SMs that become free (`comm.dual_batch_overlap`).
     os.environ["TORCH_NCCL_HIGH_PRIORITY"] = "1"
     return device
 
 
 def gpu_facts(rank_info: RankInfo) -> dict[str, Any]:
-    """Returns the number of visible GPUs, and whether this rank's GPU can access those of all other ranks."""
+    """Returns the number of visible GPUs, and whether this rank's GPU has peer access to all other ranks' GPUs."""
     gpus = torch.cuda.device_count()
     ranks = range(rank_info.world_size)
     peers = (

@@ -1,11 +1,11 @@
-"""Errors that every rank raises alike."""
+"""Errors that end all ranks."""
 
 from __future__ import annotations
 
 
 class ConfigError(ValueError):
-    """Error that every rank raises alike, with one line about the cause; all ranks end."""
+    """Raised by every rank alike, with one line about the cause; all ranks end."""
 
 
 class RankError(RuntimeError):
-    """Error of a single rank, with one line about the cause; all ranks end."""
+    """Raised by a single rank, with one line about the cause; all ranks end."""

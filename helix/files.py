@@ -1,4 +1,4 @@
-"""Reading of users' files: only regular files are opened, and errors name the file."""
+"""Reads users' files: opens only regular files, and names the file in errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def check_file(path: Path) -> None:
     """Raises OSError unless `path` is, or links to, a readable regular file; opens nothing else."""
     kind = stat.S_IFMT(path.stat().st_mode)
     if kind != stat.S_IFREG:  # opening a FIFO would wait for its writer
-        raise OSError(errno.EINVAL, f"it is {KINDS.get(kind, 'something else')}, and has to be a regular file")
+        raise OSError(errno.EINVAL, f"it is {KINDS.get(kind, 'something else')}, but must be a regular file")
     path.open("rb").close()
 
 
@@ -38,10 +38,10 @@ def read_text(path: Path) -> str:
 
 
 def parse_json(text: str, constant: Callable[[str], float] = float) -> Any:
-    """Parses a JSON text; `constant` converts NaN, Infinity and -Infinity, which Python writes.
+    """Parses JSON; `constant` converts NaN, Infinity and -Infinity, which Python's json writes.
 
     Raises:
-        ValueError: it is not JSON, has a number that is too long, or is nested too deep.
+        ValueError: it is not JSON, has a number that is too long, or is nested too deeply.
     """
     try:
         return json.loads(text, parse_constant=constant)

@@ -1,4 +1,4 @@
-"""Checkpoints of the Hugging Face Hub: from its cache, or downloaded into it."""
+"""Finds checkpoints of the Hugging Face Hub in its cache, or downloads them."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from typing import Any
 from helix.config import Config
 
 ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?")  # ORG/NAME[@REVISION]
-FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]  # weights in other formats can hold programs
-DUPLICATE_WEIGHTS = ["consolidated*", "original/*"]  # the same weights again, in a form of the authors' own
+FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]  # weights in other formats can contain code
+DUPLICATE_WEIGHTS = ["consolidated*", "original/*"]  # the same weights in the authors' format
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-# Files that decide how texts are read and where answers end; a repository may lack some of them.
+# They decide how text is tokenized and where answers end; a repository may lack some of them.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 
 
 def is_hub_id(name: str) -> bool:
-    """Tells whether a name is an id of the Hub, ORG/NAME[@REVISION], and no directory here."""
+    """Returns whether a name is a Hub id, ORG/NAME[@REVISION], and not a local directory."""
     return ID.fullmatch(name) is not None and not Path(name).exists()
 
 
 def local_directory(name: str, weights: bool = True) -> Path:
-    """Returns the directory of a model, downloading what the cache of the Hub lacks of it.
+    """Returns a model's directory, and downloads the files that the Hub cache lacks.
 
-    `HF_HOME`, `HF_TOKEN`, `HF_HUB_OFFLINE` and `HF_ENDPOINT` count as everywhere
+    Respects `HF_HOME`, `HF_TOKEN`, `HF_HUB_OFFLINE` and `HF_ENDPOINT`
     (https://huggingface.co/docs/huggingface_hub/package_reference/environment_variables). Several processes may call
     this at the same time: the first downloads a file, the others wait for it.
 
     Args:
-        name: a directory, which is returned as it is, or ORG/NAME[@REVISION].
-        weights: False: without weights, for the shape and the tokenizer alone.
+        name: a directory, returned as it is, or ORG/NAME[@REVISION].
+        weights: False: only the config and the tokenizer.
 
     Raises:
         ValueError: files are missing and cannot be downloaded; the message names them.
     """
     if not is_hub_id(name):
         return Path(name)
-    from huggingface_hub import constants, hf_hub_download, snapshot_download  # a second, which directories do not pay
+    from huggingface_hub import constants, hf_hub_download, snapshot_download  # takes 1 s, so only for Hub ids
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -62,7 +62,7 @@ def local_directory(name: str, weights: bool = True) -> Path:
             instead = f"set model.path={path} to run it without"
             if not weights or not (missing := unknown_files(repository, path)):
                 return path
-    except (OSError, ValueError) as error:  # not one file is in the cache, or some are missing of those listed there
+    except (OSError, ValueError) as error:  # the cache has no file, or lacks some that it lists
         if (found := getattr(error, "snapshot_path", None)) is not None:
             path = Path(found)
             listed = json.loads((path.parents[1] / "trees" / f"{path.name}.json").read_text(encoding="utf-8"))["files"]
@@ -73,35 +73,35 @@ def local_directory(name: str, weights: bool = True) -> Path:
         raise ValueError(f"{where}, and HF_HUB_OFFLINE=1 forbids downloads: unset it, or {instead}")
     try:
         path = Path(snapshot_download(repository, **wanted))
-        for file in unknown_files(repository, path) if weights else ():  # older clients keep no list of what there is
-            with suppress(RemoteEntryNotFoundError):  # which they do keep
+        for file in unknown_files(repository, path) if weights else ():  # older clients do not list the repository
+            with suppress(RemoteEntryNotFoundError):  # the client caches that the file does not exist
                 hf_hub_download(repository, file, revision=revision)
     except GatedRepoError as error:
         raise ValueError(
-            f"{name} is for those who agreed to its terms: do so at {constants.ENDPOINT}/{repository}, and set HF_TOKEN"
+            f"{name} is gated: accept its terms at {constants.ENDPOINT}/{repository}, and set HF_TOKEN"
         ) from error
     except RevisionNotFoundError as error:
         raise ValueError(f"{name}: {repository} has no revision {revision} at {constants.ENDPOINT}") from error
     except RepositoryNotFoundError as error:
         raise ValueError(
-            f"{name} is not a directory here, nor a model at {constants.ENDPOINT} that this user may read (HF_TOKEN)"
+            f"{name} is neither a local directory nor a model at {constants.ENDPOINT} that HF_TOKEN gives access to"
         ) from error
     except (OSError, HfHubHTTPError, ValueError, RuntimeError) as error:
         why = str(error).strip().partition("\n")[0]
         raise ValueError(
-            f"{where}, and {constants.ENDPOINT} cannot be reached ({why}): download it where there is a network, or "
-            f"{instead}"
+            f"{where}, and {constants.ENDPOINT} cannot be reached ({why}): download it on a host with network access, "
+            f"or {instead}"
         ) from error
     if missing := missing_files(path, weights):
-        raise ValueError(f"{name} at {constants.ENDPOINT} has no {_summarize(missing)}: safetensors alone are read")
+        raise ValueError(f"{name} at {constants.ENDPOINT} has no {_summarize(missing)}: only safetensors are supported")
     return path
 
 
 def resolve_hub_models(config: Config) -> None:
-    """Puts directories in place of models of the Hugging Face Hub, which are downloaded where the cache lacks them.
+    """Replaces Hub ids in the config by local directories, and downloads what the cache lacks.
 
     Raises:
-        ValueError: one cannot be had.
+        ValueError: a model cannot be downloaded.
     """
     for model in (config.model, config.speculation.model):
         if model.path is not None:
@@ -109,7 +109,7 @@ def resolve_hub_models(config: Config) -> None:
 
 
 def missing_files(path: Path, weights: bool = True) -> list[str]:
-    """Lists the files that a directory lacks to be a checkpoint, weights among them where they are wanted."""
+    """Lists the files that a directory lacks to be a checkpoint."""
     wanted = ["config.json"]
     if weights and (path / INDEX).exists():
         listed = {*json.loads((path / INDEX).read_text(encoding="utf-8")).get("weight_map", {}).values()}
@@ -120,9 +120,9 @@ def missing_files(path: Path, weights: bool = True) -> list[str]:
 
 
 def unknown_files(repository: str, path: Path) -> list[str]:
-    """Lists the files of texts that a snapshot lacks while nothing says that its repository has none of them.
+    """Lists the tokenizer files that a snapshot lacks although its repository may have them.
 
-    A cache into which single files were downloaded looks like one of a repository that has no others.
+    If only single files were downloaded, the cache does not say whether the repository has others.
     """
     from huggingface_hub import try_to_load_from_cache
 

@@ -1,4 +1,4 @@
-"""Placement of a sequence's tokens on a rank: the layout's arithmetic, with pages."""
+"""Where a sequence's tokens lie in the KV cache of a rank: `HelixLayout`'s token arithmetic, plus pages."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ NO_PAGES = np.empty(0, dtype=np.int32)
 
 @dataclass(frozen=True)
 class Stripes:
-    """Pages that sequences fill; a page number means a page on every rank.
+    """How many pages sequences need; a page number stands for one page on every rank.
 
-    A stripe is the least run of whole append blocks that fills whole pages on every kvp rank. Example with two kvp
-    ranks, append blocks of 2 tokens, pages of 4, `start` 0: tokens 0-7 fill a page on each rank, and tokens 8-12 are a
-    part of the second stripe, which takes a column as well.
+    A stripe is the shortest run of append blocks that fills whole pages on every kvp rank. Example with two kvp ranks,
+    append blocks of 2 tokens, pages of 4, `start` 0: tokens 0-7 fill a page on each rank; tokens 8-12 fill a part of
+    the second stripe, which takes a column of the block table as well.
 
         column       0             1
         kvp rank 0   0  1  4  5    8  9  12
         kvp rank 1   2  3  6  7    10 11
 
-    With `start` 1 the two ranks are swapped. A stripe's columns and the number of pages are the same for every `start`;
-    the tokens of a page are not.
+    `start` 1 swaps the two ranks. A stripe's columns and the number of pages are the same for every `start`; the tokens
+    in a page are not.
 
     Attributes:
         append_block: consecutive tokens on one kvp rank.
-        page_size: tokens of a page on one rank.
+        page_size: tokens per page on one rank.
     """
 
     layout: HelixLayout
@@ -46,52 +46,52 @@ class Stripes:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of a stripe."""
+        """Tokens per stripe."""
         return math.lcm(self.page_size, self.append_block) * self.layout.kvp
 
     @property
     def pages(self) -> int:
-        """Number of pages of a stripe on each rank."""
+        """Pages per stripe on each rank."""
         return math.lcm(self.page_size, self.append_block) // self.page_size
 
     @property
     def page_tokens(self) -> int:
-        """Number of tokens in the pages of one number, on all kvp ranks together."""
+        """Tokens that one page number holds, over all kvp ranks."""
         return self.page_size * self.layout.kvp
 
     def columns(self, begin: int, end: int) -> slice:
-        """Returns the columns from the stripe with token `begin` up to, not including, the stripe with token `end`."""
+        """Returns the block-table columns from the stripe of token `begin` up to, excluding, that of token `end`."""
         return slice(begin // self.tokens * self.pages, end // self.tokens * self.pages)
 
     def pages_for(self, length: int) -> int:
-        """Counts the pages of the first `length` tokens of a sequence, for any `start`: those of the fullest rank.
+        """Returns the pages that `length` tokens need on the fullest rank, which has the first block; any `start`.
 
-        The fullest rank has the first block. Each other rank leaves at most ceil(append_block / page_size) pages empty.
+        Every other rank leaves at most ceil(append_block / page_size) of them empty.
         """
         return -(-self.layout.local_length(length, 0, self.append_block) // self.page_size)
 
     def tokens_in(self, pages: int) -> int:
-        """Counts the most tokens of a sequence that so many pages hold, for any `start`: see `pages_for`."""
+        """Returns the number of tokens that `pages` pages hold: the inverse of `pages_for`."""
         rounds, rest = divmod(pages * self.page_size, self.append_block)
         return rounds * self.append_block * self.layout.kvp + rest
 
     def pages_for_all(self, tokens: int, sequences: int) -> int:
-        """Computes an upper bound of the pages of `sequences` sequences totalling `tokens` tokens."""
-        # Each sequence but one may round up by a block, and by a page.
+        """Returns an upper bound of the pages of `sequences` sequences with `tokens` tokens in total."""
+        # All sequences but one may round up by a block and by a page.
         return self.pages_for(tokens) + (sequences - 1) * (-(-self.append_block // self.page_size) + 1)
 
 
 @dataclass(frozen=True)
 class BlockBudget:
-    """Number of blocks, a page each, that a query of a block-sparse step reads; sink and local ones over all ranks.
+    """Number of blocks (a page each) that a query of a block-sparse step reads.
 
     Attributes:
-        sink_blocks: first blocks of the sequence, always read.
-        local_blocks: last blocks, the query's own included, always read.
-        topk: blocks chosen between them, or parts of blocks, on this rank.
-        from_tokens: queries over fewer tokens read all of them.
-        parts: equal parts of a block among which a query chooses; 1: it chooses blocks.
-        candidates: blocks, the best by their own bounds, whose parts are considered, on this rank.
+        sink_blocks: first blocks of the sequence, always read; counted over all ranks.
+        local_blocks: last blocks, including the query's own, always read; counted over all ranks.
+        topk: blocks, or subblocks, that the query selects between them on this rank.
+        from_tokens: shorter sequences are read entirely.
+        parts: subblocks per block; 1: queries select blocks.
+        candidates: blocks with the best bounds on this rank, whose subblocks are scored.
     """
 
     sink_blocks: int
@@ -103,11 +103,11 @@ class BlockBudget:
 
     @property
     def blocks(self) -> int:
-        """Most blocks between sink and local ones that a query reads something of."""
+        """Most blocks between sink and local blocks that a query reads from."""
         return self.topk if self.parts == 1 else min(self.topk, self.candidates)
 
     def per_rank(self, ranks: int) -> BlockBudget:
-        """Returns the budget of one of `ranks` ranks that choose from their own blocks: shares, rounded up."""
+        """Returns one rank's share, rounded up, if each of `ranks` ranks selects from its own blocks."""
         return replace(self, topk=-(-self.topk // ranks), candidates=-(-self.candidates // ranks))
 
 
@@ -117,9 +117,9 @@ class KeyBudget:
 
     Attributes:
         sink_tokens: first tokens of the sequence, always read.
-        least: least keys read per rank.
+        min_keys: per rank.
         share: share of a rank's keys that is read.
-        latest: share of these for the sink and the latest keys, which are always read.
+        latest: share of these that goes to the sink and the latest keys, which are always read.
     """
 
     sink_tokens: int
@@ -128,7 +128,6 @@ class KeyBudget:
     latest: int
 
     def num_keys(self, num_candidates: Tensor) -> Tensor:
-        """Computes the number of keys read of `num_candidates` local keys."""
         return torch.minimum(
             ((num_candidates * self.share + MILLION - 1) // MILLION).clamp(min=self.min_keys), num_candidates
         )
@@ -136,7 +135,7 @@ class KeyBudget:
 
 @dataclass(frozen=True)
 class KVPlacement:
-    """Placement of a sequence's tokens on one kvp rank: round-robin blocks, cut into pages in local order."""
+    """Maps a sequence's tokens to one kvp rank's cache: append blocks go round-robin, pages fill in local order."""
 
     layout: HelixLayout
     kvp_rank: int
@@ -144,12 +143,12 @@ class KVPlacement:
     page_size: int
 
     def bounds(self, positions: Tensor, starts: Tensor, live: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
-        """Computes the local keys `[lo, hi)` that causal queries at global `positions` read; none unless `live`.
+        """Returns the local keys `[lo, hi)` that causal queries at global `positions` read; none unless `live`.
 
         Args:
             positions, starts: int64 [N]; `starts` is the kvp rank of each sequence's first block.
             live: bool [N].
-            window: sliding window in tokens, the query's own included; None: all tokens.
+            window: sliding window in tokens, including the query's; None: all tokens.
 
         Returns:
             lo, hi: int32 [N].
@@ -162,20 +161,20 @@ class KVPlacement:
     def compute_slot_mapping(
         self, positions: Tensor, starts: Tensor, live: Tensor, block_tables: Tensor, rows: Tensor | None = None
     ) -> Tensor:
-        """Computes cache slots `page * page_size + offset` of new tokens, -1 for tokens of other ranks or not `live`.
+        """Returns the cache slots `page * page_size + offset` of new tokens; -1 for other ranks' tokens and not `live`.
 
         Args:
             positions, starts: int64 [N].
             live: bool [N].
             block_tables: int32 [n, P], the pages of each sequence.
-            rows: int64 [N], the row of each token's sequence in `block_tables`; None: token i's is row i.
+            rows: int64 [N], each token's row of `block_tables`; None: token i has row i.
         """
         if dispatch.on_gpu(positions):
             where = {"page_size": self.page_size, **self.grid}
             return placement.compute_slot_mapping(positions, starts, live, block_tables, rows, **where)
         block_tables = block_tables if rows is None else block_tables[rows]
         slot = self.layout.token_slot(positions, self.append_block)
-        column = (slot // self.page_size).clamp(max=block_tables.shape[1] - 1)  # other ranks' slots may lie beyond
+        column = (slot // self.page_size).clamp(max=block_tables.shape[1] - 1)  # other ranks' slots may exceed it
         page = block_tables.gather(1, column[:, None]).squeeze(1).long()
         is_local = self.layout.token_owner(positions, self.append_block, starts) == self.kvp_rank
         return torch.where(is_local & live, page * self.page_size + slot % self.page_size, -1)
@@ -183,19 +182,20 @@ class KVPlacement:
     def block_ranges(
         self, positions: Tensor, starts: Tensor, live: Tensor, queries: int, budget: BlockBudget
     ) -> tuple[Tensor, ...]:
-        """Computes the local pages that queries always read, and the candidate pages; none unless `live`.
+        """Splits a rank's pages into those that queries always read and those to select from; none unless `live`.
 
-        Of `pages` local pages, those before `first` (the sink) and from `last` on (the local blocks, and all pages with
-        uncommitted tokens) are always read.
+        Of `pages` local pages, queries always read those before `first` (the sink) and from `last` on (the local
+        blocks, and all pages with uncommitted tokens).
 
         Args:
-            positions, starts: int64 [N], `queries` of each sequence, the first at the sequence's committed length.
+            positions, starts: int64 [N], `queries` per sequence, the first at the sequence's committed length.
             live: bool [N].
 
         Returns:
-            first, last, pages, hi: int32 [N]; `hi` is the number of keys in a table of what is read. If parts are
-            chosen, also part_first, part_last, part_pages: like the first three, in parts, of a table of all pages that
-            are always read and of the candidates, which are chosen by their own bounds; and used, the sequence's parts.
+            first, last, pages, hi: int32 [N]; `hi` is the number of keys in the table of pages that are read. With
+            subblocks also part_first, part_last, part_pages: the first three in subblocks, for a table of the pages
+            that are always read and the candidate blocks (selected by their own bounds); and the sequence's number
+            of subblocks.
         """
         if dispatch.on_gpu(positions):
             where = {"page_size": self.page_size, **self.grid, **asdict(budget)}
@@ -226,7 +226,7 @@ class KVPlacement:
     def draft_ranges(
         self, positions: Tensor, starts: Tensor, live: Tensor, budget: KeyBudget
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Computes the local keys among which drafts choose, of tokens up to `positions`, and the number they read.
+        """Returns how many local keys drafts select from, of tokens up to `positions`, and how many they read.
 
         Args:
             positions, starts: int64 [n].
@@ -250,20 +250,19 @@ class KVPlacement:
         return num_candidates.int(), counts.int(), sinks.int(), recent.int()
 
     def local_length(self, tokens: int, start: int) -> int:
-        """Counts this rank's tokens among the first `tokens` of a sequence whose first block is kvp rank `start`'s."""
+        """Returns this rank's share of the first `tokens` of a sequence whose first block is on kvp rank `start`."""
         return self.layout.local_length(tokens, self.kvp_rank, self.append_block, start)
 
     @property
     def grid(self) -> dict[str, int]:
-        """Keyword arguments of kernels."""
         return {"kvp": self.layout.kvp, "kvp_rank": self.kvp_rank, "append_block": self.append_block}
 
     def parts(self, chunks: Sequence[PromptChunk], starts: Sequence[int], whole: bool) -> tuple[ChunkPart, ...]:
-        """Assigns pages of the chunk to the new tokens of a prefill step.
+        """Assigns pages of the chunk's own buffer to the new tokens of a prefill step.
 
         Args:
             starts: kvp rank of each sequence's first block.
-            whole: all tokens are new; else only those that no page holds yet.
+            whole: assign pages to all tokens; else only to those that the cache does not hold yet.
         """
         parts: list[ChunkPart] = []
         offset = page = 0
@@ -277,25 +276,25 @@ class KVPlacement:
         return tuple(parts)
 
     def max_tokens(self, tables: Tensor) -> int:
-        """Computes an upper bound of the tokens, over all ranks, of a sequence whose row of `tables` is full."""
+        """Returns an upper bound of the tokens, over all ranks, of a sequence that fills its row of `tables`."""
         return (tables.shape[1] * self.page_size + self.append_block) * self.layout.kvp
 
     def max_pages_touched(self, tokens: int) -> int:
-        """Counts the most local pages that a run of `tokens` tokens can lie in."""
+        """Returns the most local pages that `tokens` consecutive tokens can touch."""
         cycle = self.append_block * self.layout.kvp
         return -(-(tokens // cycle + 1) * self.append_block // self.page_size) + 1
 
     def chunk_pages(self, tokens: int, sequences: int) -> int:
-        """Counts the most local pages of a prefill step of `tokens` tokens of `sequences` sequences."""
+        """Returns the most local pages of a prefill step with `tokens` tokens in `sequences` sequences."""
         block = self.append_block
         local = -(-tokens // (self.layout.kvp * block)) * block + sequences * block
         return -(-local // self.page_size) + 2 * sequences
 
     def max_blocks(self, budget: BlockBudget, max_length: int, between: int | None = None) -> int:
-        """Computes the most pages that a query of a sequence of up to `max_length` tokens reads.
+        """Returns the most pages that a query reads, for sequences of up to `max_length` tokens.
 
         Args:
-            between: the most that it reads between sink and local blocks; None: those of the budget.
+            between: pages between sink and local blocks; None: the budget's.
         """
         between = budget.blocks if between is None else between
         fixed = (budget.sink_blocks + budget.local_blocks) * self.page_size + MAX_QUERIES
@@ -307,20 +306,19 @@ class KVPlacement:
 
     @property
     def stripes(self) -> Stripes:
-        """Stripes of the layout, the same on all ranks."""
         return Stripes(self.layout, self.append_block, self.page_size)
 
 
 @dataclass(frozen=True)
 class ChunkPart:
-    """A sequence's part of a prefill step whose new tokens go to pages of the chunk first.
+    """A sequence's part of a prefill step that first writes new tokens to the chunk's own pages.
 
     Attributes:
-        row: row of its slot.
-        queries: its tokens among the step's.
+        row: row of the sequence in the batch.
+        queries: its tokens in the step.
         begin, end: range of local tokens that it writes.
-        columns: local pages that it writes.
-        page: page of the chunk for the first of these; the next ones follow.
+        columns: block-table columns that it writes.
+        page: the chunk's page for the first column; the others follow.
     """
 
     row: int
@@ -333,14 +331,14 @@ class ChunkPart:
 
 @dataclass(frozen=True)
 class PromptChunk:
-    """Tokens of a prompt that are computed in one step.
+    """Tokens of a prompt that one step computes.
 
     Attributes:
-        slot: slot of its sequence.
+        slot: the sequence's row in the batch.
         begin: global position of the first token.
         tokens: int64 [m], on the host.
-        num_cached_tokens: tokens of the sequence in its pages already: for these only states and windows are computed.
-        saves, moves: see `helix.engine.scheduler_output.PrefillChunk`.
+        num_cached_tokens: tokens whose KV is in the cache already; the step computes only their states and windows.
+        snapshot_index, evict_to: see `helix.engine.scheduler_output.PrefillChunk`.
     """
 
     slot: int
@@ -352,10 +350,9 @@ class PromptChunk:
 
     @property
     def end(self) -> int:
-        """Global position after the last token."""
         return self.begin + len(self.tokens)
 
     @property
     def written(self) -> tuple[int, int]:
-        """Numbers of the sequence's tokens in its pages before and after the step."""
+        """Number of the sequence's tokens in the cache before and after the step."""
         return max(self.begin, self.num_cached_tokens), max(self.end, self.num_cached_tokens)

@@ -1,12 +1,13 @@
-"""Layout of ranks: the rows, heads and tokens that each rank owns, by arithmetic only.
+"""Which heads, columns, experts and tokens each rank owns; pure arithmetic.
 
 In every layer the N ranks form two grids, one after the other (Helix Parallelism, arXiv:2507.07120, section 2):
 
     attention   KVP x TPA    rank = tpa_rank * kvp + kvp_rank: TPA splits heads, KVP splits the KV sequence;
-                or DP        rank = dp_rank: every rank has all heads of whole sequences of its own
+                or DP        rank = dp_rank: every rank has all heads and attends its own sequences
     FFN         TPF x EP     rank = ep_rank * tpf + tpf_rank: TPF splits columns, EP splits experts
 
-Shares are contiguous and differ by at most one, larger ones first; nothing has to divide, and a share may be empty.
+Shares are contiguous and differ by at most one, larger ones first; nothing has to divide evenly, and a share may be
+empty.
 
 Shape legend of the project
     B sequences, T query tokens of a sequence in one step, N tokens of one step over all its sequences,
@@ -21,7 +22,7 @@ from typing import Any, TypeVar
 
 MODES = ("helix", "tp", "medha", "dp")
 
-# Token arithmetic uses only // % and abs, so that one formula serves int, numpy and torch integers.
+# Token arithmetic uses only // % and abs, so that it works on int, numpy and torch integers.
 Int = TypeVar("Int", int, Any)
 
 
@@ -33,7 +34,7 @@ def share(total: int, parts: int, index: int) -> range:
 
 
 def _clamp(x: Int, upper: int) -> Int:
-    """Computes min(max(x, 0), upper) for any integer type."""
+    # min(max(x, 0), upper)
     return (abs(x) - abs(x - upper) + upper) // 2
 
 
@@ -41,9 +42,11 @@ def _clamp(x: Int, upper: int) -> Int:
 class HelixLayout:
     """Layout of a model over N ranks: `kvp x tpa`, or `dp`, in attention, `tpf x ep` in the FFN.
 
-    Modes: `helix` (the paper's), `tp` (kvp=1; KV heads replicated if N exceeds them), `medha` (KV over all
-    ranks, output projection and FFN on the `tpf = tpa` ranks with kvp_rank 0, the others idle there) and `dp`
-    (kvp=tpa=1; attention of whole sequences, with weights of its own, on each of `dp` ranks).
+    Modes:
+    - `helix`: the paper's.
+    - `tp`: kvp=1; replicates KV heads if N exceeds them.
+    - `medha`: KV over all ranks; output projection and FFN only on the `tpf = tpa` ranks with kvp_rank 0.
+    - `dp`: kvp=tpa=1; each of `dp` ranks attends its own sequences, with all attention weights.
 
     Raises:
         ValueError: the widths do not form a layout of this mode.
@@ -69,13 +72,13 @@ class HelixLayout:
             )
         if self.mode == "dp" and self.kvp * self.tpa != 1:
             raise ValueError(
-                f"layout.mode=dp attends whole sequences on one rank: layout.kvp={self.kvp} and layout.tpa={self.tpa} "
+                f"layout.mode=dp attends each sequence on one rank: layout.kvp={self.kvp} and layout.tpa={self.tpa} "
                 "must be 1 (layout.dp is the number of ranks)"
             )
         if self.mode != "dp" and self.dp != 1:
             raise ValueError(
-                f"layout.dp={self.dp} is a width of mode=dp; with mode={self.mode} it must be 1 (layout.kvp and "
-                "layout.tpa are the widths of attention)"
+                f"layout.dp={self.dp} needs layout.mode=dp, but layout.mode={self.mode}: set layout.kvp and layout.tpa "
+                "instead"
             )
         if self.tpf * self.ep != self.ffn_ranks:
             ranks = {"medha": "tpa", "dp": "dp"}.get(self.mode, "kvp*tpa")
@@ -88,7 +91,7 @@ class HelixLayout:
     def create(
         cls, mode: str = "helix", kvp: int = 1, tpa: int = 1, tpf: int | None = None, ep: int = 1, dp: int = 1
     ) -> HelixLayout:
-        """Creates a layout; an unset `tpf` takes all FFN ranks that `ep` leaves."""
+        """Creates a layout; `tpf` defaults to the FFN ranks divided by `ep`."""
         if tpf is None:
             ranks = tpa if mode == "medha" else dp * kvp * tpa
             if ep < 1 or ranks % ep:
@@ -110,7 +113,7 @@ class HelixLayout:
 
     @property
     def ranks(self) -> str:
-        """The number of ranks in words, by the settings that it comes from."""
+        """The number of ranks and the settings that determine it, for messages."""
         if self.mode == "dp":
             return f"layout.dp = {self.dp} ranks"
         return f"layout.kvp*tpa = {self.kvp}*{self.tpa} = {self.world_size} ranks"
@@ -121,7 +124,7 @@ class HelixLayout:
         return self.tpa if self.mode == "medha" else self.world_size
 
     def dp_rank(self, rank: int) -> int:
-        """Returns the index of this rank among those that own sequences: 0 unless the mode is dp."""
+        """Returns the index of the data-parallel group; 0 unless the mode is dp."""
         return rank // (self.kvp * self.tpa)
 
     def kvp_rank(self, rank: int) -> int:
@@ -155,8 +158,7 @@ class HelixLayout:
         rule = (
             "tp needs N to divide the KV heads, or the KV heads to divide N with N at most the query heads"
             if self.mode == "tp"
-            else "tpa has to divide the KV heads, of which MLA has one: beyond them it would duplicate the cache, "
-            "which is what kvp avoids"
+            else "tpa must divide the KV heads (MLA has one): a larger tpa would duplicate the cache; use kvp instead"
         )
         fitting = ", ".join(feasible_layouts(self.world_size, q_heads, kv_heads))
         raise ValueError(
@@ -178,7 +180,7 @@ class HelixLayout:
         return share(kv_heads, self.tpa, a)
 
     def q_heads(self, rank: int, q_heads: int, kv_heads: int) -> range:
-        """Returns the query heads that this rank projects and attends with; the same for all ranks of a kvp group."""
+        """Returns the query heads that this rank projects and attends; the same for all ranks of a kvp group."""
         group = q_heads // kv_heads
         kv = self.kv_heads(rank, kv_heads)
         first, last = kv.start * group, kv.stop * group
@@ -189,65 +191,62 @@ class HelixLayout:
         return range(first, last)
 
     def head_shares(self, rank: int, q_heads: int, kv_heads: int) -> list[int]:
-        """Returns the number of this kvp group's query heads that each kvp rank owns after the exchange."""
+        """Returns how many of the kvp group's query heads each kvp rank owns after the exchange."""
         heads = len(self.q_heads(rank, q_heads, kv_heads))
         if self.mode == "medha":  # all on kvp rank 0, the only one with the output projection
             return [heads] + [0] * (self.kvp - 1)
         return [len(share(heads, self.kvp, k)) for k in range(self.kvp)]
 
     def o_heads(self, rank: int, q_heads: int, kv_heads: int) -> range:
-        """Returns the query heads whose exact attention output this rank holds after the exchange."""
+        """Returns the query heads that this rank owns after the exchange."""
         shares = self.head_shares(rank, q_heads, kv_heads)
         k = self.kvp_rank(rank)
         begin = self.q_heads(rank, q_heads, kv_heads).start + sum(shares[:k])
         return range(begin, begin + shares[k])
 
     def hidden_columns(self, rank: int, q_heads: int, kv_heads: int, head_dim: int) -> range:
-        """Returns the input columns of the output projection on this rank."""
         heads = self.o_heads(rank, q_heads, kv_heads)
         return range(heads.start * head_dim, heads.stop * head_dim)
 
     def state_heads(self, rank: int, heads: int) -> range:
-        """Returns this rank's heads of a recurrent layer: cut over all ranks, like columns of an FFN."""
+        """Returns this rank's heads of a recurrent layer, sharded over all ranks like columns of an FFN."""
         return self.ffn_columns(rank, heads)
 
     # ---- FFN, experts, vocabulary
 
     def ffn_columns(self, rank: int, width: int) -> range:
-        """Returns this rank's columns of a dense FFN (TP over all FFN ranks, whatever tpf and ep are)."""
+        """Returns this rank's columns of a dense FFN: TP over all FFN ranks, regardless of tpf and ep."""
         index = self.ffn_index(rank)
         return range(0) if index is None else share(width, self.ffn_ranks, index)
 
     def experts(self, rank: int, experts: int) -> range:
-        """Returns the routed experts on this rank."""
         index = self.ffn_index(rank)
         return range(0) if index is None else share(experts, self.ep, index // self.tpf)
 
     def expert_columns(self, rank: int, width: int) -> range:
-        """Returns the columns of each routed expert on this rank."""
         index = self.ffn_index(rank)
         return range(0) if index is None else share(width, self.tpf, index % self.tpf)
 
     def vocab_rows(self, rank: int, vocab: int) -> range:
-        """Returns this rank's rows of the embedding and of the head: all of them for sequences of its own."""
+        """Returns this rank's rows of the embedding and the LM head; all rows in mode dp."""
         return share(vocab, self.kvp * self.tpa, rank % (self.kvp * self.tpa))
 
     # ---- tokens: round-robin blocks over the kvp ranks (section 2.3)
 
     def token_owner(self, token: Int, block: int, start: Int = 0) -> Int:
-        """Computes the kvp rank that stores a token: blocks of `block` tokens go round, the first to rank `start`."""
+        """Returns the kvp rank that stores a token: round-robin blocks of `block` tokens, the first on rank `start`."""
         return (token // block + start) % self.kvp
 
     def token_slot(self, token: Int, block: int) -> Int:
-        """Computes the local position of a token on its owner, which keeps its tokens in global order."""
+        """Returns a token's local position on its owner; local order follows global order."""
         return token // (block * self.kvp) * block + token % block
 
     def token_at(self, slot: Int, kvp_rank: int, block: int, start: Int = 0) -> Int:
-        """Computes the global position of a rank's local position: the inverse of `token_slot`."""
+        """Returns the global position of a local position: the inverse of `token_slot`."""
         return (slot // block * self.kvp + (kvp_rank - start) % self.kvp) * block + slot % block
 
     def local_length(self, length: Int, kvp_rank: int, block: int, start: Int = 0) -> Int:
-        """Counts the tokens that a kvp rank stores of a sequence's first `length`."""
+        """Returns how many of a sequence's first `length` tokens a kvp rank stores."""
         cycle = block * self.kvp
         first = (kvp_rank - start) % self.kvp * block
         return length // cycle * block + _clamp(length % cycle - first, block)
@@ -255,7 +254,7 @@ class HelixLayout:
     def local_bounds(
         self, position: Int, kvp_rank: int, block: int, start: Int = 0, window: int | None = None
     ) -> tuple[Int, Int]:
-        """Computes the local keys `[lo, hi)` that a causal query at `position` reads; `window` includes its own key."""
+        """Returns the local keys `[lo, hi)` that a causal query at `position` reads; `window` includes its own key."""
         hi = self.local_length(position + 1, kvp_rank, block, start)
         if window is None:
             return hi * 0, hi
@@ -264,7 +263,7 @@ class HelixLayout:
 
 
 def feasible_layouts(world_size: int, q_heads: int, kv_heads: int) -> list[str]:
-    """Lists attention grids of `world_size` ranks that fit these heads, as `key=value` words for the command line."""
+    """Lists the attention grids of `world_size` ranks that fit these heads, as command-line settings."""
     names = []
     for mode in ("helix", "tp", "medha"):
         for tpa in range(1, world_size + 1):

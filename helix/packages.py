@@ -1,6 +1,6 @@
-"""Location of Helix's other packages: in the checkout, or in a folder of the wheel that is on the path of ranks alone.
+"""Finds Helix's other packages: in the checkout, or in a folder of the wheel that only ranks have on their path.
 
-Others have distributions with packages `comm`, `kernels` and `launch`: theirs stay importable wherever `helix` is.
+Other distributions have packages named `comm`, `kernels` and `launch`, too, which stay importable next to `helix`.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ ROOT = _HERE / "_runtime" if (_HERE / "_runtime").is_dir() else _HERE.parent
 
 
 def rank_environment() -> dict[str, str]:
-    """Returns environment variables with which Python finds the packages of `ROOT` before all others."""
+    """Returns the environment variables that put `ROOT` first on Python's path."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    return {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}  # or `python -m` would look in the working directory first
+    return {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}  # else `python -m` looks in the working directory first
 
 
 def import_package(name: str) -> ModuleType:
-    """Imports a package of `ROOT`, which need not be on Python's path.
+    """Imports a package of `ROOT`, even if it is not on Python's path.
 
     Raises:
-        ImportError: this process has imported another package of that name.
+        ImportError: this process has already imported another package of that name.
     """
     folder = ROOT / name
     if (module := sys.modules.get(name)) is None:
@@ -38,18 +38,14 @@ def import_package(name: str) -> ModuleType:
     elif folder not in {Path(place).resolve() for place in getattr(module, "__path__", ())}:
         where = module.__file__ or ", ".join(module.__path__)
         raise ImportError(
-            f"Helix has a package {name!r}, and this process has imported another one, from {where}: use Helix in a "
-            "process of its own, such as `helix serve`"
+            f"Helix needs its package {name!r}, but this process has imported another one from {where}: run Helix in a "
+            "separate process, such as `helix serve`"
         )
     return module
 
 
 def import_object(key: str, path: str) -> Any:
-    """Returns what `path`, the import path MODULE:NAME that a setting has, names.
-
-    Raises:
-        ValueError: it cannot be imported.
-    """
+    """Imports the object that `path`, MODULE:NAME, names; ValueError, which names the setting `key`, on failure."""
     module, _, name = path.partition(":")
     try:
         return getattr(import_module(module), name)

@@ -1,4 +1,4 @@
-"""Rank of this process, as its launcher says, and the most ranks of this host."""
+"""This process's rank, from the launcher's environment variables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Place of this process among the ranks, as set by torchrun."""
+    """This process's rank and world size, globally and on this host, as torchrun sets them."""
 
     rank: int
     world_size: int
@@ -18,15 +18,14 @@ class RankInfo:
 
     @property
     def host(self) -> int:
-        """Rank of this host's first rank."""
         return self.rank - self.local_rank
 
     @classmethod
     def from_environment(cls) -> RankInfo | None:
-        """Reads the environment of a launcher; returns None if no launcher started this process.
+        """Reads torchrun's environment variables; returns None if no launcher started this process.
 
         Raises:
-            ValueError: a variable of the launcher is missing or invalid.
+            ValueError: a variable is missing or invalid.
         """
         if "RANK" not in os.environ:
             return None
@@ -52,10 +51,10 @@ class RankInfo:
         try:
             socket.getaddrinfo(host, None)
         except (OSError, UnicodeError) as error:
-            raise ValueError(f"MASTER_ADDR={host} is not a host that is known here: {remedy}") from error
+            raise ValueError(f"MASTER_ADDR={host} cannot be resolved: {remedy}") from error
         return cls(*(values[name] for name in names[:4]))
 
 
 def max_ranks() -> int:
-    """Returns the most ranks that this host runs: on CPUs several share a core, to try a layout."""
+    """Returns the most ranks that this host runs; on CPUs several share a core, to try a layout."""
     return max(32, 8 * (os.cpu_count() or 1))

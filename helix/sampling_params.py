@@ -1,6 +1,6 @@
-"""The table of sampling parameters: types, ranges, defaults and meanings.
+"""Sampling parameters: types, ranges, defaults and descriptions in one table.
 
-Checks, schemas of requests, options of `LLM` and of prompt files, and the reference pages derive from it.
+Validation, HTTP request schemas, options of `LLM` and of prompt files, and the reference pages derive from it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Annotated, Any, Self, get_args, get_origin, get_type_hints
 from annotated_types import Interval
 
 FP32_MAX = (2 - 2.0**-23) * 2.0**127
-MAX_LISTED = 300  # tokens with a setting of their own in a request
+MAX_LISTED = 300  # per-token settings in a request
 LOGPROBS = Interval(ge=0, le=20)  # at most `TOP` of `kernels.tokens.top_tokens`
 _TYPES: dict[Any, Any] = {float: (int, float), int: int, bool: bool, Sequence: (list, tuple), Mapping: Mapping}
 
@@ -24,16 +24,15 @@ class Parameter:
     """A row of the table.
 
     Attributes:
-        says: its meaning, in one sentence.
+        says: description, in one sentence.
         range: of a number; lists and mappings have at most MAX_LISTED items.
         neutral: what the default does, in a word.
-        is_option: users set it by this name: in requests over HTTP, in prompt files and from Python.
-        from_checkpoint: in requests over HTTP, the default is that of `generation_config.json`, if it has one.
+        is_option: users set it by this name: over HTTP, in prompt files and from Python.
+        from_checkpoint: HTTP requests take the default from `generation_config.json`, if it has one.
         request: range in requests over HTTP and from Python, if not `range`.
-        request_default: default in requests over HTTP, if not `default`.
+        request_default: default in HTTP requests, if not `default`.
         hint: type of its field, for signatures.
-        kind: the same without None and items: float, int, bool, Sequence or Mapping.
-        default: default of its field; None: nothing, unless it is set.
+        kind: `hint` without None and item types: float, int, bool, Sequence or Mapping.
     """
 
     says: str
@@ -49,12 +48,11 @@ class Parameter:
 
     @cached_property
     def accepted(self) -> str:
-        """The values that are accepted, and what the default does."""
         return self._accepted(self.range)
 
     @property
     def request_description(self) -> str:
-        """The meaning, and the values that requests over HTTP and from Python accept."""
+        """The description, and the values that requests over HTTP and from Python accept."""
         return f"{self.says} ({self._accepted(self.request)})"
 
     def _accepted(self, range: Interval | None) -> str:
@@ -62,7 +60,6 @@ class Parameter:
         return _accepted(self.kind, range) + (", or none" if self.default is None else neutral)
 
     def check(self, name: str, value: Any) -> None:
-        """Raises ValueError, naming the parameter, the value and what is accepted."""
         if value is self.default:
             return
         is_bool = isinstance(value, bool) and self.kind is not bool
@@ -70,7 +67,7 @@ class Parameter:
             raise ValueError(f"sampling parameter {name} = {value!r:.500}: must be {self.accepted}")
 
     def _is_inside(self, value: Any) -> bool:
-        """Returns whether a value is in the range; NaN, which compares false, never is."""
+        # NaN compares false, and so is never inside.
         if (r := self.range) is None:
             return self.kind is bool or len(value) <= MAX_LISTED
         above = r.ge <= value if r.gt is None else r.gt < value
@@ -78,7 +75,6 @@ class Parameter:
 
 
 def _accepted(kind: Any, range: Interval | None) -> str:
-    """Returns the words for the values of a kind and range."""
     if kind is bool:
         return "true or false"
     if range is None:
@@ -91,7 +87,7 @@ def _accepted(kind: Any, range: Interval | None) -> str:
 
 
 def _short(number: Any) -> str:
-    """Writes a number; large powers of two as such."""
+    # Large powers of two as 2**n.
     size = abs(number)
     return f"{'-' if number < 0 else ''}2**{size.bit_length() - 1}" if size >= 1 << 31 else str(number)
 
@@ -102,10 +98,10 @@ BIAS = Parameter("added to a token's logit", Interval(ge=-100, le=100), kind=flo
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling parameters of a request; `PARAMETERS` has what each does. Real numbers are used as fp32.
+    """Sampling parameters of a request; `PARAMETERS` describes them. Real numbers are rounded to fp32.
 
-    Changes of logits precede the temperature, in the order of the attributes. Reported probabilities are those of the
-    unmodified model.
+    Logits processors run before the temperature, in the order of the attributes. Reported log-probabilities are the
+    unmodified model's.
 
     Raises:
         ValueError: a value is outside its range.
@@ -129,14 +125,14 @@ class SamplingParams:
         from_checkpoint=True,
     )] = 0.0
     seed: Annotated[int, Parameter(
-        "fixes the sampled tokens, whatever else is in the batch and whatever the layout",
+        "fixes the sampled tokens, independently of the batch and the layout",
         Interval(ge=0, lt=1 << 63), request=Interval(ge=-(1 << 63), lt=1 << 63),
     )] = 0
     logit_bias: Annotated[Mapping[int, float], Parameter(
-        "by token id, a number from -100 to 100 that is added to its logit",
+        "token id to a number from -100 to 100 that is added to the token's logit",
     )] = field(default_factory=dict, hash=False)
     min_tokens: Annotated[int, Parameter(
-        "the least number of new tokens: before, nothing that ends the answer is sampled, and no stop text counts",
+        "minimum number of new tokens: until then no end token is sampled, and stop texts are ignored",
         Interval(ge=0, lt=1 << 31), "off",
     )] = 0
     repetition_penalty: Annotated[float, Parameter(
@@ -144,10 +140,10 @@ class SamplingParams:
         Interval(ge=0.01, le=100), "off", from_checkpoint=True,
     )] = 1.0
     frequency_penalty: Annotated[float, Parameter(
-        "subtracted from a token's logit for each time that the answer has it", Interval(ge=-2, le=2), "off",
+        "subtracted from a token's logit for each occurrence in the answer", Interval(ge=-2, le=2), "off",
     )] = 0.0
     presence_penalty: Annotated[float, Parameter(
-        "subtracted from the logits of tokens that the answer has", Interval(ge=-2, le=2), "off",
+        "subtracted from the logits of tokens that occur in the answer", Interval(ge=-2, le=2), "off",
     )] = 0.0
     masked: Annotated[bool, Parameter(
         "rank 0 sends a mask of the allowed tokens before each is sampled", is_option=False,
@@ -157,10 +153,10 @@ class SamplingParams:
     )] = field(default=(), hash=False)
     ignore_eos: Annotated[bool, Parameter("the model's own end tokens do not end the answer")] = False
     logprobs: Annotated[int | None, Parameter(
-        "number of most likely tokens that are reported with each new one", LOGPROBS,
+        "number of most likely tokens to report with each new token", LOGPROBS,
     )] = None
     prompt_logprobs: Annotated[int | None, Parameter(
-        "the same for each token of the prompt but the first: no prefix of it is taken from the cache", LOGPROBS,
+        "the same for each prompt token except the first; turns the prefix cache off for this request", LOGPROBS,
         is_option=False,
     )] = None
     # fmt: on
@@ -176,7 +172,7 @@ class SamplingParams:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Creates the parameters from what `to_dict` returned, also if JSON has made texts of token ids."""
+        """Inverse of `to_dict`; token ids may be strings, as in JSON."""
         bias = {int(token): value for token, value in values.get("logit_bias", {}).items()}
         return cls(**{**values, "logit_bias": bias})
 
@@ -201,7 +197,7 @@ class SamplingParams:
 
     @cached_property  # the scheduler looks at it for each decision
     def needs_logits_processor(self) -> bool:
-        """Whether its steps shape logits or report log-probabilities; such sequences take no drafts."""
+        """Whether it changes logits or reports log-probabilities; such sequences take no drafts."""
         return self.changes_logits or self.logprobs is not None
 
     def ends(self, eos: Collection[int]) -> set[int]:
@@ -210,7 +206,7 @@ class SamplingParams:
 
 
 def parameters(table: type) -> dict[str, Parameter]:
-    """Reads the rows of a dataclass, each the annotation of a field."""
+    """Reads the `Parameter` annotations of a dataclass's fields."""
     hints, annotated = get_type_hints(table), get_type_hints(table, include_extras=True)
     rows = {}
     for row in fields(table):

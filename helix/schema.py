@@ -1,7 +1,7 @@
-"""Settings as dataclasses whose annotations say which values are possible, and one sentence for a value that is not.
+"""Validates settings against dataclasses whose annotations say which values are allowed.
 
 An annotation is `Literal[...]`, `Annotated[int, Range(1, 31)]` (or float), `FilePath`, `ImportPath`, a plain
-type, a list of one, or several of these, as in `Literal["auto"] | Annotated[int, Range(1)] | None`.
+type, a list of one, or a union of these, as in `Literal["auto"] | Annotated[int, Range(1)] | None`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TYPE_NAMES: dict[Any, str] = {
 
 
 class Range(NamedTuple):
-    """Bounds of a number, which may be `minimum` and `maximum`, and has to be more than `above`; None: no bound."""
+    """Bounds of a number: inclusive `minimum` and `maximum`, exclusive `above`; None: no bound."""
 
     minimum: float | None = None
     maximum: float | None = None
@@ -53,7 +53,7 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True)
 class LiteralText:
-    """Mark of texts that command lines take as they are, whatever characters they have."""
+    """Marks strings that command lines take literally, whatever characters they contain."""
 
     def has(self, text: str) -> bool:
         return text != ""
@@ -61,7 +61,7 @@ class LiteralText:
 
 @dataclass(frozen=True)
 class Importable:
-    """Mark of texts that name something in a module."""
+    """Marks strings of the form MODULE:NAME."""
 
     def has(self, text: str) -> bool:
         return re.fullmatch(r"[\w.]+:\w+", text) is not None
@@ -72,10 +72,10 @@ ImportPath = Annotated[str, Importable()]
 
 
 def build(schema: type[S], content: Mapping[str, Any], prefix: str = "") -> S:
-    """Makes a dataclass of nested mappings; keys that are left out have their defaults.
+    """Builds a dataclass from nested mappings; missing keys get their defaults.
 
     Raises:
-        ValueError: a key is unknown, or a value is not of its type; the message names key, value and what it has to be.
+        ValueError: a key is unknown or a value is invalid; the message names key, value and what is allowed.
     """
     kinds = field_types(schema)
     for name in content:
@@ -92,13 +92,13 @@ def build(schema: type[S], content: Mapping[str, Any], prefix: str = "") -> S:
 
 
 def field_types(schema: Any) -> dict[str, Any]:
-    """Returns the annotations of a dataclass's fields."""
+    """Returns the annotations of a dataclass's fields, by name."""
     kinds = get_type_hints(schema, include_extras=True)
     return {field.name: kinds[field.name] for field in fields(schema)}
 
 
 def leaves(schema: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yields key, annotation and default of everything that can be set."""
+    """Yields the dotted key, annotation and default of every setting."""
     kinds = field_types(schema)
     for field in fields(schema):
         if is_dataclass(kinds[field.name]):
@@ -109,10 +109,10 @@ def leaves(schema: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
 
 
 def parse_value(key: str, value: Any, kind: Any) -> Any:
-    """Converts a value to its type: texts to numbers, and 128K and 1M to integers.
+    """Converts a value to its type: strings to numbers, 128K and 1M to integers.
 
     Raises:
-        ValueError: it is not of that type; the message names key, value and what it has to be.
+        ValueError: it has another type; the message names key, value and what is allowed.
     """
     if is_dataclass(kind):
         keys = ", ".join(f"{key}.{name}" for name in field_types(kind))
@@ -126,12 +126,11 @@ def parse_value(key: str, value: Any, kind: Any) -> Any:
 
 
 def _annotation_hint(kind: Any) -> str:
-    """Returns what a kind says of itself behind its range."""
     return "".join(f": {one}" for one in get_args(kind) if get_origin(kind) is Annotated and isinstance(one, str))
 
 
 def format_value(value: Any) -> str:
-    """Writes a value as one types it on a command line."""
+    """Formats a value as on a command line."""
     if isinstance(value, list):
         return f"[{','.join(map(format_value, value))}]"
     if isinstance(value, dict):
@@ -140,23 +139,23 @@ def format_value(value: Any) -> str:
 
 
 def alternatives(kind: Any) -> tuple[Any, ...]:
-    """Returns the annotations of which a value may have any."""
+    """Returns the members of a union; otherwise the annotation itself."""
     return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
 
 
 def choices(kind: Any) -> list[str]:
-    """Lists the words that a value may be."""
+    """Lists the literals that a value may be."""
     bare = (get_args(one)[0] if get_origin(one) is Annotated else one for one in alternatives(kind))
     return [word for one in bare if get_origin(one) is Literal for word in get_args(one)]
 
 
 def is_literal_text(kind: Any) -> bool:
-    """Returns whether command lines take a value as it is: a path."""
+    """Returns whether command lines take a value literally, as for paths."""
     return any(LiteralText() in get_args(one) for one in alternatives(kind))
 
 
 def describe_type(kind: Any) -> str:
-    """Says what a value has to be."""
+    """Describes the allowed values, for messages."""
     origin, args = get_origin(kind), get_args(kind)
     if len(several := alternatives(kind)) > 1:
         return ", or ".join("null" if one is NoneType else describe_type(one) for one in several)
@@ -209,20 +208,17 @@ def _parse_integer(value: str | float) -> int:
 
 
 def unknown_message(text: str, known: Collection[str], near: Collection[str] = ()) -> str:
-    """Writes the message for an unknown word: the known ones, and the nearest of them or of `near`."""
+    """Returns the message for an unknown word: the known ones, and the closest of them and `near`."""
     found = get_close_matches(text, [*known, *near], n=1)
     return f"{text} is unknown; known: {', '.join(known)}" + (f" (did you mean {found[0]}?)" if found else "")
 
 
 def unknown_key_message(schema: Any, key: str, siblings: Collection[str]) -> str:
-    """Writes the message for a key that a schema does not have: its new name, or those around it and the nearest.
-
-    The schema may name what has moved: `RENAMED`, what stands for an old key, where {} is its value.
-    """
+    """Returns the message for an unknown key: its new name (the schema's `RENAMED`), or the known and closest keys."""
     if (new := getattr(schema, "RENAMED", {}).get(key)) is not None:
         return f"{key} is now {new.partition('=')[0]}"
     name = key.rpartition(".")[2]
     same = [one for one, _, _ in leaves(schema) if one.rpartition(".")[2] == name]
-    if same:  # `kvp` for `layout.kvp`
+    if same:  # `kvp` instead of `layout.kvp`
         return f"{key} is unknown; known: {', '.join(siblings)} (did you mean {min(same, key=len)}?)"
     return unknown_message(key, siblings, [one for one, _, _ in leaves(schema)])

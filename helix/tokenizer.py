@@ -1,4 +1,4 @@
-"""A checkpoint directory's tokenizer: its files as transformers reads them, over the `tokenizers` library."""
+"""A checkpoint's tokenizer: reads its files as transformers does, on top of the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from tokenizers import Tokenizer as Backend
 from helix.files import read_json, read_text
 
 LLAMA = ("LlamaTokenizer", "LlamaTokenizerFast")
-# Special tokens that every tokenizer may have, by their names in tokenizer_config.json.
+# Names of special tokens in tokenizer_config.json.
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-# What `clean_up_tokenization_spaces` takes back: WordPiece's spaces before punctuation.
+# WordPiece's spaces before punctuation, which `clean_up_tokenization_spaces` removes.
 CLEANED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 
 
 class Tokenizer:
     """Tokenizer of a checkpoint directory with `tokenizer.json`, equal to transformers' PreTrainedTokenizerFast.
 
-    It splits texts as `tokenizer.json` says. For some classes that `tokenizer_config.json` names, such as
-    LlamaTokenizerFast of DeepSeek's distilled models, AutoTokenizer would put the class's own splitting in its place.
+    It pre-tokenizes as `tokenizer.json` says. For some classes in `tokenizer_config.json`, such as LlamaTokenizerFast
+    of DeepSeek's distilled models, AutoTokenizer would replace that by the class's own pre-tokenizer.
 
     Attributes:
         backend_tokenizer: the `tokenizers.Tokenizer`.
-        special_tokens: texts of special tokens by their names, such as `eos_token`; chat templates read them.
-        chat_templates: chat templates by their names; a single one is `default`.
+        special_tokens: special tokens by name, such as `eos_token`; chat templates read them.
+        chat_templates: chat templates by name; a single one is `default`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -41,10 +41,10 @@ class Tokenizer:
         self.chat_templates = _chat_templates(path, config.get("chat_template"))
         self.special_tokens = {name: str(token) for name, token in named.items()}
         self._add_tokens(listed, [*named.values(), *more])
-        # The cleaning would take spaces of the text from BPE's.
+        # With BPE, cleaning up would remove spaces of the text itself.
         self._cleans = config.get("clean_up_tokenization_spaces") and type(backend.model).__name__ != "BPE"
         bos = self.special_tokens.get("bos_token")
-        # DeepSeek's tokenizers begin texts by the config alone, for a class that followed it before transformers 5.
+        # DeepSeek's tokenizers add BOS only through the config, for a class that respected it before transformers 5.
         if bos is not None and config.get("add_bos_token") is True and config.get("tokenizer_class") in LLAMA:
             begin = self.token_to_id(bos)
             if begin not in self.encode(""):
@@ -52,7 +52,7 @@ class Tokenizer:
                 backend.post_processor = processors.TemplateProcessing(single, pair, [(bos, begin)])
 
     def _add_tokens(self, listed: Iterable[AddedToken], special: list[AddedToken | str]) -> None:
-        """Adds tokens that `tokenizer.json` lacks, or has with other options."""
+        # Adds tokens that `tokenizer.json` lacks, or has with other options.
         known = self.added_tokens.values()
         options = {repr(token) for token in known}
         missing: list[AddedToken | str] = [token for token in listed if repr(token) not in options]
@@ -68,7 +68,7 @@ class Tokenizer:
 
     @property
     def added_tokens(self) -> dict[int, AddedToken]:
-        """Tokens that are found in a text before it is split, by their ids."""
+        """Tokens that are matched before pre-tokenization, by id."""
         return self.backend_tokenizer.get_added_tokens_decoder()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -81,7 +81,6 @@ class Tokenizer:
         return text
 
     def id_to_token(self, token: int) -> str | None:
-        """Returns a token's name in the vocabulary; None if it has no such token."""
         return self.backend_tokenizer.id_to_token(token)
 
     def token_to_id(self, name: str) -> int | None:
@@ -89,6 +88,7 @@ class Tokenizer:
 
 
 def has_tokenizer(path: str | Path | None) -> bool:
+    """Returns whether a checkpoint directory has a `tokenizer.json`."""
     return path is not None and os.path.lexists(Path(path) / "tokenizer.json")
 
 
@@ -109,7 +109,7 @@ def load_tokenizer(path: str | Path | None) -> Tokenizer | None:
     check_tokenizer_files(path)
     try:
         return Tokenizer(Path(str(path)))
-    except BaseException as error:  # of any type that the library raises for bad files, including panics
+    except BaseException as error:  # the library raises any type for bad files, including Rust panics
         if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
             raise
         what = " ".join(str(error).split())
@@ -128,7 +128,7 @@ def read_end_token(path: Path) -> int | None:
     config = _read(path / "tokenizer_config.json")
     known = config.get("added_tokens_decoder")
     text = config.get("eos_token")
-    if not isinstance(known, dict) or not known:  # transformers merges the other file only then
+    if not isinstance(known, dict) or not known:  # only then transformers merges the other file
         known, text = {}, _read(path / "special_tokens_map.json").get("eos_token", text)
     text = text.get("content") if isinstance(text, dict) else text
     if not isinstance(text, str):
@@ -143,7 +143,7 @@ def read_end_token(path: Path) -> int | None:
         return next(
             (i for piece, i in [*((one["content"], one["id"]) for one in added), *pieces] if piece == text), None
         )
-    except (AttributeError, KeyError, TypeError, ValueError):  # `load_tokenizer` tells what is wrong
+    except (AttributeError, KeyError, TypeError, ValueError):  # `load_tokenizer` reports what is wrong
         return None
 
 
@@ -152,7 +152,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _chat_templates(path: Path, configured: Any) -> dict[str, str]:
-    """Reads the chat templates of a directory; its files go before `tokenizer_config.json`."""
+    # Template files take precedence over `tokenizer_config.json`.
     files = {file.stem: file for file in (path / "additional_chat_templates").glob("*.jinja")}
     if os.path.lexists(path / "chat_template.jinja"):
         files = {"default": path / "chat_template.jinja"} | files
@@ -164,21 +164,20 @@ def _chat_templates(path: Path, configured: Any) -> dict[str, str]:
         return {}
     templates = configured if isinstance(configured, dict) else {"default": configured}
     if not all(isinstance(text, str) for item in templates.items() for text in item):
-        raise TypeError("chat_template is neither a text nor texts with names")
+        raise TypeError("chat_template must be a string or a list of named strings")
     return templates
 
 
 def _added_tokens(
     path: Path, config: dict[str, Any], backend: Backend
 ) -> tuple[list[AddedToken], dict[str, AddedToken | str], list[AddedToken | str]]:
-    """Reads the added tokens that the files beside `tokenizer.json` tell of, as transformers merges these.
+    """Reads the added tokens of the files next to `tokenizer.json`, merged as in transformers.
 
     Args:
-        config: that of `tokenizer_config.json`; it is changed.
-        backend: `tokenizer.json`, as it was read.
+        config: content of `tokenizer_config.json`; changed in place.
 
     Returns:
-        The listed ones by their ids, special ones by their names, and more special ones.
+        The listed tokens in id order, special tokens by name, and more special tokens.
     """
     if "additional_special_tokens" in config:
         config.setdefault("extra_special_tokens", config.pop("additional_special_tokens"))
@@ -206,7 +205,7 @@ def _added_tokens(
 
 
 def _merge_older_files(path: Path, config: dict[str, Any]) -> dict[int, AddedToken]:
-    """Merges `special_tokens_map.json` into a config without `added_tokens_decoder`; reads `added_tokens.json`."""
+    # For configs without `added_tokens_decoder`: special_tokens_map.json and added_tokens.json.
     for name, value in _read(path / "special_tokens_map.json").items():
         if name == "extra_special_tokens" and isinstance(value, list):
             tokens = [AddedToken(**token, special=True) if isinstance(token, dict) else token for token in value]
@@ -228,7 +227,6 @@ def _is_custom(name: str) -> bool:
 
 
 def _token(value: Any) -> Any:
-    """Returns the token that a value of a config stands for; others as they are."""
     if isinstance(value, dict) and value.get("__type") == "AddedToken":
         return AddedToken(**{name: option for name, option in value.items() if name != "__type"})
     return value

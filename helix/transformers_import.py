@@ -1,4 +1,4 @@
-"""Import of transformers for its configs, without its models."""
+"""Imports transformers for its configs, without its models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An agent of several, each with ranks of one job: what `launch/agent.sh` runs, through torch's elastic launcher."""
+"""One of several agents, each with ranks of the same job: run by `launch/agent.sh`, on torch's elastic launcher."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from launch.inputs.job_kinds import RUNTIME, Program
 from launch.job.membership import deadline
 from launch.job.spawn import INTERRUPTED
 
-ANSWER_S = 30  # for the first agent's host to answer
-JOIN_S = 300  # for all agents to be there
-POLL_S = 0.5  # between two looks at who is there
-GRACE_S = 5  # between asking ranks to end and killing them
+ANSWER_S = 30  # for the first agent's host to respond
+JOIN_S = 300  # for all agents to join
+POLL_S = 0.5  # interval of polling the number of agents
+GRACE_S = 5  # between SIGTERM and SIGKILL
 
 
 def read(environment: Mapping[str, str]) -> LaunchConfig:
-    """Reads the agent that environment variables describe.
+    """Reads the agent's configuration from environment variables.
 
     Raises:
         ValueError: a variable is missing or wrong; the message names it, its value and what to set.
@@ -43,7 +43,7 @@ def read(environment: Mapping[str, str]) -> LaunchConfig:
     try:
         socket.getaddrinfo(host.strip("[]"), None)
     except (OSError, UnicodeError) as error:
-        raise ValueError(f"ENDPOINT={endpoint}: no host of that name is known here") from error
+        raise ValueError(f"ENDPOINT={endpoint}: the host name cannot be resolved") from error
     nodes = _count(environment, "NODES", 2, 1 << 16)
     ranks = _count(environment, "RANKS", torch.cuda.device_count(), max_ranks())
     grace: dict[str, Any] = (
@@ -56,7 +56,7 @@ def read(environment: Mapping[str, str]) -> LaunchConfig:
         run_id=environment.get("RUN", "") or "helix",
         rdzv_backend="c10d",
         rdzv_endpoint=endpoint,
-        rdzv_configs={"timeout": JOIN_S, "read_timeout": ANSWER_S, "is_host": False},  # `rendezvous_store` is there
+        rdzv_configs={"timeout": JOIN_S, "read_timeout": ANSWER_S, "is_host": False},  # `rendezvous_store` hosts it
         max_restarts=0,
         monitor_interval=0.1,
         **grace,
@@ -64,32 +64,32 @@ def read(environment: Mapping[str, str]) -> LaunchConfig:
 
 
 def rendezvous_store(endpoint: str) -> dist.Store:
-    """Connects to the store at which agents meet; the first agent on the endpoint's host starts it.
+    """Connects to the store where agents meet; the first agent on the endpoint's host starts it.
 
     Raises:
-        RuntimeError: nothing answers there, or no store does.
+        RuntimeError: nothing responds there, or it is not a store.
     """
     host, _, port = endpoint.rpartition(":")
     host = host.strip("[]")
-    absent = f"ENDPOINT={endpoint}: no agent answered within {ANSWER_S} s: start the first host's, or set another port"
+    absent = f"ENDPOINT={endpoint}: no agent responded within {ANSWER_S} s: start the first host's, or set another port"
     with deadline(ANSWER_S, f"error: {absent}"):
         try:
             return _store(host, int(port), serves=_is_here(host))
         except (dist.DistError, RuntimeError, ValueError):
-            try:  # another agent of this host was faster
+            try:  # another agent of this host has started it
                 return _store(host, int(port), serves=False)
             except (dist.DistError, RuntimeError, ValueError) as error:
                 raise RuntimeError(absent) from error
 
 
 def wait_for_agents(store: dist.Store, config: LaunchConfig) -> None:
-    """Waits until all agents of a run are at the store.
+    """Waits until all agents of a run have joined.
 
-    torch's rendezvous goes on as soon as one agent has as many as it wants: with unequal NODES some would run and the
+    torch's rendezvous proceeds once one agent has as many as it expects: with unequal NODES some would run while the
     others wait.
 
     Raises:
-        RuntimeError: one of them has another NODES, or too few came in time.
+        RuntimeError: agents have different NODES, or too few joined in time.
     """
     nodes, local = config.max_nodes, socket.gethostname()
     store = dist.PrefixStore(f"helix/{config.run_id}/agents", store)
@@ -100,7 +100,7 @@ def wait_for_agents(store: dist.Store, config: LaunchConfig) -> None:
         for number in range(1, count + 1):
             theirs, _, host = store.get(str(number)).decode().partition(" ")
             if theirs != str(nodes):
-                time.sleep(4 * POLL_S)  # the store may end with this agent: the others look first
+                time.sleep(4 * POLL_S)  # the store may end with this agent: let the others see the error first
                 raise RuntimeError(
                     f"NODES={nodes} on {local}, but NODES={theirs} on {host}: set NODES to the number of hosts on all"
                 )
@@ -108,7 +108,7 @@ def wait_for_agents(store: dist.Store, config: LaunchConfig) -> None:
             return
         if time.monotonic() > end:
             raise RuntimeError(
-                f"ENDPOINT={config.rdzv_endpoint}: {count} of NODES={nodes} agents came within {JOIN_S} s as "
+                f"ENDPOINT={config.rdzv_endpoint}: {count} of NODES={nodes} agents joined within {JOIN_S} s as "
                 f"RUN={config.run_id}"
             )
         time.sleep(POLL_S)
@@ -120,7 +120,7 @@ def _store(host: str, port: int, serves: bool) -> dist.Store:
 
 
 def _is_here(host: str) -> bool:
-    """Returns whether a name is this host's: one of its addresses can be listened at."""
+    """Returns whether a name is this host's, by listening on one of its addresses."""
     for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
         with socket.socket(family, kind, protocol) as probe:
             try:
@@ -136,13 +136,13 @@ def _count(environment: Mapping[str, str], name: str, unset: int, maximum: int) 
     if text in ("", "gpu") and unset:
         return unset
     if not text.isascii() or not text.isdecimal() or not 1 <= int(text[:9]) <= maximum:
-        why = "" if text else ", as this host has no GPU"
+        why = "" if text else ", because this host has no GPU"
         raise ValueError(f"{name}={text} must be an integer from 1 to {maximum}{why}")
     return int(text)
 
 
 def main(arguments: Sequence[str], environment: Mapping[str, str], program: Program = RUNTIME) -> int:
-    """Runs the agent of a program; returns the exit code of its ranks, or 1 where the agents do not meet."""
+    """Runs an agent; returns the exit code of its ranks, or 1 if the agents do not meet."""
     try:
         line = command_parser.read(arguments, program.cli_command)
         if (text := compose.info_text(line, program.cli_command)) is not None:
@@ -153,14 +153,14 @@ def main(arguments: Sequence[str], environment: Mapping[str, str], program: Prog
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    # Ranks say themselves what went wrong with them; torch would add a screen of its own.
+    # Ranks print their own errors; torch would add a screenful.
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // config.nproc_per_node)))
     where = f"ENDPOINT={config.rdzv_endpoint}"
     try:
-        store = rendezvous_store(config.rdzv_endpoint)  # held here for as long as the agent runs
-        print(f"{where}: meeting {config.max_nodes} agents, for {JOIN_S} s at most", file=sys.stderr, flush=True)
+        store = rendezvous_store(config.rdzv_endpoint)  # kept alive while the agent runs
+        print(f"{where}: waiting for {config.max_nodes} agents, up to {JOIN_S} s", file=sys.stderr, flush=True)
         wait_for_agents(store, config)
         elastic_launch(config, sys.executable)("-u", *program.command, *line.arguments)
     except (KeyboardInterrupt, SignalException):

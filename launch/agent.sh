@@ -3,9 +3,9 @@
 #
 #   ENDPOINT=host0:29500 NODES=2 RANKS=4 launch/agent.sh layout.kvp=8 decode.prompts=FILE.jsonl
 #
-# NODES agents (2 if unset) with RANKS ranks each (one a GPU if unset) meet at ENDPOINT; RUN tells apart jobs that share
-# it. On one host, start it twice.
+# NODES agents (2 if unset) with RANKS ranks each (one a GPU if unset) meet at ENDPOINT; RUN distinguishes jobs that
+# share it. On one host, start it twice.
 set -eu
-export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}" # who cannot connect is said in a line
+export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}" # failed connections are reported in one line
 cd "$(dirname "$0")/.."
 exec "${PYTHON:-python3}" -m launch.agent "$@"

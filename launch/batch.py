@@ -1,4 +1,4 @@
-"""Decoding of a prompt file: a client of the ranks that writes each result when its request has ended."""
+"""Offline batches: submits the prompts of a file to the ranks and writes each result when its request finishes."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ from launch.inputs.prompt_files import SERVED, PromptFile, PromptLine, ResultFil
 from launch.inputs.terminal import PromptsTerminal
 from launch.serving.openai import OpenAIAnswer
 
-OPEN_PER_SLOT = 2  # requests that are read and have not ended, for each that can run
-POLL_S = 0.2  # between two looks at the progress of prompts
+OPEN_PER_SLOT = 2  # open requests per row of the batch: the next ones are tokenized while the batch runs
+POLL_S = 0.2  # interval of progress updates
 
 
 def decode_attached(config: Config) -> int:
-    """Decodes the config's prompts over ranks that were started elsewhere, and listen at `serve.attach`.
+    """Decodes the prompts of a config over ranks that were started separately and listen at `serve.attach`.
 
     Returns:
-        The exit code: 0, REFUSED, or 1 after an error, which was printed in one line.
+        The exit code: 0, REFUSED, or 1 after printing an error on one line.
 
     Raises:
-        ValueError: the config, or the prompt file, is wrong.
+        ValueError: the config or the prompt file is wrong.
     """
     check(config)
     check_defaults(config.decode)
     if config.decode.prompts is None:
-        raise ValueError(f"nothing to do over serve.attach={config.serve.attach}: set decode.prompts=FILE.jsonl")
+        raise ValueError(f"serve.attach={config.serve.attach} has no prompts to run: set decode.prompts=FILE.jsonl")
     return asyncio.run(decode(config, PromptFile(Path(config.decode.prompts)), Path(str(config.serve.attach))))
 
 
 async def decode(config: Config, prompts: Sequence[PromptLine], socket: Path) -> int:
-    """Decodes prompts over ranks that serve a socket, then ends the ranks; cancelled, it leaves the results so far.
+    """Decodes prompts over ranks that serve a socket, then ends the ranks; if cancelled, keeps the results so far.
 
     Returns:
         The exit code, as in `decode_attached`.
@@ -57,19 +57,19 @@ async def decode(config: Config, prompts: Sequence[PromptLine], socket: Path) ->
         return REFUSED if await runner.run() else 0
     except (ValueError, RankError) as error:
         print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr)
-    except SystemExit:  # of rich, which makes it of a broken pipe
-        print("error: nobody reads the output any more: stdout is a pipe whose other end is closed", file=sys.stderr)
+    except SystemExit:  # rich raises it on a broken pipe
+        print("error: stdout is a pipe whose reader has closed it", file=sys.stderr)
     return 1
 
 
 class BatchRunner:
-    """Decoding of a prompt file over a session.
+    """Decodes a prompt file over a session.
 
     Args:
-        socket: of the ranks.
+        socket: Unix socket of the ranks.
 
     Raises:
-        ValueError: results cannot be written.
+        ValueError: the result file is not writable.
     """
 
     def __init__(self, config: Config, prompts: Sequence[PromptLine], socket: Path) -> None:
@@ -81,11 +81,11 @@ class BatchRunner:
         self._supervisor = Supervisor(self._engine_client, serve, [], socket.parent)
         self._session = Session(serve, self._engine_client)
         self._answers: set[Answer] = set()
-        self._prompt_tokens = 0  # of answers that have ended
+        self._prompt_tokens = 0  # of finished answers
         self._refused = 0
 
     async def run(self) -> int:
-        """Decodes the prompts without a result; returns how many are refused.
+        """Decodes the prompts that have no result yet; returns the number of refused ones.
 
         Raises:
             RankError: results cannot be written.
@@ -132,14 +132,14 @@ class BatchRunner:
             watching.cancel()
 
     async def _submit(self, prompt: PromptLine) -> Answer | None:
-        """Submits a prompt; of one that is refused, writes the result and returns None."""
+        """Submits a prompt; if it is refused, writes that as its result and returns None."""
         batch = prompt.url is not None
         try:
             body = self._body(prompt)
             answer = await self._session.open(body, defaults=None if batch else {}, parse_output=batch)
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit, MemoryError):
             raise
-        except BaseException as error:  # also panics of tokenizers and llguidance: the other prompts go on
+        except BaseException as error:  # includes panics of tokenizers and llguidance: other prompts continue
             refusal = error if isinstance(error, ApiError) else _to_api_error(error)
             if batch:
                 self._respond(prompt, refusal.status, refusal.body())
@@ -150,7 +150,6 @@ class BatchRunner:
         return answer
 
     async def _finish(self, prompt: PromptLine, answer: Answer) -> None:
-        """Waits for an answer's end, and writes the result."""
         try:
             if prompt.url is None:
                 output = await to_request_output(answer, partial(self._show, prompt, 1))
@@ -168,14 +167,13 @@ class BatchRunner:
             self._prompt_tokens += answer.prompt_tokens
 
     def _body(self, prompt: PromptLine) -> Chat | Completion:
-        """Makes a request of a line, and checks what the model has to do with it."""
         body = make_body(prompt, self._config.decode)
         if prompt.url is not None:
             if body.stream:
-                raise ApiError(400, "stream=true: the answers of a batch come whole", param="stream")
+                raise ApiError(400, "stream=true: batch responses are not streamed", param="stream")
             self._session.check_model(body.model)
         elif body.stop and self._session.tokenizer.backend is None:
-            raise ValueError("stop texts need a tokenizer, and the model directory has none")
+            raise ValueError("stop strings need a tokenizer, and the model directory has none")
         return body
 
     def _show(self, prompt: PromptLine, count: int, index: int, delta: Delta) -> None:
@@ -195,7 +193,7 @@ class BatchRunner:
         self._terminal.count(self._results.count, len(self._prompts))
 
     def _length(self, prompt: PromptLine) -> int:
-        """Returns the number of tokens of a prompt that is refused; 0 if it cannot be read."""
+        """Returns the number of tokens of a refused prompt; 0 if it cannot be tokenized."""
         if prompt.ids is not None:
             return len(prompt.ids)
         if prompt.text is None:
@@ -205,7 +203,6 @@ class BatchRunner:
         return 0
 
     async def _watch(self) -> None:
-        """Shows the progress of prompts."""
         while True:
             await asyncio.sleep(POLL_S)
             done = sum(choice.generation.progress or 0 for answer in self._answers for choice in answer.choices)
@@ -214,7 +211,8 @@ class BatchRunner:
 
 
 def _to_api_error(error: BaseException) -> ApiError:
-    """Creates the refusal of a prompt that cannot be made a request, with the reason."""
     if isinstance(error, ValueError):
         return ApiError(400, f"{' '.join(str(error).split()):.300}")
-    return ApiError(500, f"it could not be read: {type(error).__name__}: {' '.join(str(error).split()):.300}")
+    return ApiError(
+        500, f"the prompt could not be processed: {type(error).__name__}: {' '.join(str(error).split()):.300}"
+    )

@@ -1,4 +1,4 @@
-"""A chat in the terminal: with a model that it serves itself, or with a server (`helix chat --url URL`)."""
+"""Terminal chat: with a model that it serves itself, or with a server (`helix chat --url URL`)."""
 
 from __future__ import annotations
 
@@ -26,22 +26,20 @@ from launch.inputs.flags import API_KEY
 from launch.inputs.terminal import strip_control
 from launch.job.lifeline import LAUNCHER
 
-START_S = 1800.0  # for a model to be loaded
+START_S = 1800.0  # for the model to load
 READ_TIMEOUT_S = 600.0  # for the next piece of an answer
 STOP_S = 30.0  # for the server to end
 NUMBERS = {"--max-tokens": ("max_tokens", int), "--temperature": ("temperature", float)}  # fields of a request
 COMMANDS = """\
-/new        forget the conversation      /system TEXT  tell the model something first
-/retry      answer once more             /quit         end (also control-D)
-control-C   stop an answer"""
+/new        start over                   /system TEXT  set the system prompt and start over
+/retry      regenerate the last answer   /quit         end the chat (or control-D)
+control-C   stop the answer"""
 
 
 class ChatClient:
     """A conversation with a server.
 
     Args:
-        url: of the server.
-        key: an API key, or None.
         options: fields of each request, such as `temperature`.
     """
 
@@ -51,15 +49,15 @@ class ChatClient:
         self.model = self._json("/v1/models")["data"][0]["id"]
 
     def ask(self, question: str) -> Iterator[str]:
-        """Streams the answer to a question; both become part of the conversation, what was said before a stop too.
+        """Streams the answer to a question and adds both to the conversation, also if the answer is stopped early.
 
-        The model's thoughts are streamed, and are not told to it again.
+        Reasoning is streamed too, but not sent back with the conversation.
 
         Raises:
-            ValueError: the server refuses it, with the reason, or the answer broke off.
+            ValueError: the server refuses the request, or the connection broke.
         """
         if self.turns and self.turns[-1]["role"] == "user":
-            self.turns.pop()  # it was stopped before a word: many templates refuse two questions in a row
+            self.turns.pop()  # stopped before the first token: many templates refuse two user turns in a row
         self.turns.append({"role": "user", "content": question})
         system_messages = [{"role": "system", "content": self.system}] if self.system else []
         body = {"model": self.model, "messages": system_messages + self.turns, "stream": True, **self.options}
@@ -80,19 +78,19 @@ class ChatClient:
                         if piece := choice["delta"].get("content"):
                             pieces.append(piece)
                             yield piece
-            raise ValueError(f"{self.url}: the answer broke off")
+            raise ValueError(f"{self.url}: the connection closed before the answer was complete")
         except ValueError:
             self.turns.pop()
             raise
         except (OSError, HTTPException) as error:
             self.turns.pop()
-            raise ValueError(f"{self.url}: the answer broke off: {error}") from error
+            raise ValueError(f"{self.url}: the connection broke before the answer was complete: {error}") from error
         finally:
             if self.turns and self.turns[-1]["role"] == "user" and pieces:
                 self.turns.append({"role": "assistant", "content": "".join(pieces)})
 
     def pop_last_question(self) -> str | None:
-        """Takes back the last question and its answer; returns the question, None where there is none."""
+        """Removes the last question and its answer; returns the question, or None if there is none."""
         while self.turns:
             turn = self.turns.pop()
             if turn["role"] == "user":
@@ -115,15 +113,15 @@ class ChatClient:
             raise ValueError(f"{self.url}: {text}") from error
         except (URLError, OSError) as error:
             reason = getattr(error, "reason", error)
-            raise ValueError(f"{self.url} does not answer: {reason}; `helix serve DIR` starts a server") from error
+            raise ValueError(f"{self.url} does not respond: {reason}; `helix serve DIR` starts a server") from error
 
 
 @contextmanager
 def serve_model(line: CommandLine) -> Iterator[str]:
-    """Serves a model for as long as the context lasts; yields the URL.
+    """Serves a model while the context is open; yields the URL.
 
     Raises:
-        ValueError: the server did not start; it has said why.
+        ValueError: the server did not start; it has printed the reason.
     """
     arguments = [sys.executable, "-m", "launch.serve", *line.arguments, "serve.port=0"]
     environment = os.environ | {LAUNCHER: str(os.getpid())}
@@ -137,8 +135,8 @@ def serve_model(line: CommandLine) -> Iterator[str]:
                 break
             print(text, end="", flush=True)
         else:
-            raise ValueError("the model is not served")
-        Thread(target=process.stdout.read, daemon=True).start()  # or the server would wait for a reader
+            raise ValueError("the server did not start")
+        Thread(target=process.stdout.read, daemon=True).start()  # keeps the server from blocking on a full pipe
         late.cancel()
         yield found[1]
     finally:
@@ -161,7 +159,7 @@ def chat_loop(chat: ChatClient) -> None:
             print()
             return
         except KeyboardInterrupt:
-            print("\n/quit or control-D ends the chat")
+            print("\ntype /quit or control-D to end the chat")
             continue
         command, _, rest = text.partition(" ")
         if command in ("/quit", "/exit"):
@@ -203,18 +201,18 @@ def _answer(chat: ChatClient, question: str) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs a chat; returns the exit code: 0, or 1 where something is wrong that was said in one line."""
+    """Runs a chat; returns the exit code: 0, or 1 after printing an error on one line."""
     try:
         line = command_parser.read(arguments, CHAT)
         if line.options and (text := import_module("launch.inputs.compose").info_text(line, CHAT)) is not None:
-            print(text, end="")  # the import takes longer than all others: it is the server that composes
+            print(text, end="")  # compose is the slowest import, and otherwise only the server needs it
             return 0
         given = {flag: value for flag, value in line.flag_values.items() if flag in NUMBERS}
         options = {NUMBERS[flag][0]: parse_value(flag, value, NUMBERS[flag][1]) for flag, value in given.items()}
         key, system = os.environ.get(API_KEY), line.flag_values.get("--system")
         if (url := line.flag_values.get("--url")) is not None:
             if line.overrides:
-                raise ValueError(f"--url {url} is a server's, which has its settings: leave out {line.overrides[0]}")
+                raise ValueError(f"--url {url}: the server has its own settings; remove {line.overrides[0]}")
             chat_loop(ChatClient(url, key, options, system))
             return 0
         with serve_model(line) as url:
@@ -228,5 +226,5 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # other commands end at once (`launch/__init__.py`)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # other commands exit at once (`launch/__init__.py`)
     sys.exit(main(sys.argv[1:]))

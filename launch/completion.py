@@ -1,4 +1,4 @@
-"""Completion of `helix` in a shell: commands, flags, models, groups with their options, keys and files."""
+"""Shell completion for `helix`: commands, flags, models, config groups, keys and files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SCRIPTS = {
 
 
 def candidates(line: str) -> list[str]:
-    """Lists what the last word of a line may become; nothing where a file is as good."""
+    """Lists completions of the last word of a line; none where the shell's file completion applies."""
     words = line.split(" ")
     prefix, before = words[-1], [word for word in words[1:-1] if word]
     if not before:
@@ -53,13 +53,13 @@ def _beginning(prefix: str, names: Sequence[str]) -> list[str]:
 
 
 def main(option: str, arguments: Sequence[str]) -> int:
-    """Prints candidates for a line, or the script for a shell; returns the exit code."""
+    """Prints the completions of a line, or the script for a shell; returns the exit code."""
     if option == "--complete":
         print("\n".join(candidates(" ".join(arguments))))
         return 0
     shell = arguments[0] if arguments else ""
     if shell not in SCRIPTS:
-        print(f"error: --shell-completion {shell}: take one of {', '.join(SCRIPTS)}", file=sys.stderr)
+        print(f"error: --shell-completion {shell}: must be one of {', '.join(SCRIPTS)}", file=sys.stderr)
         return 1
     print(SCRIPTS[shell], end="")
     return 0

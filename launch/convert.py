@@ -1,22 +1,21 @@
-"""Conversion of a GGUF file, as llama.cpp has them, to a checkpoint directory: `helix convert FILE.gguf DIR`.
+"""Converts a GGUF file, as used by llama.cpp, to a Hugging Face checkpoint: `helix convert FILE.gguf DIR`.
 
-  helix convert model.gguf DIR                  DIR is new, or empty
+  helix convert model.gguf DIR                  DIR must be new or empty
   helix serve DIR
 
-  dtype=auto   float32, bfloat16, float16, or auto: the file's own; bfloat16 where its weights are quantised
+  dtype=auto   float32, bfloat16, float16, or auto: the file's dtype, or bfloat16 if its weights are quantized
   temperature, top_k, top_p, min_p, repetition_penalty
-               the model's defaults for requests that leave them unset, in place of the file's
+               sampling defaults for requests that leave them unset; they replace the file's
 
-Quantised weights are read as the numbers that they stand for. The directory holds what Hugging Face checkpoints have:
-config.json, generation_config.json, the weights (model.safetensors, or parts of it with an index), tokenizer.json,
-tokenizer_config.json and chat_template.jinja. The file needs its architecture and its tokenizer to be among these:
+Quantized weights are dequantized. The directory contains config.json, generation_config.json, the weights
+(model.safetensors, or shards with an index), tokenizer.json, tokenizer_config.json and chat_template.jinja. Supported:
 
   architectures   llama (without experts), qwen2, qwen3, qwen3moe
-  tokenizers      gpt2, that is byte-level BPE, split as gpt-2, smollm, qwen2 or llama-bpe
+  tokenizers      gpt2, that is byte-level BPE, with the pre-tokenizer gpt-2, smollm, qwen2 or llama-bpe
 
-Sampling defaults (general.sampling.*, or those given) go into generation_config.json. Keys that only describe the model
-are not copied. Every other key or tensor is refused by name, and so is a file in big-endian byte order, or without the
-merges of its tokenizer. Exit code 1: it failed, and DIR is as it was.
+Sampling defaults (general.sampling.*, or the arguments) go into generation_config.json. Purely descriptive keys are
+dropped. Any other key or tensor is an error that names it, and so are a big-endian file and a tokenizer without
+merges. If the conversion fails, the exit code is 1 and DIR is unchanged.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ SAMPLING = {"temperature": float, "top_k": int, "top_p": float, "min_p": float, 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Converts the file that the first argument names; reports an error in one line."""
+    """Converts the file that the first argument names; reports an error on one line."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if handle_help(arguments or ["--help"], __doc__):
         return
     try:
         file, directory, *rest = [*arguments[:2], *[""] * (2 - len(arguments)), *arguments[2:]]
         if not file or not directory or directory.startswith("dtype="):
-            raise ValueError(f"{' '.join(arguments)}: there have to be a FILE.gguf and a DIR (see --help)")
+            raise ValueError(f"{' '.join(arguments)}: expected FILE.gguf DIR (see --help)")
         kinds = {"dtype": Literal["auto", "float32", "bfloat16", "float16"]} | SAMPLING
         sampling = parse(rest, kinds)
         dtype = sampling.pop("dtype", "auto")

@@ -1,9 +1,9 @@
-"""The demo of `make run`: the demo model decodes assets/prompts.jsonl, over four CPU ranks or all GPUs here.
+"""Runs the demo of `make run`: the demo model on assets/prompts.jsonl, over four CPU ranks or all GPUs.
 
   helix demo [KEY=VALUE ...]
 
-The keys are those of `helix run` (`helix run --help`). The last line says whether the answer to the first prompt has
-the number that is hidden in it.
+Keys are those of `helix run` (`helix run --help`). The last line says whether the answer to the first prompt has the
+number that is hidden in it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from launch.inputs.compose import ROOT
 
 
 def main() -> None:
+    """Runs the demo prompts and exits with their exit code."""
     given = sys.argv[1:]
     if handle_help(given, __doc__):
         return
     need_checkout("helix demo")
     gpus = import_module("torch").cuda.device_count()
     kvp, tpa = (2, 2) if gpus == 0 else (gpus // 2, 2) if gpus % 2 == 0 else (gpus, 1)
-    if any(text.startswith("layout") for text in given):  # then all of it is the user's
+    if any(text.startswith("layout") for text in given):  # use the whole layout of the user
         kvp, tpa = 1, 1
     with TemporaryDirectory() as directory:
         results = Path(directory) / "results.jsonl"
@@ -39,7 +40,7 @@ def main() -> None:
 
 
 def verdict(lines: Sequence[str]) -> str:
-    """Tells whether the answer to the demo's first prompt has the number hidden in it; empty without a result."""
+    """Says whether the answer to the first prompt has the number hidden in it; empty without a result."""
     with (ROOT / "assets" / "prompts.jsonl").open(encoding="utf-8") as file:
         needle = json.loads(file.readline())["id"]
     answer = next((line for line in lines if json.loads(line)["id"] == needle), None)
@@ -47,7 +48,7 @@ def verdict(lines: Sequence[str]) -> str:
         return ""
     number, text = needle.split("-")[1], json.loads(answer)["text"]
     found = "found" if text.startswith(f" {number}.") else "NOT found"
-    return f"the line hidden in the first prompt was {found}: it says {number}, the answer was {text.strip()!r}\n"
+    return f"the number hidden in the first prompt was {found}: it is {number}, the answer was {text.strip()!r}\n"
 
 
 if __name__ == "__main__":

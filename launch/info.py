@@ -1,7 +1,7 @@
-"""The machine, and what a run takes of it: `helix info`.
+"""Shows this machine and what Helix uses on it: `helix info`.
 
-GPUs and their links, versions, the collectives and kernels that will be used, and the hardware description by which the
-planner predicts (`layout=auto`). `helix info json=-` prints the same as JSON.
+GPUs and their links, versions, collectives and kernels, and the hardware description that the planner uses
+(`layout=auto`). `helix info json=-` prints the same as JSON.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from launch.inputs.arguments import handle_help, parse
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Shows what this machine has."""
+    """Prints the facts as tables or JSON."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if handle_help(arguments, __doc__):
         return

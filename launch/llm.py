@@ -1,7 +1,7 @@
-"""Decoding from Python: `LLM("DIR", kvp=2).generate("text")`, with the settings and the ranks of the commands.
+"""Offline inference from Python: `LLM("DIR", kvp=2).generate("text")`.
 
-The ranks serve a socket, and a thread of this process asks them as a server's front end does. Where a launcher has
-started this process as a rank (`RANK` is set), every rank makes an LLM, which does the rank's part in another thread.
+The ranks serve a socket, and a thread of this process is their client, as in a server. Under torchrun (`RANK` is set),
+every rank constructs an LLM, which runs the rank in another thread.
 """
 
 from __future__ import annotations
@@ -48,29 +48,29 @@ T = TypeVar("T")
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
 START_S = 3600.0  # for all ranks to load the model
-POLL_S = 0.05  # between two looks at ranks that start
-SHOWN_S = 1.0  # after which a call's progress is shown
-LAST_LINES = 30  # of what the ranks printed, in the error of their failure
+POLL_S = 0.05  # interval of polling the ranks while they start
+SHOWN_S = 1.0  # delay before a call shows its progress
+LAST_LINES = 30  # of the ranks' output to include in the error when they fail
 
 
 class LLM:
-    """A checkpoint over the ranks of a layout; usable as a context, which closes it.
+    """A checkpoint loaded over the ranks of a layout; also a context manager that closes it.
+
+    It belongs to the process that creates it: after `fork`, a child has to create its own.
 
     Args:
-        path: Hugging Face checkpoint directory, or ORG/NAME[@REVISION] of the Hub.
+        path: Hugging Face checkpoint directory, or ORG/NAME[@REVISION] on the Hub.
         layout: auto, helix, tp, medha or dp.
         kvp, tpa, ep, dp: widths of the layout.
-        hopb: on, off or auto: whether attention of a part of the batch overlaps the exchange of another.
-        overrides: other settings of a run, `KEY=VALUE` each.
+        hopb: on, off or auto: overlap the exchange of a part of the batch with the attention of the next.
+        overrides: other settings, each `KEY=VALUE`.
 
     Attributes:
-        layout: the layout that runs, as text.
-
-    It belongs to the process that makes it: a child of `fork` may make one of its own.
+        layout: the layout in effect, as text.
 
     Raises:
-        ValueError: a setting is wrong, or the checkpoint, the layout and this machine do not fit each other.
-        RuntimeError: a rank could not start.
+        ValueError: a setting is wrong, or checkpoint, layout and machine do not fit each other.
+        RuntimeError: a rank failed to start.
     """
 
     def __init__(
@@ -89,14 +89,15 @@ class LLM:
         given = {"layout": layout, **widths, "hopb": hopb}
         settings = [f"{key}={value}" for key, value in given.items() if value is not None]
         settings = [f"model.path={path}", "serve.restarts=0", *settings, *overrides]
-        self._config = import_module("launch.inputs.compose").compose_config(settings)  # Hydra: not with `import helix`
+        # Imported here so that `import helix` does not import Hydra.
+        self._config = import_module("launch.inputs.compose").compose_config(settings)
         resolve_hub_models(self._config)
         if self._config.kv.tokens is None and not Path("/dev/nvidia0").exists():
             settings.append(f"kv.tokens={CPU_TOKENS}")
         check(self._config)
         rank_info = RankInfo.from_environment()
         self._leads = rank_info is None or rank_info.rank == 0
-        if rank_info is not None:  # a rank imports torch
+        if rank_info is not None:  # a rank may import torch
             device = import_module("helix.devices").gpu_name(rank_info) if self._config.comm.backend != "gloo" else None
             preflight = import_module("launch.inputs.preflight").preflight
             job_kind = import_module("launch.inputs.job_kinds").SERVE
@@ -129,18 +130,18 @@ class LLM:
     def generate(
         self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = True, **options: Any
     ) -> list[RequestOutput]:
-        """Continues prompts: a text, a list of token ids, or a list of either.
+        """Generates completions for a text, a list of token ids, or a list of either.
 
         Args:
-            use_tqdm: whether a call of several prompts that takes long shows its progress.
+            use_tqdm: show progress if a call with several prompts takes long.
 
         Returns:
-            An output for each prompt, in order; a refused one has `finish_reason="error"` and a `reason`. Inside ranks:
-            on rank 0 only, an empty list on the others.
+            One output per prompt, in order; a refused prompt has `finish_reason="error"` and a `reason`. Under
+            torchrun, only rank 0 gets outputs; the others get an empty list.
 
         Raises:
-            ValueError: a prompt is neither a text nor token ids; or an option is unknown, out of range or impossible.
-            RuntimeError: a rank failed, the LLM is closed, or this process is a fork of the one that made it.
+            ValueError: a prompt is neither text nor token ids; or an option is unknown, out of range or unsupported.
+            RuntimeError: a rank failed, the LLM is closed, or this process is a fork of the one that created it.
         """
         return self._answers([self._completion(prompt, options) for prompt in as_prompts(prompts)], use_tqdm)
 
@@ -154,14 +155,14 @@ class LLM:
         use_tqdm: bool = True,
         **options: Any,
     ) -> list[RequestOutput]:
-        """Answers a conversation, or a list of them: messages as in OpenAI's interface, through the chat template.
+        """Answers a conversation, or a list of them: OpenAI messages, rendered by the chat template.
 
         Args:
-            tools: functions that the answer may call, as in OpenAI's interface.
-            chat_template_kwargs: variables of the chat template.
+            tools: functions that the answer may call, in OpenAI's format.
+            chat_template_kwargs: variables for the chat template.
             use_tqdm: as in `generate`.
 
-        Returns, raises: as `generate`.
+        Returns and raises as `generate`.
         """
         extra_fields = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
         several = [messages] if _is_conversation(messages) else messages
@@ -169,20 +170,20 @@ class LLM:
 
     @takes_options
     def stream(self, prompt: Prompt | Messages, **options: Any) -> Stream:
-        """Continues one prompt or answers one conversation, piece by piece; raises as `generate`."""
+        """Streams the completion of one prompt, or the answer to one conversation; raises as `generate`."""
         if (n := options.get("n") or 1) != 1:
-            raise ValueError(f"n={n}: a stream has one answer")
+            raise ValueError(f"n={n}: a stream has one answer; use n=1, or generate() or chat()")
         if _is_conversation(prompt):
             return Stream(self._streamed(self._chat(prompt, options, {})))
         prompts = as_prompts(prompt)
         if len(prompts) != 1:
-            raise ValueError(f"{len(prompts)} prompts: a stream has one")
+            raise ValueError(f"{len(prompts)} prompts: stream() takes one; use generate() for several")
         return Stream(self._streamed(self._completion(prompts[0], options)))
 
     def close(self) -> None:
-        """Ends the ranks, or this rank's part once rank 0 has closed its own.
+        """Ends the ranks; on ranks other than 0, waits until rank 0 closes its LLM.
 
-        A second call does nothing, and neither does one in a child of `fork`: the ranks belong to the parent.
+        Does nothing when called again, or in a child of `fork`: the ranks belong to the parent.
         """
         if self._closed or os.getpid() != self._pid:
             return
@@ -194,7 +195,7 @@ class LLM:
             self._thread.join()
             self._loop.close()
         if self._rank is not None and connected:
-            self._rank.join()  # its watchdog ends this process where another rank is gone
+            self._rank.join()  # if another rank is gone, its watchdog ends this process
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def __enter__(self) -> LLM:
@@ -205,7 +206,7 @@ class LLM:
     ) -> None:
         self.close()
 
-    # ---- bodies of requests, as servers get them
+    # ---- request bodies, as in the HTTP API
 
     def _completion(self, prompt: Prompt, options: Mapping[str, Any]) -> Completion:
         return checked_body(Completion, self._fields(options) | {"prompt": prompt})
@@ -217,11 +218,6 @@ class LLM:
         return checked_body(Chat, fields | {"messages": [*messages]})
 
     def _fields(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Collects the options, and the settings where they are unset.
-
-        Raises:
-            ValueError: an option is unknown.
-        """
         if wrong := [name for name in options if name not in CALL_OPTIONS]:
             raise ValueError(unknown_message(wrong[0], CALL_OPTIONS))
         fields = with_defaults(options, self._config.decode)
@@ -230,7 +226,7 @@ class LLM:
             fields["response_format"] = {"type": "json_schema", "json_schema": named}
         return fields
 
-    # ---- the thread that asks the ranks
+    # ---- the client thread
 
     def _schedule(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         try:
@@ -243,15 +239,15 @@ class LLM:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _check_process(self) -> None:
-        """Raises RuntimeError in a child of `fork`, where the thread that asks the ranks does not run."""
+        """Raises RuntimeError in a child of `fork`, where the client thread does not run."""
         if os.getpid() != self._pid:
             raise RuntimeError(
-                f"this LLM belongs to process {self._pid}, and process {os.getpid()} is a fork of that: call it there, "
-                "or make another LLM here"
+                f"this LLM belongs to process {self._pid}, and process {os.getpid()} is a fork of it: call it in the "
+                "parent, or create another LLM here"
             )
 
     def _wait(self, future: Future[T]) -> T:
-        """Waits for what was begun; closes this LLM if the ranks have failed."""
+        """Waits for a result; closes this LLM if the ranks have failed."""
         try:
             return future.result()
         except BaseException as error:
@@ -263,13 +259,12 @@ class LLM:
     def _answers(self, bodies: Sequence[Chat | Completion], use_tqdm: bool) -> list[RequestOutput]:
         if not self._leads:
             return []
-        if not use_tqdm or len(bodies) < 2:  # tqdm's first use makes locks, which takes 20 ms
+        if not use_tqdm or len(bodies) < 2:  # the first tqdm creates locks, which takes 20 ms
             return self._wait(self._schedule(self._outputs(bodies)))
         with tqdm(total=len(bodies), unit="prompt", delay=SHOWN_S) as shown:
             return self._wait(self._schedule(self._outputs(bodies, on_finish=shown.update)))
 
     def _streamed(self, body: Chat | Completion) -> Generator[str | RequestOutput]:
-        """Yields an answer's text piece by piece, then the output."""
         if not self._leads:
             return
         deltas: SimpleQueue[Delta | None] = SimpleQueue()
@@ -283,7 +278,7 @@ class LLM:
                     self._check_process()
             yield from self._wait(future)
         finally:
-            if os.getpid() == self._pid:  # in a fork it would wake the parent's loop
+            if os.getpid() == self._pid:  # in a fork, cancelling would wake the parent's loop
                 future.cancel()
 
     async def _start(self, settings: Sequence[str]) -> None:
@@ -331,7 +326,7 @@ class LLM:
         try:
             for body in bodies:
                 answers.append(await self._submit(body))
-                await asyncio.sleep(0)  # the ranks are heard between two prompts
+                await asyncio.sleep(0)  # let the client read from the ranks between prompts
             return await asyncio.gather(*(self._output(answer, on_delta, on_finish) for answer in answers))
         finally:
             for answer in answers:
@@ -339,13 +334,12 @@ class LLM:
                     answer.close()
 
     async def _submit(self, body: Chat | Completion) -> Answer | RequestOutput:
-        """Submits a body; returns its answer, or the output of one that is refused."""
         try:
             return await self._session.open(body, defaults={})
         except ApiError as error:
             if self._engine_client.state != "ready":
                 raise self._failure() from error
-            if error.param not in ("prompt", "messages"):  # of every prompt alike
+            if error.param not in ("prompt", "messages"):  # it would refuse every prompt
                 raise ValueError(error.message) from error
             return RequestOutput.refused(error.message)
 
@@ -359,7 +353,7 @@ class LLM:
         return output
 
     async def _shutdown(self) -> bool:
-        """Ends the job and all processes; returns whether the ranks were told to end, as they are once they serve."""
+        """Ends the job and all processes; returns whether the ranks were connected, and so were asked to end."""
         self._engine_client.fail("this LLM is closed")
         connected = self._engine_client.connected
         await self._supervisor.stop()
@@ -374,10 +368,10 @@ class LLM:
 
 
 class Stream:
-    """Iterator of an answer's text, piece by piece; closed or dropped before its end, it ends the answer.
+    """Iterator over the text of an answer; closing or dropping it early aborts the request.
 
     Attributes:
-        output: the whole answer, once all pieces have come; inside ranks on rank 0 only.
+        output: the complete answer once the iterator is exhausted; under torchrun, on rank 0 only.
     """
 
     def __init__(self, parts: Generator[str | RequestOutput]) -> None:
@@ -395,18 +389,13 @@ class Stream:
         return part
 
     def close(self) -> None:
-        """Ends the answer."""
         self._parts.close()
 
 
 def as_prompts(given: Any) -> list[Prompt]:
-    """Converts one prompt or several to a list.
-
-    Raises:
-        ValueError: a prompt is neither a text nor token ids.
-    """
+    """Converts one prompt or several to a list; raises ValueError if a prompt is neither text nor token ids."""
     if isinstance(given, bytes | Mapping) or not isinstance(given, Iterable):
-        raise ValueError(f"prompts are {given!r:.60}: give a text, a list of token ids, or a list of either")
+        raise ValueError(f"prompts are {given!r:.60}: pass a text, a list of token ids, or a list of either")
     several: list[Any] = [given] if isinstance(given, str) else list(given)
     if several and all(isinstance(one, Integral) for one in several):
         several = [several]
@@ -419,7 +408,7 @@ def _as_ids(number: int, prompt: Any) -> list[int]:
             return [index(token) for token in prompt]
     except TypeError:
         pass
-    raise ValueError(f"prompt {number} is {prompt!r:.60}: give a text or a list of token ids")
+    raise ValueError(f"prompt {number} is {prompt!r:.60}: pass a text or a list of token ids")
 
 
 def _is_conversation(given: Any) -> bool:
@@ -427,7 +416,7 @@ def _is_conversation(given: Any) -> bool:
 
 
 def checked_body(schema: type[Body], fields: Mapping[str, Any]) -> Body:
-    """Checks a body as a server does; raises ValueError for what is wrong in it."""
+    """Validates a body as the server does; raises ValueError if it is invalid."""
     try:
         return parse_body(schema, json.dumps(fields, default=_plain).encode(), MAX_IDS)
     except ApiError as error:
@@ -437,7 +426,6 @@ def checked_body(schema: type[Body], fields: Mapping[str, Any]) -> Body:
 
 
 def _plain(value: Any) -> Any:
-    """Converts what NumPy and torch count with to Python's own numbers and lists."""
     if not hasattr(value, "tolist"):
         raise TypeError(f"{value!r:.60} is of type {type(value).__name__}")
     return value.tolist()

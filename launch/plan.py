@@ -1,4 +1,4 @@
-"""The planner: the best layout of a model on some GPUs, and a prediction for it (docs/planner.md)."""
+"""`helix plan`: the best layout of a model on a number of GPUs, with a prediction (docs/planner.md)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from launch.inputs.planner_commands import PLAN
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Answers one question; ends with an error in words if a value is wrong or nothing fits."""
+    """Answers one planner query; exits with an error message if a value is wrong or nothing fits."""
     arguments = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
         line = command_parser.read(arguments, PLAN)
@@ -32,18 +32,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def answer(line: command_parser.CommandLine) -> None:
-    """Prints the answer to a question, and writes its files.
-
-    Raises:
-        ValueError: a value is wrong, or nothing fits.
-    """
+    """Prints the answer to a query and writes its files; raises ValueError if a value is wrong, or nothing fits."""
     compose, planner = import_module("launch.inputs.compose"), import_module("helix.planner.plan")
     planning, rankings, tables = (import_module(f"launch.inputs.{n}") for n in ("planning", "rankings", "tables"))
     if (text := compose.info_text(line, PLAN)) is not None:
         print(text, end="")
         return
     if "--multirun" in line.options:
-        raise ValueError("-m: a plan compares layouts by itself; ask about one workload at a time")
+        raise ValueError("-m: a plan already compares layouts; plan one workload at a time")
     checked = planning.check_query(line.overrides, line.settings)
     width, file = tables.terminal_width(), line.flag_values.get("--json")
     try:
@@ -62,6 +58,6 @@ def answer(line: command_parser.CommandLine) -> None:
 
 
 if __name__ == "__main__":
-    gc.disable()  # an answer takes a second, of which looking for cycles would be a quarter
+    gc.disable()  # an answer takes a second, a quarter of which would be garbage collection
     main()
-    gc.freeze()  # nor is there anything to look for at the end
+    gc.freeze()  # skips the collection at exit

@@ -1,6 +1,6 @@
-"""A run, from a command line to its ranks.
+"""Runs a command line: checks it, then starts the ranks or becomes one.
 
-What is wrong with the line is said before anything is imported that takes seconds: `launch.job.rank` has the rest.
+Errors in the command line are reported before the slow imports; the rest is in `launch.job.rank`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def entry(arguments: Sequence[str], program: Program = RUNTIME) -> int:
 
 
 def main(arguments: Sequence[str], program: Program = RUNTIME, alone: bool = False) -> int:
-    """Runs a command line on this rank, or on new ranks where no launcher started this process.
+    """Runs a command line on this rank, or starts ranks if no launcher started this process.
 
     Args:
-        alone: whether the process does nothing else, so that transformers may be imported without torch.
+        alone: whether the process does nothing else: transformers may then be imported without torch.
 
     Returns:
-        The exit code; errors of the arguments were printed to stderr, in one line.
+        The exit code; errors in the arguments are printed to stderr, on one line.
     """
     rank_info = None
     try:
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str], program: Program = RUNTIME, alone: bool = Fal
         if "--multirun" in line.options:
             if rank_info is not None:
                 typed = f"{program.cli_command.name} {shlex.join(line.arguments)} -m"
-                raise ValueError(f"-m under torchrun would run the whole sweep on every rank: type `{typed}`")
+                raise ValueError(f"-m under torchrun would run the whole sweep on every rank; run `{typed}` instead")
             swept = sweep_points.read(line, program)
             gc.enable()
             return int(import_module("launch.job.sweep").sweep(*swept, line, program))  # takes seconds
@@ -57,16 +57,16 @@ def main(arguments: Sequence[str], program: Program = RUNTIME, alone: bool = Fal
         job = import_module("launch.job.rank")  # takes seconds
         if alone:
             import_transformers()
-            gc.freeze()  # what is imported stays: nobody looks through it, not even at the end
+            gc.freeze()  # the imported modules stay: keep later collections, and the last one, from scanning them
             gc.enable()
         begin: Callable[[], int] = job.prepare(config, job_kind, rank_info, [*program.command, *line.arguments])
     except ValueError as error:
-        if rank_info is not None and rank_info.local_rank:  # all ranks come here: the first of each host says why
-            time.sleep(2.0)  # the first to exit takes the others down
+        if rank_info is not None and rank_info.local_rank:  # all ranks fail alike: local rank 0 prints the error
+            time.sleep(2.0)  # the first rank to exit makes torchrun kill the others
         else:
             print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr)
         lifeline.end_torchrun(restartable=False)
-        # Who has started this job tells wrong settings from ranks that failed.
+        # Lets the process that started this job distinguish wrong settings from failed ranks.
         return WRONG_SETTINGS if any(text.startswith("serve.socket=") for text in arguments) else 1
     code = begin()
     if code:

@@ -1,7 +1,7 @@
-"""A server with OpenAI's HTTP interface: `helix serve DIR --port 8000 layout.kvp=4 ...`.
+"""An OpenAI-compatible HTTP server: `helix serve DIR --port 8000 layout.kvp=4 ...`.
 
-Without settings it serves the demo model over two ranks. The ranks are processes of their own, which this one starts,
-and starts again where they fail.
+Without settings it serves the demo model over two ranks. The ranks are separate processes; the server starts them and
+restarts them if they fail.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from launch.serving.security import ApiKeys, check_exposure
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serves until a signal; returns the exit code: 0, or 1 after an error, which was printed in one line."""
+    """Serves until a signal; returns the exit code: 0, or 1 after printing an error on one line."""
     try:
         line = command_parser.read(arguments, SERVE)
         if (text := compose.info_text(line, SERVE)) is not None:
             print(text, end="")
             return 0
         if "--multirun" in line.options:
-            raise ValueError("-m: a server has one config; `helix sweep` runs several over prompts")
+            raise ValueError("-m: a server runs one config; use `helix sweep` to run several over a prompt file")
         line = replace(line, overrides=[*_defaults(line.overrides), *line.overrides])
         config = compose.compose_config(line.overrides, line.settings)
         if config.serve.name is None and is_hub_id(str(config.model.path)):
             config.serve.name = str(config.model.path)
         resolve_hub_models(config)
         check(config)
-        key = os.environ.pop(API_KEY, None)  # the ranks have no use for it
+        key = os.environ.pop(API_KEY, None)  # the ranks do not need it
         check_exposure(config.serve, key)
         keys = ApiKeys(config.serve.api_keys, key)
-        if config.serve.chat_template is not None:  # not after the weights, which take minutes
+        if config.serve.chat_template is not None:  # fail before the weights load, which takes minutes
             read_text(Path(config.serve.chat_template))
-        server = import_module("launch.serving.server")  # it brings all that HTTP needs
+        server = import_module("launch.serving.server")  # slow: imports the whole HTTP stack
         listener = import_module("launch.serving.http").listen(config.serve)
     except ValueError as error:
         print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr)
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _defaults(arguments: Sequence[str]) -> list[str]:
-    """Returns the default settings: all GPUs, or two CPU ranks whose cache takes a part of the memory."""
+    """Returns the default settings: all GPUs, or two CPU ranks with a small KV cache."""
     keys = {text.partition("=")[0].lstrip("+") for text in arguments}
     if Path("/dev/nvidia0").exists():
         return [] if any(key.startswith("layout") for key in keys) else ["layout=auto"]
@@ -61,5 +61,5 @@ def _defaults(arguments: Sequence[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    lifeline.begin(serves=True)  # a chat that started this server does not leave it behind
+    lifeline.begin(serves=True)  # the server ends with the chat that started it
     sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""The simulator: one decode step of a model, phase by phase (docs/simulator.md: its model).
+"""`helix simulate`: predicts one decode step of a model, phase by phase (docs/simulator.md).
 
 helix simulate point llama-3.1-70b hardware=h200 layout.kvp=2 layout.tpa=4 batch=2 context=1M
 """
@@ -21,7 +21,7 @@ def print_point(arguments: Sequence[str]) -> None:
     """Prints one decode step, phase by phase.
 
     Raises:
-        ValueError: a value is wrong; or, after printing, memory does not suffice for the batch.
+        ValueError: a value is wrong; or, after printing, the batch does not fit into memory.
     """
     line = command_parser.read(arguments or ["--help"], POINT)
     if "--help" in line.options:
@@ -46,7 +46,7 @@ COMMANDS = {"point": print_point}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs one of the commands; ends with the known values if a value is wrong."""
+    """Runs a subcommand; exits with an error message if a value is wrong."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if handle_help(arguments[:1] or ["--help"], command_parser.parser(POINT).format_help()):
         return

@@ -1,9 +1,9 @@
-"""Sweeps: `helix sweep DIR prompts.jsonl layout.kvp=1,2,4 layout.tpa=1,2`, which is `helix run -m`.
+"""Runs a job for each combination of values: `helix sweep DIR prompts.jsonl layout.kvp=1,2,4 layout.tpa=1,2`.
 
-All points are checked first: those that are no layout of the model are skipped with the reason, and a mistake that all
-the others have ends the sweep. The rest run one after the other, each as one job with ranks of its own; one that
-fails does not end the sweep. At the end stand one table, one CSV and one plot; each point's record and results lie in
-`sweeps/TIME/POINT/` (`hydra.sweep.dir=DIR` to choose).
+The same as `helix run -m`. All points are checked first: a point that is not a layout of the model is skipped with the
+reason, and an error that all others share ends the sweep. The rest run one after the other as separate jobs; a failed
+one does not end the sweep. At the end the sweep writes one table, one CSV and one plot; records and results are in
+`sweeps/TIME/POINT/` (or `hydra.sweep.dir=DIR`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Traces of agents that hold conversations, and what a prefix cache saves of them."""
+"""Traces of agent conversations, and the prefix cache's savings on them."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from helix.engine.prefix import PrefixTree
 from helix.kv_placement import Stripes
 from helix.layout import HelixLayout
 
-AT_ONCE = 24  # conversations under way; where one ends, another begins
-LENGTH = 12.0  # turns of a conversation, on average
-SYSTEMS, SYSTEM = 3, 3000  # different system prompts, and tokens of each
-USER, OUTPUT = 1500, 400  # tokens of a turn that come in and go out, on average (exponentially distributed)
-IDLE = 24.0  # between two turns of a conversation, in units of a turn's service; lognormal: some people go to lunch
-RETRIES = 0.05  # share of turns that are sent once more
+AT_ONCE = 24  # concurrent conversations; when one ends, another begins
+LENGTH = 12.0  # mean turns per conversation
+SYSTEMS, SYSTEM = 3, 3000  # number of system prompts, and tokens of each
+USER, OUTPUT = 1500, 400  # mean input and output tokens per turn (exponentially distributed)
+IDLE = 24.0  # mean pause between two turns, in service times of a turn; lognormal, since some people go to lunch
+RETRIES = 0.05  # share of turns that are sent again
 
 
 @dataclass(frozen=True)
 class AgentTraces:
-    """Conversations behind shared system prompts, each turn behind the whole conversation so far.
+    """Conversations with shared system prompts; each turn's prompt is the whole conversation so far.
 
     Attributes:
         turns: of all conversations together.
-        long: tokens with which the first conversation begins, which goes on for ever.
+        long: initial tokens of the first conversation, which never ends.
     """
 
     turns: int
     long: int
 
     def prompts(self, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Prompt and output, int32, of each turn, in the order in which they are served."""
+        """Yields prompt and output, int32, of each turn, in the order they are served."""
         rng = np.random.default_rng(seed)
 
         def words(count: float) -> np.ndarray:
@@ -68,7 +68,7 @@ class AgentTraces:
 
 @dataclass
 class CacheSavings:
-    """What a cache leaves to compute, in the time of a token at the beginning of a context."""
+    """What a cache leaves to compute, in units of the first token's time."""
 
     computed: float = 0.0
 
@@ -76,11 +76,11 @@ class CacheSavings:
 def replay(
     prompts: Iterator[tuple[np.ndarray, np.ndarray]], tokens: int, doubling: float, cost: Callable[[int], float]
 ) -> CacheSavings:
-    """Serves one turn after the other over four ranks with room for so many tokens.
+    """Serves turns one by one over four ranks with room for `tokens` tokens.
 
     Args:
         doubling: depth at which a token takes twice as long as the first one.
-        cost: by which the tree evicts.
+        cost: the tree's eviction cost.
     """
     stripes = Stripes(HelixLayout.create(kvp=4), 16, 64)
     tables = BlockTables(PrefixTree(PagePool(tokens // stripes.page_tokens), stripes, cost))

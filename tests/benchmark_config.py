@@ -1,4 +1,4 @@
-"""Configs of the laboratory, which has all keys of a run and `bench.*` beside, and what becomes of them; plans."""
+"""Composes and checks configs with the keys of a run and `bench.*`, and answers plans."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from launch.plan import PLAN
 
 
 def compose_config(*overrides: str) -> LabConfig:
+    """Composes a config with the benchmarks' keys."""
     return schema.compose_config(overrides)
 
 
 def preflight(config: Config, world_size: int, device: str | None = None, writes: bool = True) -> CheckedRun:
+    """Runs the checks before a start."""
     return checks.preflight(config, world_size, device, PROGRAM.select(config), writes)
 
 
 def answered(question: str) -> tuple[Ranking, CheckedQuery]:
-    """What `helix plan` answers to these arguments."""
+    """Returns `helix plan`'s answer to these arguments."""
     checked = planning.check_query(command_parser.read(question.split(), PLAN).overrides)
     return plan(checked.query), checked

@@ -2,8 +2,8 @@
 
   python tests/commits.py
 
-It looks at the commits after the one that added this file, merges apart. Where they cannot be read (no git, a shallow
-clone), it passes and says so. It needs no package, so that it runs before there is an environment.
+It checks the commits after the one that added this file, except merges. If they cannot be read (no git, a shallow
+clone), it passes with a note. It needs no package, so it can run before the environment exists.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 OWN = Path(__file__).resolve().relative_to(ROOT).as_posix()
-LONGEST = 72  # `git log --oneline` then fits a terminal of 80 columns
+LONGEST = 72  # so that `git log --oneline` fits a terminal of 80 columns
 AREA = r"[a-z0-9_./-]*[a-z0-9_/-]"
 SUBJECT = re.compile(rf"{AREA}(?:, {AREA})*: (?P<verb>[a-z][a-z-]*)\b.*[^.\s]")
-# Whether a word is an imperative takes a dictionary. These endings tell the other forms of a verb, with few exceptions.
+# A full check for imperatives takes a dictionary; these endings catch the other verb forms, with few exceptions.
 OTHER_FORM = re.compile(r"\w+(?:(?<!e)ed|ing|(?<![siu])s)")
 IMPERATIVES = {"alias", "always", "bias", "bring", "embed", "ping", "shed", "shred", "spring", "string", "swing", "wed"}
 REMEDY = f"""write `area: imperative` in at most {LONGEST} characters (`scheduler: admit prefix hits first`), with
@@ -26,7 +26,7 @@ REMEDY = f"""write `area: imperative` in at most {LONGEST} characters (`schedule
 
 
 def fault(subject: str) -> str | None:
-    """Returns what is wrong with a subject; None: nothing."""
+    """Returns what is wrong with a subject, or None."""
     if len(subject) > LONGEST:
         return f"{len(subject)} characters, {len(subject) - LONGEST} too many"
     if (found := SUBJECT.fullmatch(subject)) is None:
@@ -37,11 +37,11 @@ def fault(subject: str) -> str | None:
 
 
 def git(*words: str) -> str:
-    """Returns what git prints, in this file's repository.
+    """Returns git's output in this file's repository.
 
     Raises:
-        OSError: there is no git.
-        ValueError: git refuses, with its last line.
+        OSError: git is not installed.
+        ValueError: git failed; the message is its last line.
     """
     done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, timeout=60)
     if done.returncode:
@@ -50,7 +50,7 @@ def git(*words: str) -> str:
 
 
 def subjects() -> list[tuple[str, str]]:
-    """Returns the commits after the one that added this file, newest first: their short hashes and subjects.
+    """Returns the short hashes and subjects of the commits after the one that added this file, newest first.
 
     Raises:
         OSError, ValueError: they cannot be read.
@@ -67,7 +67,7 @@ def subjects() -> list[tuple[str, str]]:
 
 
 def main() -> None:
-    """Prints a line for each wrong subject and ends with 1 where there is one."""
+    """Prints a line for each wrong subject, and exits with 1 if there are any."""
     try:
         found = subjects()
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Shared set-up: where kernels run, what GPU tests need and hold, and the end of the worker pools."""
+"""Shared pytest set-up: where kernels run, GPU requirements and memory, and shutdown of worker pools."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from hypothesis import Phase, settings
 
 from tests.gpus import GPUS, RESIDENT_GB, WORKER, Memory, processes
 
-# Triton reads this when a kernel is defined, so it has to be set before the first import of `kernels`.
+# Triton reads this when a kernel is defined: set it before the first import of `kernels`.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from tests.pool import Pool, close_all, pool
 
 BEGIN = time.monotonic()
-SLOWEST = 20  # tests that a record names
+SLOWEST = 20  # tests in a record
 
-gc.set_threshold(50_000, 20, 20)  # what is imported is millions of objects, each of which a collection looks at
-torch.set_num_threads(1)  # tests are small: threads that wait for each other cost more than they compute
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # in processes that tests start, too
+gc.set_threshold(50_000, 20, 20)  # imports leave millions of objects, which every collection would scan
+torch.set_num_threads(1)  # tests are small: synchronising threads would cost more than the work
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for subprocesses
 
 settings.register_profile("helix", deadline=None, derandomize=True, max_examples=50)
 settings.register_profile("first-failure", settings.get_profile("helix"), phases=[Phase.explicit, Phase.generate])
@@ -41,11 +41,11 @@ COLLECTED = pytest.StashKey[dict[str, bool]]()
 
 
 def _gpus(n: int = 1, gb: float = 6.0) -> tuple[int, float]:
-    """Of `@pytest.mark.gpu`, `gpu(2)`, `gpu(n=2, gb=20)`: how many GPUs it needs, and the GB that it holds of each."""
+    """Arguments of `@pytest.mark.gpu`, `gpu(2)`, `gpu(n=2, gb=20)`: number of GPUs, and GB of memory on each."""
     return n, gb
 
 
-KERNELS_GB = 2.0  # of a test of tests/kernels, which runs where there is no GPU, too
+KERNELS_GB = 2.0  # for tests of tests/kernels, which also run without a GPU
 MEMORY = pytest.StashKey[Memory]()
 
 
@@ -56,7 +56,6 @@ def _needs(item: pytest.Item) -> tuple[int, float]:
 
 
 def _visible() -> list[str]:
-    """Names of the GPUs, as CUDA_VISIBLE_DEVICES has them."""
     default = ",".join(map(str, range(torch.cuda.device_count())))
     return [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", default).split(",") if name]
 
@@ -66,10 +65,12 @@ def _gigabytes() -> list[float]:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """Returns the number of xdist workers that fit the GPUs."""
     return processes(os.cpu_count() or 1, _gigabytes()) if config.getoption("gpu") and _visible() else None
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    """Checks for GPUs, and registers their memory."""
     if not config.getoption("gpu"):
         return
     if not torch.cuda.is_available():
@@ -83,14 +84,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the options --gpu, --part and --record."""
     parser.addoption("--gpu", action="store_true", help="only what needs a GPU, and tests/kernels; -n auto fits GPUs")
     parser.addoption("--part", metavar="I/N", help="only the I-th of N parts of the tests, which are about as long")
     parser.addoption("--record", type=Path, metavar="FILE", help="append to FILE how long the tests took")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """With `--record`, one paragraph: commit, machine and date; how many tests and how long; the slowest."""
-    if (path := config.getoption("record")) is None or hasattr(config, "workerinput"):  # xdist's workers have a part
+    """Appends a record: commit, machine and date, number of tests and their time, the slowest tests."""
+    if (path := config.getoption("record")) is None or hasattr(config, "workerinput"):  # xdist workers only see a part
         return
     seconds: Counter[str] = Counter()
     for report in (report for reports in terminalreporter.stats.values() for report in reports):
@@ -108,7 +110,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    gc.freeze()  # nor are they looked at once all tests are here: they stay to the end
+    """Selects tests by --gpu and --part."""
+    gc.freeze()  # collected tests live to the end: exclude them from collections
     config.stash[COLLECTED] = {item.nodeid: item.get_closest_marker("slow") is not None for item in items}
     selected = [item for item in items if not config.getoption("gpu") or _needs(item)[0]]
     if part := config.getoption("part"):
@@ -119,8 +122,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = selected
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)  # a test's timeout begins once it has its memory
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # start a test's timeout after it has its memory
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool, bool]:
+    """Holds a test's GPU memory while it runs."""
     (needed, gb), memory = _needs(item), item.config.stash.get(MEMORY, None)
     with memory.hold(_visible()[:needed], gb) if memory and needed <= len(_visible()) else nullcontext():
         done = yield
@@ -130,21 +134,23 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool, bool]:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips tests that need more GPUs."""
     if item.get_closest_marker("gpu") and (needed := _needs(item)[0]) > (present := torch.cuda.device_count()):
         pytest.skip(f"needs {needed} GPU(s), here are {present}")
 
 
 def pytest_sessionfinish() -> None:
+    """Closes the worker pools."""
     close_all()
 
 
 @pytest.fixture(scope="session")
 def gloo_pool() -> Callable[[int], Pool]:
-    """`gloo_pool(world_size).run(fn, *args)`: see `tests.pool`."""
+    """Returns `pool`: `gloo_pool(world_size).run(fn, *args)`, see `tests.pool`."""
     return pool
 
 
 @pytest.fixture
 def collected(request: pytest.FixtureRequest) -> dict[str, bool]:
-    """Names of all tests that this session has found, whichever it runs, and whether they are slow."""
+    """Returns the names of all collected tests, whether selected or not, and whether they are slow."""
     return request.config.stash[COLLECTED]

@@ -1,4 +1,4 @@
-"""Clean-up at a process's end, done by that process alone."""
+"""Clean-up when this process exits, but not its forks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def at_exit(work: Callable[[], object]) -> None:
-    """Runs `work` when this process ends, and not where a copy of it (`os.fork`) ends, which has its handlers too."""
+    """Runs `work` when this process exits, but not in forks (`os.fork`), which inherit its handlers."""
     atexit.register(_in, os.getpid(), work)
 
 
@@ -22,7 +22,7 @@ def _in(process: int, work: Callable[[], object]) -> None:
 
 
 def folder(prefix: str) -> Path:
-    """An empty folder that is there until this process ends."""
+    """Makes an empty folder that is deleted when this process exits."""
     made = Path(tempfile.mkdtemp(prefix=prefix))
     at_exit(partial(shutil.rmtree, made, ignore_errors=True))
     return made

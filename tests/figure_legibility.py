@@ -1,4 +1,4 @@
-"""Legibility of a figure at the width at which GitHub shows a README."""
+"""Checks that a figure is legible as wide as a README on GitHub."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from matplotlib.text import Text
 
 from benchmarks.records.style import TEXT, WIDTH
 
-MARGIN = 2  # pixels by which neighbours may touch
+MARGIN = 2  # pixels that neighbours may overlap
 
 
 def illegible(figure: Figure) -> list[str]:
-    """Lists texts that are too wide or small, overlap, or pass the edge."""
-    found: list[Text] = []  # those that are drawn: ticks beyond an axis' range have labels that are not
+    """Returns texts that are too wide or small, overlap, or are cut off."""
+    found: list[Text] = []  # drawn texts only: tick labels beyond an axis' range are not
     original = Text.draw
 
     def draw(text: Text, renderer: Any) -> None:

@@ -1,6 +1,6 @@
-"""GPUs that the processes of a test run share: who sees which first, and how many GB tests may hold at a time.
+"""GPUs that test processes share: their order in each process, and how many GB tests may hold at a time.
 
-Importing it, before torch looks for GPUs, turns the list that a process of xdist sees.
+Import it before torch looks for GPUs: it rotates the list that an xdist worker sees.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-GPUS = "HELIX_TEST_GPUS"  # in the environment of xdist's processes: a folder that they share, and each GPU's GB
+GPUS = "HELIX_TEST_GPUS"  # in the environment of xdist workers: their shared folder, and each GPU's GB
 WORKER = os.environ.get("PYTEST_XDIST_WORKER")
-RESIDENT_GB = 3.5  # of a process of tests between its tests: contexts, its own and its ranks', and compiled kernels
-DEADLINE_S = 900.0  # for the GB of a test: the tests that hold them end by their own timeouts
+RESIDENT_GB = 3.5  # of a test process between tests: CUDA contexts of itself and its ranks, and compiled kernels
+DEADLINE_S = 900.0  # to get a test's GB: the tests that hold them have timeouts
 
 
 def rotated(gpus: list[str], worker: str) -> list[str]:
-    """Names of `gpus` in the order in which `worker` ("gw3") sees them: neighbours do not begin with the same one."""
+    """Returns `gpus` in the order that `worker` ("gw3") sees: neighbours start with different ones."""
     first = int(worker.removeprefix("gw")) % len(gpus)
     return gpus[first:] + gpus[:first]
 
@@ -31,16 +31,16 @@ if WORKER and GPUS in os.environ:
 
 
 def processes(cores: int, gpus_gb: list[float]) -> int:
-    """How many processes share `cores` and the GPUs: two cores stay free, and each process has 10 GB of a GPU."""
+    """Returns how many processes share the cores and GPUs: two cores stay free, and each process has 10 GB of a GPU."""
     return max(1, min(cores - 2, int(sum(gpus_gb) / 10)))
 
 
 @dataclass(frozen=True)
 class Memory:
-    """The GB of each GPU that processes have taken, in a folder that they share.
+    """The GB of each GPU that processes hold, in a shared folder.
 
     Attributes:
-        capacity: GB of a GPU by its name, less what stays resident.
+        capacity: GB per GPU name, less what stays resident.
     """
 
     folder: Path
@@ -51,9 +51,9 @@ class Memory:
         """Waits until `gb` are free on each of `gpus`, first come, first served, and holds them.
 
         Raises:
-            TimeoutError: they were not in `DEADLINE_S`.
+            TimeoutError: they were not free within `DEADLINE_S`.
         """
-        gb = min([gb, *(self.capacity[name] for name in gpus)])  # alone, a test gets what there is
+        gb = min([gb, *(self.capacity[name] for name in gpus)])  # a test that needs more gets a whole GPU
         deadline = time.monotonic() + DEADLINE_S
         with self._locked("gate"):
             while not self._take(gpus, gb):
@@ -71,7 +71,7 @@ class Memory:
                 )
 
     def reservations(self) -> dict[str, dict[str, float]]:
-        """GB of each GPU by the process that holds them."""
+        """Returns the GB of each GPU by process."""
         with self._locked("ledger"):
             return self._read()
 
@@ -89,7 +89,7 @@ class Memory:
     @contextmanager
     def _locked(self, name: str) -> Iterator[None]:
         with open(self.folder / f"{name}.lock", "w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # a process that dies lets go of it
+            fcntl.flock(file, fcntl.LOCK_EX)  # released when the process dies
             yield
 
     def _read(self) -> dict[str, dict[str, float]]:

@@ -1,11 +1,11 @@
-"""A mixer for tests: a state that decays, of which each token reads its own channels.
+"""A mixer for tests: a decaying state, of which each token reads its own channels.
 
     h[t] = decay * h[t - 1] + k[t]          y[t] = W_O (q[t] * h[t])          k, q = W_K x, W_Q x
 
-It stands for recurrent layers: it keeps a state of each sequence in place of entries of tokens. Channels are cut over
-all ranks, like the columns of an FFN, so that ranks meet in the sum behind W_O alone. What a refused draft added to a
-state cannot be overwritten. So a decode step leaves the state as it was before it and keeps its rows; the next one
-begins with those rows that were accepted.
+It represents recurrent layers: it has a state per sequence instead of KV per token. Channels are sharded over
+all ranks, like the columns of an FFN, so that the only collective is the sum after W_O. A rejected draft's
+contribution to a state cannot be overwritten. So a decode step leaves the state as it was and stores its rows; the next
+step first applies the accepted ones.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class DecaySpec:
 
     Attributes:
         width: channels of the state.
-        decay: what is left of the state at the next token.
+        decay: factor per token.
     """
 
     hidden: int
@@ -45,21 +45,21 @@ class DecaySpec:
 
     @property
     def weights(self) -> int:
-        """Numbers in all projections, those of all ranks together."""
+        """Weights of all projections, over all ranks."""
         return 3 * self.hidden * self.width
 
     @property
     def multiplications(self) -> int:
-        """Multiplications with keys and values: there are none."""
+        """No multiplications with keys and values."""
         return 0
 
     def kv_cache_specs(self, layout: HelixLayout, rank: int, dtype: str, kv: str = "auto") -> tuple[KVCacheSpec, ...]:
-        """Lists a state for each slot, and the rows of its last step."""
+        """Returns a state per slot, and the rows of its last step."""
         channels = (len(layout.ffn_columns(rank, self.width)),)
         return KVCacheSpec("state", channels, "float32", "slot"), KVCacheSpec("rows", channels, "float32", "row")
 
     def buffers(self, layout: HelixLayout, rank: int) -> int:
-        """Counts the numbers that a token of a prefill step takes on a rank."""
+        """Returns the elements per token of a prefill step on a rank."""
         return 4 * len(layout.ffn_columns(rank, self.width))
 
 
@@ -74,11 +74,11 @@ class Decay:
         self.output = RowParallel(shard, f"{name}.o", columns, spec.width, spec.hidden)
 
     def project(self, x: Tensor, angles: Angles, cache: KVCache, step: Step) -> Tensor:
-        """x [N, H] -> k and q [N, 2 * channels]; nothing is kept of single tokens."""
+        """Projects x [N, H] to k and q [N, 2 * channels]; there is no KV per token."""
         return self.kq(x)
 
     def finish(self, q: Tensor, cache: KVCache, step: Step, policy: AttentionPolicy) -> PartialProjection:
-        """k and q -> this rank's part [N, H]."""
+        """Returns this rank's partial output [N, H] from k and q."""
         mine = cache.layer(self.index)
         k, q = q.float().chunk(2, 1)
         prompts = step.cu_q is not None
@@ -86,7 +86,7 @@ class Decay:
         return self.output((q * seen).to(self.output.weight.dtype))
 
     def _decode(self, k: Tensor, kept: Mapping[str, Tensor], accepted: Tensor, step: Step) -> Tensor:
-        """States [N, channels] behind each row; those of the rows before that were accepted come first."""
+        """States [N, channels] after each row; applies the last step's accepted rows first."""
         slots = step.slots
         state, rows, count = kept["state"][slots], kept["rows"][slots], accepted[slots]
         for i in range(rows.shape[1]):
@@ -100,7 +100,7 @@ class Decay:
         return torch.stack(seen, 1).flatten(0, 1)
 
     def _prefill(self, k: Tensor, kept: Mapping[str, Tensor], step: Step) -> Tensor:
-        """States [N, channels] behind each token of the chunks; the last of each chunk stays."""
+        """States [N, channels] after each token of the chunks; stores the last of each chunk."""
         assert step.cu_q is not None
         seen, ends = [], step.cu_q.tolist()
         for slot, begin, end in zip(step.slots, ends, ends[1:], strict=False):

@@ -1,4 +1,4 @@
-"""Few of many cases that still hold every pair of values: a fault of two causes shows in one of them."""
+"""Pairwise covering: a subset of cases with every pair of values, which shows any fault of two causes."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ Case = tuple[Hashable, ...]
 
 
 def pairs_of(case: Case) -> set[Case]:
-    """Every two values of a case, each with its place."""
+    """Returns all pairs of a case's values, each with its index."""
     return set(combinations(enumerate(case), 2))
 
 
 def covering(cases: Sequence[Case]) -> list[Case]:
-    """Some of `cases`, in their order, that hold every pair of values that any of them holds; always the same."""
+    """Returns a subset of `cases`, in order, with every pair of values that occurs in them; deterministic."""
     missing: set[Case] = set().union(*map(pairs_of, cases))
     selected: set[Case] = set()
-    used: Counter[Hashable] = Counter()  # so that values are taken about equally often
+    used: Counter[Hashable] = Counter()  # balances how often values are used
     while missing:
         best = max(cases, key=lambda case: (len(pairs_of(case) & missing), -sum(used[v] for v in enumerate(case))))
         selected.add(best)
@@ -31,6 +31,6 @@ def covering(cases: Sequence[Case]) -> list[Case]:
 
 
 def params(cases: Sequence[Case], name: Callable[..., str] = lambda *case: "-".join(map(str, case))) -> list[Any]:
-    """Parameters of a test: `cases`, of which all but a covering are slow; `name` makes the name of a case's values."""
+    """Returns test parameters: all cases outside a covering are slow; `name` makes a case's id."""
     selected = set(covering(cases))
     return [pytest.param(*case, id=name(*case), marks=[] if case in selected else [pytest.mark.slow]) for case in cases]

@@ -1,11 +1,11 @@
-"""Worker processes for distributed tests: one pool a world size, started once, replaced after a failure.
+"""Worker processes for distributed tests: one pool per world size, started once, replaced after a failure.
 
 `pool(4).run(fn, *args)` calls the top-level function `fn(rank, world_size, *args)` in four processes whose default
 process group is initialised, and returns their results in rank order. gloo workers see no GPU; NCCL workers have one
 each.
 
-A worker that raises reports its traceback and exits, so that peers which wait for it see a closed connection rather
-than a deadline. After any failure the whole pool is killed: its process group cannot be trusted. The next `run`
+A worker that raises reports its traceback and exits, so that waiting peers see a closed connection rather
+than a timeout. After any failure the whole pool is killed, as its process group may be broken; the next `run`
 starts a new one.
 """
 
@@ -33,20 +33,19 @@ import torch.distributed as dist
 
 from tests.exit_cleanup import at_exit
 
-# A fork server, itself a fresh process that only imports: a worker then starts in milliseconds instead of the seconds
-# of another import, and yet is no copy of the test process with its threads. Beside GPUs it imports torch alone: what
-# Triton decorates there depends on the worker's backend.
+# A fork server, itself a fresh process that only imports: workers start in milliseconds instead of seconds, without the
+# test process's threads. With GPUs it only imports torch: Triton's decorators depend on the worker's backend.
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     ["torch.distributed", *([] if torch.cuda.is_available() else ["tests.e2e.checkpoints"])]
 )
 
-APART = "nccl, apart"  # a backend: GPUs that do not reach each other's memory, whose messages cross that of the host
-GRACE_S = 60.0  # for peers of a failed rank to report what they saw
+APART = "nccl, apart"  # a backend: GPUs without peer access, whose messages go through host memory
+GRACE_S = 60.0  # for peers of a failed rank to report
 
 
 class PoolError(RuntimeError):
-    """At least one worker failed; the message holds every rank's traceback."""
+    """At least one worker failed; the message has every rank's traceback."""
 
 
 class Pool:
@@ -60,26 +59,26 @@ class Pool:
         self._directory = Path()
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 200.0) -> list[Any]:
-        """Results of `fn(rank, world_size, *args)`, in rank order.
+        """Returns the results of `fn(rank, world_size, *args)`, in rank order.
 
         Raises:
-            PoolError: a rank raised, died, or gave no result within `timeout_s`.
+            PoolError: a rank raised, died, or had no result within `timeout_s`.
         """
-        # Tests' modules need not have been importable yet when the workers started. Plain pickles carry tensors by
-        # value; multiprocessing's own would share memory.
+        # Test modules may not have been importable when the workers started. Plain pickles copy tensors;
+        # multiprocessing's own would share memory.
         task = pickle.dumps((sys.path, pickle.dumps((fn, args))))
         self.start()
         results: dict[int, Any] = {}
         errors: dict[int, str] = {}
         try:
             for connection in self._connections:
-                with contextlib.suppress(ConnectionError):  # a worker that died since is reported by _collect
+                with contextlib.suppress(ConnectionError):  # _collect reports workers that died since
                     connection.send_bytes(task)
             self._collect(results, errors, time.monotonic() + timeout_s)
             for rank in range(self.world_size) if not errors else ():
                 if rank not in results:
                     errors[rank] = f"no result within {timeout_s} s\n{self._stack(rank)}"
-        except BaseException:  # an interrupted run leaves answers behind that the next would take for its own
+        except BaseException:  # results of an interrupted run would be taken for the next one's
             self.close()
             raise
         if errors:
@@ -88,7 +87,6 @@ class Pool:
         return [results[rank] for rank in range(self.world_size)]
 
     def close(self) -> None:
-        """Kills the workers."""
         for process in self.processes:
             process.kill()
         for process in self.processes:
@@ -100,7 +98,7 @@ class Pool:
         self.processes, self._connections = [], []
 
     def start(self) -> None:
-        """Starts the workers unless they run; `run` does so, too."""
+        """Starts the workers unless they run; `run` does this, too."""
         if self.processes:
             return
         self._directory = Path(tempfile.mkdtemp(prefix="helix-pool-"))
@@ -114,7 +112,6 @@ class Pool:
             self._connections.append(ours)
 
     def _collect(self, results: dict[int, Any], errors: dict[int, str], deadline: float) -> None:
-        """Fills in what the ranks answer until all have, or the deadline, which the first error brings forward."""
         pending = set(range(self.world_size))
         while pending:
             ready = wait([self._connections[rank] for rank in pending], max(0.0, deadline - time.monotonic()))
@@ -132,20 +129,19 @@ class Pool:
                 deadline = min(deadline, time.monotonic() + GRACE_S)
 
     def _stack(self, rank: int) -> str:
-        """Returns the stack trace of a worker that hangs."""
         path = self._directory / f"stack-{rank}"
         if not path.exists():
             return ""
         before, text, deadline = path.stat().st_size, "", time.monotonic() + GRACE_S
         os.kill(self.processes[rank].pid or 0, signal.SIGUSR1)
-        while f"in {_work.__name__}" not in text and time.monotonic() < deadline:  # among the last of its frames
+        while f"in {_work.__name__}" not in text and time.monotonic() < deadline:  # one of the last frames
             time.sleep(0.05)
             text = path.read_text()[before:]
         return text
 
 
 def _work(rank: int, world_size: int, backend: str, directory: Path, connection: Connection) -> None:
-    """Body of a worker: tasks in, `(failed, result or traceback)` out."""
+    """Main loop of a worker: receives tasks, sends `(failed, result or traceback)`."""
     with open(directory / f"stack-{rank}", "w") as stack:
         faulthandler.register(signal.SIGUSR1, stack)
         try:
@@ -159,12 +155,12 @@ def _work(rank: int, world_size: int, backend: str, directory: Path, connection:
             os._exit(0)
         except BaseException:
             connection.send_bytes(pickle.dumps((True, traceback.format_exc())))
-            os._exit(1)  # at once: no clean-up that waits for peers
+            os._exit(1)  # without clean-up that waits for peers
 
 
 def _init(rank: int, world_size: int, backend: str, directory: Path) -> None:
     torch.set_num_threads(1)
-    tempfile.tempdir = str(directory)  # a worker is killed: what it leaves goes with its pool
+    tempfile.tempdir = str(directory)  # workers are killed: their files are removed with the pool
     device = None
     if backend == "gloo":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -184,7 +180,7 @@ _pools: dict[tuple[int, str], Pool] = {}
 
 
 def pool(world_size: int, backend: str = "gloo") -> Pool:
-    """The pool of this size and backend: the same one for the whole test session."""
+    """Returns the pool of this size and backend, shared by the test session."""
     return _pools.setdefault((world_size, backend), Pool(world_size, backend))
 
 

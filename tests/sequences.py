@@ -29,18 +29,18 @@ class Generated:
 
 
 def updates_of(engine: Engine, inbox: Inbox | None) -> Iterator[RequestUpdate]:
-    """Serves an inbox, a collective call; yields the updates one by one, on rank 0."""
+    """Serves an inbox and yields the updates on rank 0. Collective."""
     for updates in engine.serve(inbox):
         yield from updates
 
 
 def resize(engine: Engine, **sizes: int) -> None:
-    """Changes sizes that decisions alone depend on."""
+    """Changes sizes that only the scheduler uses."""
     engine.runner.sizes = replace(engine.runner.sizes, **sizes)
 
 
 def generated(engine: Engine, requests: Iterable[Request]) -> dict[Any, Generated]:
-    """Serves requests, a collective call; returns what came of each by id, on rank 0."""
+    """Serves requests and returns the results by id, on rank 0. Collective."""
     found: dict[Any, Generated] = {}
     for update in updates_of(engine, Inbox.of(requests)):
         one = found.setdefault(update.id, Generated())
@@ -53,18 +53,18 @@ def generated(engine: Engine, requests: Iterable[Request]) -> dict[Any, Generate
 
 
 def generated_ids(engine: Engine, requests: Iterable[Request]) -> dict[Any, tuple[int, ...]]:
-    """Serves requests, a collective call; returns the tokens of each by id, on rank 0."""
+    """Serves requests and returns their tokens by id, on rank 0. Collective."""
     return {name: one.token_ids for name, one in generated(engine, requests).items()}
 
 
 def new_request(slot: int, start: int, pages: np.ndarray, limit: int, text: np.ndarray, **more: Any) -> NewRequest:
-    """Makes the admission of a greedy sequence whose first tokens are `text`, int32 [n]."""
+    """Makes the `NewRequest` of a greedy sequence whose first tokens are `text`, int32 [n]."""
     sampling = more.pop("sampling", SamplingParams())
     return NewRequest(f"of slot {slot}", slot, len(text), text, start, pages, limit, limit, sampling, **more)
 
 
 def with_windows(spec: DecoderSpec, *windows: int | None) -> DecoderSpec:
-    """Gives a model as many layers, its first ones, with sliding windows of these tokens; None for no window."""
+    """Cuts a model to its first layers, with these sliding windows in tokens; None for no window."""
     layers = []
     for layer, window in zip(spec.layers, windows, strict=False):
         assert isinstance(layer.mixer, AttentionSpec)

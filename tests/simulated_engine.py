@@ -1,8 +1,8 @@
-"""A model of the ranks that carry a scheduler's decisions out, on a clock of its own.
+"""Simulates the ranks that execute a scheduler's outputs, with a simulated clock.
 
-What is launched is computed at once, in order, as a stream does it. Tokens are read later, after `lookahead` further
-decisions. A slot of the cache holds a number made of all tokens up to its own, as keys depend on them: whatever shares
-or copies the wrong page, or reads one that somebody else has written to, is noticed.
+Launched work is computed at once, in order, as on a stream. Tokens are read later, after `lookahead` further
+scheduler outputs. A cache slot holds a hash of all tokens up to its own, as keys depend on them, so that sharing or
+copying the wrong page, or reading one that was overwritten, is noticed.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from helix.layout import HelixLayout
 from helix.worker.kv_cache_spec import EngineSizes
 from helix.worker.model_runner import ModelRunner
 
-TOKEN_S = 1e-4  # of a chunk, for a token at the beginning of a context
+TOKEN_S = 1e-4  # per prefill token at the beginning of a context
 STEP_S = 2e-3
 DOUBLING = 500.0
 
 
 def calls_of(work: Callable[[], object]) -> int:
-    """Counts the calls that some work takes: time that no other work on this machine changes."""
+    """Counts the function calls of some work: a measure of time that does not depend on the machine's load."""
     events: list[str] = []
     sys.setprofile(lambda frame, event, arg: events.append(event))
     try:
@@ -46,7 +46,7 @@ def calls_of(work: Callable[[], object]) -> int:
 
 
 def chain(tokens: Iterable[int], cache_salt: Hashable) -> list[int]:
-    """Computes the cache's content for each token: a hash of all tokens up to it."""
+    """Returns the cache's content for each token: a hash of all tokens up to it."""
     numbers, last = [], hash(cache_salt) % 997
     for token in tokens:
         last = (last * 1_000_003 + token + 1) % (1 << 61)
@@ -56,11 +56,11 @@ def chain(tokens: Iterable[int], cache_salt: Hashable) -> list[int]:
 
 @dataclass(eq=False)
 class SimulatedRequest:
-    """A request, the tokens it has to draw, and its results.
+    """A request, its predetermined output, and its results.
 
     Attributes:
-        reply: tokens up to the one with which the model stops.
-        times: when each was drawn.
+        reply: tokens up to the model's EOS.
+        times: when each was sampled.
     """
 
     request: Request
@@ -75,7 +75,7 @@ class SimulatedRequest:
 
 @dataclass
 class CountingMatcher:
-    """A grammar whose mask says whose it is and how many tokens it has taken."""
+    """A grammar whose mask has its request's id and the number of accepted tokens."""
 
     name: int
     num_accepted: int = 0
@@ -89,11 +89,11 @@ class CountingMatcher:
 
 @dataclass(eq=False)
 class InFlightBatch:
-    """A decision that is launched, and of its tokens those that are not read.
+    """A launched scheduler output, and its unread tokens.
 
     Attributes:
-        over: when it has been computed.
-        rows: of the step that the next decision draws, with the drafts that were tried and those that hold.
+        finished_at: when it has been computed.
+        rows: of the step whose tokens are sampled by the next output, with tried and accepted drafts.
     """
 
     tokens: list[tuple[SimulatedRequest, int, int, float]]
@@ -105,12 +105,12 @@ class InFlightBatch:
 
 @dataclass(eq=False)
 class SimulatedRow:
-    """A slot on the ranks."""
+    """A row of the batch on the ranks."""
 
     served: SimulatedRequest
     admission: NewRequest
     table: list[int]
-    chain: list[int]  # of what its cache should hold
+    chain: list[int]  # expected content of its cache
     length: int  # tokens in the cache
     drawn: int
 
@@ -128,7 +128,7 @@ def runner(
     lacking: float = 0.0,
     chunk_sizes: tuple[int, ...] = (),
 ) -> ModelRunner:
-    """What a scheduler reads of a runner."""
+    """Returns what a scheduler reads of a runner."""
     found = SimpleNamespace(
         sizes=sizes,
         cache=SimpleNamespace(remedy="raise kv.tokens", fetches=fetches),
@@ -146,8 +146,8 @@ class SimulatedEngine:
     Args:
         pages: of each rank.
         homes: ranks that own sequences, `max_batch` each.
-        ahead: decisions that are launched before the tokens of one are read.
-        kept: drafts of a step that hold, for each step in turn.
+        lookahead: scheduler outputs that are launched before the tokens of one are read.
+        accepted_drafts: per step, in turn.
         options: of the scheduler.
     """
 
@@ -213,7 +213,7 @@ class SimulatedEngine:
         cache_salt: Hashable = None,
         guided: bool = False,
     ) -> int:
-        """Submits a request whose model stops after `stops` tokens; its id. It has to be accepted."""
+        """Submits a request that reaches EOS after `stops` tokens, and must be accepted; returns its id."""
         name = len(self.served)
         grammar = CountingMatcher(name) if guided else None
         request = Request(name, prompt, new, priority=priority, cache_salt=cache_salt, matcher=grammar)
@@ -227,7 +227,7 @@ class SimulatedEngine:
         self.served[name].ended |= self.scheduler.end(name) is not None
 
     def advance(self) -> SchedulerOutput | None:
-        """The next decision, carried out; reads what is due."""
+        """Executes the next scheduler output, and reads tokens that are due."""
         decision = self.scheduler.schedule(self.now)
         if decision is None:
             assert self.due or not any(not s.ended for s in self.served.values()), "nothing is done for a request"
@@ -264,7 +264,7 @@ class SimulatedEngine:
         return bool(self.in_flight) and (bool(self.in_flight[0].tokens) or self.in_flight[0].rows is None)
 
     def read_tokens(self) -> None:
-        """Reads the tokens of the first decision under way, as far as they are drawn."""
+        """Reads the sampled tokens of the first batch in flight."""
         batch = self.in_flight[0]
         self.now = max(self.now, batch.tokens[-1][-1] if batch.rows is not None else batch.finished_at)
         tokens, batch.tokens = batch.tokens, []
@@ -318,7 +318,7 @@ class SimulatedEngine:
         batch.work, batch.seconds, batch.finished_at = work, seconds, self.device_s
 
     def sample_held(self, masks: Mapping[int, np.ndarray]) -> None:
-        """The tokens of the last decision's step, where they are left to this one."""
+        """Samples the last step's tokens that were left to this scheduler output."""
         rows = (self.in_flight[-1].rows or []) if self.in_flight else []
         guided = {slot: row for slot, row, _ in rows if row.guided}
         assert masks.keys() <= guided.keys()
@@ -354,7 +354,7 @@ class SimulatedEngine:
             row = self.rows[s.slot]
             assert s.end > s.begin and s.last == (s.end == row.admission.length)
             assert s.tokens.tolist() == [*row.served.request.prompt.tolist(), *row.served.drawn][s.begin : s.end]
-            # What others have computed meanwhile it takes over, or all of what was known was a copy.
+            # Either it takes over what others have computed meanwhile, or all known tokens were a copy.
             assert row.length <= s.begin and not row.drawn
             for at in range(s.begin, s.end):
                 self.write(row, at, row.chain[at])
@@ -366,7 +366,7 @@ class SimulatedEngine:
                 self.sample(s.slot, self.rows[s.slot], 1, tokens)
 
     def step(self, decision: SchedulerOutput) -> list[tuple[int, SimulatedRow, int]]:
-        """A step up to its logits: its rows, and how many drafts of each hold."""
+        """Runs a step up to its logits; returns its rows, with accepted drafts."""
         self.steps += 1
         rows = []
         for slot, row in self.rows.items():
@@ -392,7 +392,7 @@ class SimulatedEngine:
         for slot, row, accepted_drafts in rows:
             row.length += 1 + accepted_drafts
             self.sample(slot, row, 1 + accepted_drafts, tokens)
-            for at in range(row.length - accepted_drafts, row.length):  # the drafts that held
+            for at in range(row.length - accepted_drafts, row.length):  # accepted drafts
                 self.write(row, at, row.chain[at])
 
     def sample(
@@ -401,12 +401,12 @@ class SimulatedEngine:
         for _ in range(count):
             at = row.admission.num_output_tokens + row.drawn
             reply = row.served.reply
-            token = reply[at] if at < len(reply) else 0  # past its stop it goes on
+            token = reply[at] if at < len(reply) else 0  # it runs on past EOS
             row.drawn += 1
             row.chain.append((row.chain[-1] * 1_000_003 + token + 1) % (1 << 61))
             tokens.append((row.served, slot, token, self.device_s))
 
-    # ---- what has to hold
+    # ---- invariants
 
     def home(self, slot: int) -> int:
         return slot % len(self.tables)
@@ -422,7 +422,7 @@ class SimulatedEngine:
         self.memory[self.locate(row, at)] = number
 
     def check(self, row: SimulatedRow) -> None:
-        """A row's pages hold what they should."""
+        """Checks the content of a row's pages."""
         if row.length:
             at = np.arange(row.length)
             slot = self.layout.token_slot(at, self.stripes.append_block)
@@ -433,7 +433,7 @@ class SimulatedEngine:
 
     @property
     def waiting_s(self) -> float:
-        """The time of all prompts that are not computed, the oldest of those that run apart."""
+        """Returns the time of all unfinished prompts, without the oldest running one."""
         rows = {int(row.admission.id): row for row in self.rows.values()}
         waiting = [s for name, s in self.served.items() if not s.ended and name not in rows]
         works = [self.times.work(0, len(s.request.prompt) + len(s.drawn)) for s in waiting]
@@ -443,7 +443,7 @@ class SimulatedEngine:
         return sum(works) * TOKEN_S
 
     def check_chunk(self, decision: SchedulerOutput, seconds: float, decoding: bool) -> None:
-        """The bounds of chunks while somebody decodes, and the half of the oldest prompt."""
+        """Checks the limits of chunks while others decode, and the oldest prompt's half."""
         size = sum(s.end - s.begin for s in decision.prefill_chunks)
         assert size <= self.prefill_chunk
         assert seconds <= MAX_CHUNK_S * 1.001 or size <= MIN_CHUNK, "an abort waits for the chunk"

@@ -1,4 +1,4 @@
-"""Triton's kernels under its interpreter, on CPU tensors."""
+"""Runs Triton kernels in its interpreter, on CPU tensors."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ from tests.kernels.quick_interpreter import quick
 
 @contextmanager
 def interpreted() -> Iterator[None]:
-    """Within, ops on CPU tensors take the kernels of GPUs; TRITON_INTERPRET has been set before they were imported."""
+    """Makes ops on CPU tensors use GPU kernels; TRITON_INTERPRET must be set before they are imported."""
     with quick(), patch.object(dispatch, "on_gpu", lambda t: True):
         yield

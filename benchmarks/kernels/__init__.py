@@ -1,1 +1,1 @@
-"""Benchmarks of one kernel, or of one collective, beside what others offer for the same."""
+"""Benchmarks of single kernels and collectives, compared with other libraries."""

@@ -1,8 +1,8 @@
-"""Times what a step does behind its logits: `helix bench accept`.
+"""Times what a step does after its logits: `helix bench accept`.
 
-Candidates of greedy rows, of rows that draw with the target's noise, and of drafts under rejection sampling, each with
-the one launch behind the gather that finds the tokens and commits them: all of it on one GPU, and that launch alone
-with the candidates of one and of eight. What is timed is compared with the plain reference first.
+Candidates of greedy rows, of rows sampled with the target's noise, and of drafts under rejection sampling, each with
+the launch after the all-gather that selects and commits the tokens: all of it on one GPU, and that launch alone
+with the candidates of one and of eight ranks. Results are checked against the plain reference first.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from helix.worker.sampling import SamplingState, distribution, sample_drafts, sa
 from kernels.tokens.commit import Candidates, commit
 from kernels.tokens.reference import commit as reference
 
-COLUMNS = 19_008, 152_064  # of Qwen2.5-7B: on one of eight ranks, and on one alone
+COLUMNS = 19_008, 152_064  # Qwen2.5-7B's vocabulary: one of eight shards, and whole
 SHAPES = (1, 0), (1, 4), (1, 11), (8, 0), (8, 8), (6, 11), (64, 4)  # sequences and drafts
 MODES = "greedy", "drawn", "rejection"
-HISTORY = 1 << 19  # no run takes as many tokens
-ACCEPTANCE = 0.8  # of each draft, where the tokens of all are known
+HISTORY = 1 << 19  # no run commits this many tokens
+ACCEPTANCE = 0.8  # per draft, for modes in which all tokens are known in advance
 RANKS = 8
-MAX_COPIES = 64  # fewer bytes than the L2 holds may be there: the projection has just written them
+MAX_COPIES = 64  # need not exceed the L2: in a step the projection has just written the logits
 
 
 class StepEnd:
-    """A step's end, from logits [B * (1 + n), V] on, with the state of its sequences."""
+    """The end of a step, from logits [B * (1 + n), V] on, with the state of its sequences."""
 
     def __init__(self, mode: str, rows: int, drafts: int, columns: int, device: torch.device, seed: int) -> None:
         generator = torch.Generator(device).manual_seed(seed)
@@ -53,7 +53,7 @@ class StepEnd:
         self.state = self.fresh()
 
     def fresh(self) -> tuple[Tensor, ...]:
-        """Last tokens, lengths, limits, activity and history, as before the first step."""
+        """Returns last tokens, lengths, limits, activity and history as before the first step."""
         rows = len(self.sampling.seed)
         last, lengths = torch.zeros(2, rows, dtype=torch.int64, device=self.device)
         active = torch.ones(rows, dtype=torch.bool, device=self.device)
@@ -75,7 +75,7 @@ class StepEnd:
         """Compares a step with the reference.
 
         Raises:
-            RuntimeError: tokens or the state differ.
+            RuntimeError: tokens or state differ.
         """
         sampled, wanted = self.candidates(), self.fresh()
         tokens = reference(sampled, self.drafts, None, *wanted)[0]
@@ -88,7 +88,7 @@ class StepEnd:
 
 
 def measure(ctx: BenchContext, mode: str, rows: int, drafts: int, columns: int) -> Iterator[Row]:
-    """All of a step behind its logits, and the launch behind the gather, in microseconds."""
+    """Times everything after the logits, and the launch after the all-gather alone, in microseconds."""
     device = ctx.device
     read = rows * (1 + drafts) * columns * 4
     copies = min(-(-ROTATED // read), MAX_COPIES) if ctx.gpu else 1
@@ -107,5 +107,6 @@ def measure(ctx: BenchContext, mode: str, rows: int, drafts: int, columns: int) 
 
 
 def cases(ctx: BenchContext) -> Iterable[tuple[str, int, int, int]]:
+    """Returns mode, rows, drafts and columns of each case."""
     shapes = [(*shape, columns) for columns in COLUMNS for shape in SHAPES] if ctx.gpu else [(2, 3, 500)]
     return [(mode, *shape) for mode in MODES for shape in shapes if shape[1] or mode != "rejection"]

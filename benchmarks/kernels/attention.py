@@ -1,7 +1,7 @@
-"""Times `flash_decode` beside torch's own attention: `helix bench kernels`.
+"""Times `flash_decode` against torch's attention: `helix bench kernels`.
 
-Each row is checked first, then timed as CUDA-graph replays over caches that together do not fit the L2, ours over
-pages in random order, torch's over contiguous memory (which is easier), FlashInfer's, where it is installed, over the
+Each row is checked first, then timed as CUDA-graph replays over caches that exceed the L2: ours over
+pages in random order, torch's over contiguous memory (which is easier), FlashInfer's, if installed, over the
 same pages as ours.
 """
 
@@ -32,7 +32,7 @@ ROWS = listed("attention")
 
 @dataclass
 class AttentionCase:
-    """One row's tensors: `copies` caches over which runs rotate."""
+    """The tensors of one row: `copies` caches over which runs rotate."""
 
     q: torch.Tensor
     caches: list[tuple[torch.Tensor, torch.Tensor]]
@@ -45,7 +45,7 @@ class AttentionCase:
         return flash_decode(self.q, keys, **options)[0]
 
     def contiguous(self, copy: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same keys and values as [B, Hkv, S, D]."""
+        """Returns the same keys and values as [B, Hkv, S, D]."""
         k, v = (c[self.table.long()].flatten(1, 2).transpose(1, 2).contiguous() for c in self.caches[copy])
         return k, v
 
@@ -53,6 +53,7 @@ class AttentionCase:
 def setting(
     q_heads: int, kv_heads: int, batch: int, length: int, queries: int, device: torch.device, dim: int = DIM
 ) -> AttentionCase:
+    """Returns random tensors of a case."""
     dtype = torch.bfloat16
     bytes_each = 2 * batch * length * kv_heads * dim * dtype.itemsize
     copies = -(-ROTATED // bytes_each) if device.type == "cuda" else 1
@@ -64,13 +65,13 @@ def setting(
     ]
     table = torch.randperm(pages, device=device).view(batch, -1).int()
     q = torch.randn(batch, queries, q_heads, dim, device=device, dtype=dtype)
-    hi = torch.full((batch, queries), length, dtype=torch.int32, device=device)  # all keys, as the peers read them
+    hi = torch.full((batch, queries), length, dtype=torch.int32, device=device)  # all keys, as for the peers
     return AttentionCase(q, caches, table, torch.zeros_like(hi), hi)
 
 
 def flashinfer(s: AttentionCase) -> Callable[[int], torch.Tensor]:
-    """FlashInfer's paged attention of the same caches, tensor cores on; the copy's number -> the output."""
-    module = importlib.import_module("flashinfer")  # a peer, no part of the project
+    """Returns a function from the copy's index to the output of FlashInfer's paged attention, tensor cores on."""
+    module = importlib.import_module("flashinfer")  # optional: a peer, not a dependency
     batch, queries, q_heads, dim = s.q.shape
     pages, page_size, kv_heads, _ = s.caches[0][0].shape
     device = s.q.device
@@ -90,14 +91,14 @@ def flashinfer(s: AttentionCase) -> Callable[[int], torch.Tensor]:
 
 
 def measure_shape(ctx: BenchContext, dim: int, q_heads: int, kv_heads: int, batch: int, length: int) -> list[Row]:
-    """One row of one query, of this head dim."""
+    """Measures one row with one query and this head dim."""
     return [row | {"kind": "shape", "dim": dim} for row in measure(ctx, q_heads, kv_heads, batch, length, 1, dim)]
 
 
 def measure(
     ctx: BenchContext, q_heads: int, kv_heads: int, batch: int, length: int, queries: int, dim: int = DIM
 ) -> list[Row]:
-    """One row: ours and the peers, in microseconds."""
+    """Measures one row: ours and the peers, in microseconds."""
     device = ctx.device
     s = setting(q_heads, kv_heads, batch, length, queries, device, dim)
     copies = len(s.caches)
@@ -112,7 +113,7 @@ def measure(
         # bf16 weights and outputs: two roundings of 2^-9 each.
         assert error < 1e-2, f"flash_decode is off by {error:.1e} of its norm at {row}"
     row["us"] = seconds(s.ours, copies, device) * 1e6
-    # As few contiguous copies as rotation needs: memory is also ours.
+    # As few contiguous copies as rotation needs: they share memory with ours.
     peers = [(k, v), *(s.contiguous(i) for i in range(1, copies))]
     row |= {f"{name}_us": None for name in PEERS}
     if device.type == "cuda":
@@ -136,14 +137,14 @@ def measure(
 
 
 def measure_kv(ctx: BenchContext, q_heads: int, kv_heads: int, batch: int, length: int, queries: int) -> Iterator[Row]:
-    """Yields one row: keys and values in bf16, in e4m3, and values alone in e4m3, in microseconds."""
+    """Yields one row: keys and values in bf16, both in e4m3, and only values in e4m3, in microseconds."""
     device = ctx.device
     s = setting(q_heads, kv_heads, batch, length, queries, device)
     row: dict[str, Any] = {"kind": "decode-kv", "heads": f"{q_heads}/{kv_heads}", "batch": batch, "length": length}
     row |= {"queries": queries, "kv_bytes": 2 * s.caches[0][0].numel() * 2}
     row["us"] = seconds(s.ours, len(s.caches), device) * 1e6
     few = [(_few(k), _few(v)) for k, v in s.caches]
-    few *= 2 if len(few) > 1 else 1  # of half the bytes
+    few *= 2 if len(few) > 1 else 1  # half the bytes
     bounds = s.table, s.lo, s.hi, DIM**-0.5, None
     keys = {
         "fp8": [PagedKeys(k[0], v[0], *bounds, k[1], v[1]) for k, v in few],
@@ -164,7 +165,7 @@ def _decode(q: torch.Tensor, keys: list[PagedKeys], copy: int) -> torch.Tensor:
 
 
 def _few(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A cache in e4m3, and its scales; in pieces, since fp32 takes memory."""
+    """Quantizes a cache to e4m3 with scales, in pieces, since fp32 takes memory."""
     data, scales = (
         torch.cat(parts) for parts in zip(*(quantize_fp8(pages) for pages in cache.split(1024)), strict=True)
     )
@@ -172,7 +173,7 @@ def _few(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def measure_ragged(ctx: BenchContext) -> list[Row]:
-    """The mixed batch beside equal lengths; 8/1 heads."""
+    """Measures a batch of mixed lengths against equal lengths; 8/1 heads."""
     device = ctx.device
     lengths = [K] * 100 + [128 * K] * 4 if device.type == "cuda" else [64] * 5 + [256]
     batch, pages = len(lengths), sum(lengths) // PAGE

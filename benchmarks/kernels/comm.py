@@ -8,19 +8,21 @@ from comm.emulated import is_emulated
 
 
 def measure(width: int, *overrides: str) -> list[Row]:
-    """A job over so many ranks; raises as `jobs.measure`."""
+    """Runs a job over `width` ranks; raises like `jobs.measure`."""
     rows: list[Row] = jobs.measure(width, ["bench=comm", f"layout.kvp={width}", *overrides])["collectives"]
     return rows
 
 
 def widths(ranks: int) -> list[int]:
-    """2, 4, 8 as far as there are GPUs, or what they emulate."""
+    """Returns 2, 4, 8 as far as there are GPUs, or the number of emulated ranks."""
     return [ranks] if is_emulated(ranks) else [width for width in (2, 4, 8) if width <= ranks]
 
 
 def cases(ctx: BenchContext) -> list[tuple[int]]:
+    """Returns the widths as cases."""
     return [(width,) for width in widths(ctx.ranks)]
 
 
 def timed(ctx: BenchContext, width: int) -> list[Row]:
+    """Measures the collectives over `width` ranks."""
     return measure(width)

@@ -1,7 +1,7 @@
-"""Times the gated delta rule's steps and prompts beside fla-core's kernels: `helix bench delta`.
+"""Times steps and prompts of the gated delta rule against fla-core's kernels: `helix bench delta`.
 
-Each row is checked against the reference, then timed as CUDA-graph replays over states that together do not fit the L2.
-fla-core's step copies states out and neither convolves, norms outputs nor keeps rows for drafts.
+Each row is checked against the reference, then timed as CUDA-graph replays over states that exceed the L2.
+fla-core's step copies states out, and does not convolve, norm outputs or keep rows for drafts.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ except ImportError:
     chunk_gated_delta_rule = fused_recurrent_gated_delta_rule = None
 
 DIM, WIDTH = 128, 4
-STATE_RATE = 4.4e12  # bytes/s; states read and written on an H200
+STATE_RATE = 4.4e12  # bytes/s; reading and writing states on an H200
 
 
 def rule(values: int, group: int, device: torch.device) -> GatedDelta:
-    """Random parameters."""
+    """Returns random parameters."""
     keys = values // group
     conv = torch.randn(WIDTH, (2 * keys + values) * DIM, device=device).bfloat16()
     a_log, dt_bias = torch.rand(2, values, device=device).unbind()
@@ -36,7 +36,7 @@ def rule(values: int, group: int, device: torch.device) -> GatedDelta:
 
 
 def inputs(p: GatedDelta, rows: int) -> DeltaInput:
-    """Random rows of one product."""
+    """Returns random rows of one fused projection."""
     values = len(p.a_log)
     widths = p.conv.shape[1], values * DIM, 2 * values
     qkv, z, gates = torch.randn(rows, sum(widths), device=p.conv.device).bfloat16().split(widths, 1)
@@ -44,7 +44,7 @@ def inputs(p: GatedDelta, rows: int) -> DeltaInput:
 
 
 def states(p: GatedDelta, slots: int, rows: int, accepted: int) -> DeltaState:
-    """Random states, and rows before them."""
+    """Returns random states, and the rows before them."""
     values, ring = len(p.a_log), rows + WIDTH - 1
     device = p.conv.device
     return DeltaState(
@@ -57,16 +57,17 @@ def states(p: GatedDelta, slots: int, rows: int, accepted: int) -> DeltaState:
 
 
 def off(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Returns the relative error in the 2-norm."""
     return float((found.float() - wanted.float()).norm() / wanted.float().norm())
 
 
 def checked(name: str, error: float, row: Row) -> None:
-    """Raises AssertionError for more than the roundings of some products to bf16, of 2^-9 each."""
+    """Asserts an error within the roundings of a few products to bf16, 2^-9 each."""
     assert error < 2e-2, f"{name} is off by {error:.1e} of its norm at {row}"
 
 
 def measure(ctx: BenchContext, values: int, group: int, batch: int, rows: int) -> list[Row]:
-    """One row: a step of several rows after one in which all were accepted, in microseconds."""
+    """Measures one row: a step of several rows after one in which all were accepted, in microseconds."""
     device = ctx.device
     p, each = rule(values, group, device), batch * values * DIM * DIM * 4
     copies = max(2, -(-ROTATED // each)) if ctx.gpu else 1
@@ -88,7 +89,7 @@ def measure(ctx: BenchContext, values: int, group: int, batch: int, rows: int) -
 
 
 def measure_prompt(ctx: BenchContext, values: int, group: int, length: int) -> list[Row]:
-    """One row: a chunk of a prompt, in microseconds."""
+    """Measures one row: a chunk of a prompt, in microseconds."""
     device = ctx.device
     p, slots = rule(values, group, device), torch.zeros(1, dtype=torch.int64, device=device)
     delta_states, x = states(p, 1, 1, 0), inputs(p, length)
@@ -104,7 +105,6 @@ def measure_prompt(ctx: BenchContext, values: int, group: int, length: int) -> l
 
 
 def _rows(p: GatedDelta, batch: int, length: int) -> dict[str, torch.Tensor]:
-    """Convolved inputs as fla-core takes them."""
     values, device = len(p.a_log), p.conv.device
 
     def heads(count: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The kernels of sparse drafts, parts of `benchmarks.bench sparse`: leaving scores, choosing keys, attending these."""
+"""Parts of `benchmarks.bench sparse`: kernels of sparse drafts, which score keys, select them and attend to them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kernels.sparse.select_tokens import select_tokens
 PAGE = 128
 KEY_SHARE = 0.07  # of all keys
 TAIL = 64
-# Query heads of a KV head, head dim, queries, sequences, keys of each.
+# Query heads per KV head, head dim, queries, sequences, keys of each.
 VERIFIED = [
     (4, 128, 8, 1, 128 * K), (7, 128, 8, 1, 64 * K), (7, 128, 8, 1, 128 * K), (7, 128, 5, 8, 128 * K),
     (7, 128, 8, 1, 512 * K), (8, 128, 8, 1, 128 * K), (8, 64, 8, 1, 128 * K), (8, 64, 8, 8, 64 * K),
@@ -28,7 +28,7 @@ VERIFIED = [
 ]  # fmt: skip
 # Layers, KV heads, sequences, keys of each.
 SCORED = [(28, 1, 1, 128 * K), (28, 4, 1, 128 * K), (28, 1, 1, 512 * K), (36, 2, 8, 64 * K)]
-# Query heads, KV heads, sequences, keys of each, chosen ones, keys that lie side by side.
+# Query heads, KV heads, sequences, keys of each, selected keys, length of contiguous runs.
 ATTENDED = [
     *((28, 4, batch, 128 * K, 9216, run) for batch in (1, 8) for run in (1, 2, 4, 8, 16)),
     *((7, 1, batch, 512 * K, 36864, 1) for batch in (1, 8)), (8, 2, 1, 128 * K, 9216, 1), (32, 8, 8, 64 * K, 4608, 1),
@@ -36,11 +36,12 @@ ATTENDED = [
 
 
 def dtype(ctx: BenchContext) -> torch.dtype:
+    """Returns bfloat16 on a GPU, float32 on the CPU."""
     return torch.bfloat16 if ctx.gpu else torch.float32
 
 
 def collect(ctx: BenchContext, group: int, dim: int, queries: int, batch: int, length: int) -> list[Row]:
-    """Verification of one KV head without scores, with those of two queries, and with the best of any, microseconds."""
+    """Times verification of one KV head without scores, with scores of two queries, and with the maximum over all."""
     device, kind = ctx.device, dtype(ctx)
     pages = length // PAGE
     copies = max(4, -(-ROTATED // (batch * length * dim * 2 * kind.itemsize))) if ctx.gpu else 1
@@ -59,7 +60,7 @@ def collect(ctx: BenchContext, group: int, dim: int, queries: int, batch: int, l
     def found(rows: str, op: Callable[..., object]) -> torch.Tensor:
         planes.zero_()
         attend(0, rows, op)
-        num_keys = length - queries + 1  # keys of drafts, which some queries do not see
+        num_keys = length - queries + 1  # without keys of drafts, which some queries do not see
         return planes.double().sum(0).view(batch, -1)[:, :num_keys]
 
     kinds = ["ends"]
@@ -67,20 +68,20 @@ def collect(ctx: BenchContext, group: int, dim: int, queries: int, batch: int, l
         kinds += ["any"]
     row: Row = {"kind": "collect", "group": group, "dim": dim, "queries": queries, "batch": batch, "length": length}
     for rows in kinds:
-        # Sums in another order, and fp16: 2^-11 of scores below 8.
+        # Different order of summation, and fp16: 2^-11 of scores below 8.
         torch.testing.assert_close(found(rows, flash_decode), found(rows, by_torch), rtol=2**-9, atol=2**-8)
     row["planes"] = score_planes(queries, group, dim, dtype_name(kind))
     row["plain_us"] = 1e6 * seconds(attend, copies, device)
     for rows in kinds:
         row[f"{rows}_us"] = 1e6 * seconds(partial(attend, rows=rows), copies, device)
-    row["again_us"] = 1e6 * seconds(attend, copies, device)  # how much plain attention differs from itself
+    row["again_us"] = 1e6 * seconds(attend, copies, device)  # run-to-run difference of plain attention
     for rows in kinds:
         row[f"{rows}_over_plain"] = 2 * row[f"{rows}_us"] / (row["plain_us"] + row["again_us"])
     return [row]
 
 
 def select(ctx: BenchContext, layers: int, heads: int, batch: int, length: int) -> list[Row]:
-    """A row for all layers, microseconds; where the last k-th score is a guess that is right, and where it never is."""
+    """Measures one row over all layers, in us: with the last k-th score as a right guess, and as a wrong one."""
     device = ctx.device
     read = layers * heads * batch * length * 2
     copies = max(4, -(-ROTATED // read)) // 2 * 2 if ctx.gpu else 2
@@ -119,7 +120,7 @@ def select(ctx: BenchContext, layers: int, heads: int, batch: int, length: int) 
 def attend(
     ctx: BenchContext, q_heads: int, kv_heads: int, batch: int, length: int, keys_read: int, run: int
 ) -> list[Row]:
-    """Attention of one query over `keys_read` keys of each KV head, in runs of `run`, microseconds."""
+    """Times attention of one query over `keys_read` keys of each KV head, in runs of `run`, in microseconds."""
     device, kind, dim = ctx.device, dtype(ctx), 128
     read = batch * keys_read * kv_heads * dim * 2 * kind.itemsize
     copies = max(4, -(-ROTATED // read)) if ctx.gpu else 1
@@ -150,7 +151,7 @@ PARTS = (
         lambda ctx: VERIFIED if ctx.gpu else [(2, 32, 3, 2, 2 * K)],
         collect,
         "group dim queries batch length plain_us again_us ends_us any_us ends_over_plain any_over_plain",
-        "scores beside verification",
+        "scores written by verification",
     ),
     Part(
         lambda ctx: SCORED if ctx.gpu else [(2, 2, 1, 2 * K)],

@@ -1,7 +1,7 @@
-"""Times what an indexer adds to a layer: scores of all tokens, the choice of the best, attention over these.
+"""Times what an indexer adds to a layer: scores of all tokens, top-k, attention over the selected tokens.
 
-Index keys are those of one GPU of eight: 128K tokens of a million. A gather of counts copies its own. Each case is
-checked first, then timed as CUDA-graph replays over caches that together do not fit the L2: `helix bench indexer`.
+Index keys are one GPU's of eight: 128K tokens of a million. A local copy replaces the gather of counts. Each case is
+checked first, then timed as CUDA-graph replays over caches that exceed the L2: `helix bench indexer`.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ WIDTH, TOPK, LATENT, ROPE = 128, 2048, 512, 64
 
 
 def bf16(*shape: int, device: torch.device) -> Tensor:
+    """Returns random bf16."""
     return torch.randn(*shape, device=device, dtype=torch.bfloat16)
 
 
 def no_counts(rows: int, device: torch.device) -> Tensor:
+    """Returns zeroed digit counts."""
     return torch.zeros(PLANES, rows, DIGITS, dtype=torch.int32, device=device)
 
 
 def measure_scan(ctx: BenchContext, heads: int, batch: int, queries: int, tokens: int) -> list[Row]:
-    """One row: the scores of all tokens, with index keys in bf16 and in e4m3."""
+    """Measures one row: the scores of all tokens, with index keys in bf16 and in e4m3."""
     device, pages, rows = ctx.device, batch * tokens // PAGE, batch * queries
     copies = max(1, -(-ROTATED // (pages * PAGE * WIDTH * 2))) if ctx.gpu else 1
     caches = [bf16(pages, PAGE, WIDTH, device=device) for _ in range(copies)]
@@ -66,7 +68,7 @@ def measure_scan(ctx: BenchContext, heads: int, batch: int, queries: int, tokens
 
 
 def measure_choice(ctx: BenchContext, rows: int, ranks: int, tokens: int) -> list[Row]:
-    """One row: the choice, with copies for the gathers of counts; scores of a single query come with their counts."""
+    """Measures one row: top-k, with copies for the gathers of counts; a single query's scores come with counts."""
     device = ctx.device
     scores = [torch.randn(rows, tokens, device=device) for _ in range(2)]
     total, pages = tokens * ranks, tokens // PAGE
@@ -98,7 +100,7 @@ def measure_choice(ctx: BenchContext, rows: int, ranks: int, tokens: int) -> lis
 
 
 def measure_reads(ctx: BenchContext, heads: int, rows: int, tokens: int) -> list[Row]:
-    """One row: attention over chosen tokens, of latents in bf16 and in e4m3."""
+    """Measures one row: attention over selected tokens, of latents in bf16 and in e4m3."""
     device, width = ctx.device, LATENT + ROPE
     pages = 128 * K // PAGE if ctx.gpu else 4 * K // PAGE
     cache = bf16(pages, PAGE, width, device=device)

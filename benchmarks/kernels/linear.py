@@ -1,4 +1,4 @@
-"""Times small-batch projections beside the library's: part of `helix bench kernels`."""
+"""Times small-batch projections against cuBLAS: part of `helix bench kernels`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kernels.scaled import quantize_fp8
 
 @dataclass(frozen=True)
 class Matrix:
-    """A weight [rows, columns] of a rank; gated: the gate's rows and as many others above them."""
+    """A rank's weight [rows, columns]; if gated, `rows` more for the gate above it."""
 
     name: str
     rows: int
@@ -37,18 +37,18 @@ FP8_ROWS = (1, 2, 4, 8, 16, 32, 64)
 CHUNK = 8192  # rows of a prefill
 HEAD_DIM = 128
 LARGE = 50e6  # bytes in bf16
-SATURATED = 4.69e12  # bytes/s that an H200 reads at most
+SATURATED = 4.69e12  # bytes/s; an H200's read ceiling
 
 
 def measure(ctx: BenchContext, matrix: Matrix, rows: int) -> Iterator[Row]:
-    """A matrix alone, and that of QKV also with its append."""
+    """Measures a matrix alone, and QKV also with its append."""
     yield measure_matrix(matrix, rows, ctx.device)
     if matrix.name.endswith("QKV"):
         yield measure_append(matrix, rows, ctx.device)
 
 
 def measure_matrix(matrix: Matrix, rows: int, device: torch.device) -> Row:
-    """Ours and the library's, gate included, in microseconds."""
+    """Times ours and the library's, gate included, in microseconds."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     weights, x = _operands(matrix, rows, device, dtype)
     copies = len(weights)
@@ -71,7 +71,7 @@ def measure_matrix(matrix: Matrix, rows: int, device: torch.device) -> Row:
 
 
 def measure_fp8(ctx: BenchContext, matrix: Matrix, rows: int) -> Iterator[Row]:
-    """The same weights in bf16 and in e4m3 with a scale for 128 columns, in microseconds."""
+    """Times the same weights in bf16, and in e4m3 with a scale per 128 columns, in microseconds."""
     device = ctx.device
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     weights, x = _operands(matrix, rows, device, dtype)
@@ -81,7 +81,7 @@ def measure_fp8(ctx: BenchContext, matrix: Matrix, rows: int) -> Iterator[Row]:
     scaled = [few, *(replace(few, data=few.data.clone(), scales=few.scales.clone()) for _ in range(copies - 1))]
     wanted = linear(x, few.dequantize(dtype), gated=matrix.gated).float()
     error = float((linear(x, few, gated=matrix.gated).float() - wanted).norm() / wanted.norm())
-    # The library's weights are rounded to bf16 and ours are not; results are rounded in both, gates three times.
+    # The library's weights are rounded to bf16, ours are not; both round results, and gates three times.
     assert error < 2e-2, f"linear is off by {error:.1e} of its norm at {matrix} in e4m3"
     us = seconds(lambda i: linear(x, weights[i], gated=matrix.gated), len(weights), device) * 1e6
     fp8_us = seconds(lambda i: linear(x, scaled[i], gated=matrix.gated), copies, device) * 1e6
@@ -92,7 +92,7 @@ def measure_fp8(ctx: BenchContext, matrix: Matrix, rows: int) -> Iterator[Row]:
 
 
 def measure_append(matrix: Matrix, rows: int, device: torch.device) -> Row:
-    """Projection, rotation and append in one launch and in two, in microseconds."""
+    """Times projection, rotation and append in one launch and in two, in microseconds."""
     dtype, D = torch.bfloat16 if device.type == "cuda" else torch.float32, HEAD_DIM if device.type == "cuda" else 16
     weights, x = _operands(matrix, rows, device, dtype)
     angle = torch.rand(rows, D // 2, device=device)
@@ -107,7 +107,7 @@ def measure_append(matrix: Matrix, rows: int, device: torch.device) -> Row:
 
     for mine, theirs in ((ours(0), apart(0)), (keys, other_keys), (values, other_values)):
         error = float((mine.float() - theirs.float()).norm() / theirs.float().norm())
-        # Sums of another order, rounded to bf16 before the rotation and after it.
+        # Different order of summation, rounded to bf16 before and after the rotation.
         assert error < 1e-2, f"qkv_append is off by {error:.1e} of its norm at {matrix}"
     times = {f"{name}us": seconds(run, len(weights), device) * 1e6 for name, run in (("", ours), ("apart_", apart))}
     return {"kind": "append", "matrix": _name(matrix), "rows": rows, **times, "bar_us": _target_us(weights[0])}
@@ -116,7 +116,6 @@ def measure_append(matrix: Matrix, rows: int, device: torch.device) -> Row:
 def _operands(
     matrix: Matrix, rows: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Weights to rotate, more than the L2 holds, and rows."""
     height = matrix.rows * (2 if matrix.gated else 1)
     copies = -(-ROTATED // (height * matrix.columns * dtype.itemsize)) if device.type == "cuda" else 1
     scale = matrix.columns**-0.5
@@ -133,11 +132,12 @@ def _target_us(weight: torch.Tensor) -> float:
 
 
 def cases(ctx: BenchContext) -> Iterable[tuple[Matrix, int]]:
+    """Returns every matrix with every number of rows."""
     return product(MATRICES if ctx.gpu else ON_CPU, ROWS)
 
 
 def fp8_cases(ctx: BenchContext) -> Iterator[tuple[Matrix, int]]:
-    """Every matrix with few rows; whole ones with those of a prefill, too."""
+    """Yields every matrix with few rows; whole matrices also with a prefill's."""
     for matrix in FP8_MATRICES if ctx.gpu else ON_CPU:
         for rows in FP8_ROWS if ctx.gpu else (1, 6):
             yield matrix, rows

@@ -1,6 +1,6 @@
-"""Times `mla_decode` beside FlashInfer's FlashAttention-3 backend: `helix bench mla`.
+"""Times `mla_decode` against FlashInfer's FlashAttention-3 backend: `helix bench mla`.
 
-Each row is checked first, then timed as CUDA-graph replays over caches that together do not fit the L2; both read the
+Each row is checked first, then timed as CUDA-graph replays over caches that exceed the L2; both read the
 same pages in random order.
 """
 
@@ -25,13 +25,13 @@ except ImportError:
     BatchMLAPagedAttentionWrapper = None
 
 LATENT, ROPE = 512, 64
-SCALE = 192**-0.5  # of DeepSeek's heads before they are absorbed
+SCALE = 192**-0.5  # DeepSeek's head dim before absorption
 ROWS, FP8_ROWS = listed("mla"), listed("mla-fp8")
 
 
 @dataclass
 class MLACase:
-    """One row's tensors: `caches` are copies over which runs rotate."""
+    """The tensors of one row: `caches` are copies over which runs rotate."""
 
     q: torch.Tensor
     caches: list[torch.Tensor]
@@ -46,13 +46,13 @@ class MLACase:
         )[0]
 
     def expected(self, b: int) -> torch.Tensor:
-        """Output [T, heads, LATENT] fp32 of one sequence over the first copy, in plain torch."""
+        """Returns the output [T, heads, LATENT] in fp32 of sequence `b` over the first copy, in plain torch."""
         slots = self.caches[0][self.table[b].long()].flatten(0, 1).float()
         scores = torch.einsum("thd,sd->ths", self.q[b].float(), slots) * SCALE
         return torch.einsum("ths,sr->thr", scores.softmax(-1), slots[:, :LATENT])
 
     def peer(self) -> Callable[[int], torch.Tensor] | None:
-        """FlashInfer over the same pages, latents and rope parts apart as it wants them; None where it is missing."""
+        """Returns FlashInfer over the same pages, with latents and rope parts split; None if not installed."""
         if BatchMLAPagedAttentionWrapper is None or not self.q.is_cuda:
             return None
         batch, queries, heads, _ = self.q.shape
@@ -71,6 +71,7 @@ class MLACase:
 
 
 def setting(heads: int, batch: int, length: int, queries: int, device: torch.device) -> MLACase:
+    """Returns random tensors of a case."""
     dtype = torch.bfloat16
     pages = batch * length // PAGE
     bytes_each = pages * PAGE * (LATENT + ROPE) * dtype.itemsize
@@ -79,12 +80,12 @@ def setting(heads: int, batch: int, length: int, queries: int, device: torch.dev
     caches = [torch.randn(shape, device=device, dtype=dtype) for _ in range(copies)]
     table = torch.randperm(pages, device=device).view(batch, -1).int()
     q = torch.randn(batch, queries, heads, LATENT + ROPE, device=device, dtype=dtype)
-    hi = torch.full((batch, queries), length, dtype=torch.int32, device=device)  # all keys, as the peer reads them
+    hi = torch.full((batch, queries), length, dtype=torch.int32, device=device)  # all keys, as for the peer
     return MLACase(q, caches, table, torch.zeros_like(hi), hi)
 
 
 def measure(ctx: BenchContext, heads: int, batch: int, length: int, queries: int) -> list[Row]:
-    """One row: ours and the peer, in microseconds."""
+    """Measures one row: ours and the peer, in microseconds."""
     device = ctx.device
     s = setting(heads, batch, length, queries, device)
     copies = len(s.caches)
@@ -104,17 +105,17 @@ def measure(ctx: BenchContext, heads: int, batch: int, length: int, queries: int
     row["tb_per_s"] = size / row["us"] / 1e6
     row["of_ceiling"] = row["tb_per_s"] * 1e12 / READ_CEILING
     row["tflops"] = 2 * batch * length * queries * heads * (2 * LATENT + ROPE) / row["us"] / 1e6
-    # KV bytes at 4.0 TB/s, launches and merge; with more rows the products take longer than the bytes.
+    # KV bytes at 4.0 TB/s, launches and the merge; with more rows the kernel is compute-bound.
     row["bar_us"] = size / 4.0e12 * 1e6 + 6 if heads * queries <= 32 else None
     return [row]
 
 
 def measure_fp8(ctx: BenchContext, heads: int, batch: int, length: int, queries: int) -> list[Row]:
-    """One row: latents in bf16 and in e4m3, in microseconds."""
+    """Measures one row: latents in bf16 and in e4m3, in microseconds."""
     s = setting(heads, batch, length, queries, ctx.device)
     row: dict[str, Any] = {"kind": "mla-fp8", "heads": heads, "batch": batch, "length": length, "queries": queries}
     row["us"] = seconds(s.ours, len(s.caches), ctx.device) * 1e6
-    # Of 0.57 of the bytes: twice as many copies, beyond the L2.
+    # 0.57 of the bytes, so twice the copies to exceed the L2.
     few = [_few(s, cache) for cache in s.caches * (2 if len(s.caches) > 1 else 1)]
     scales, rope = few[0].k_scale, few[0].rope
     assert scales is not None and rope is not None
@@ -123,13 +124,13 @@ def measure_fp8(ctx: BenchContext, heads: int, batch: int, length: int, queries:
     error = (mla_decode(s.q, few[0])[0].float() - wanted).norm() / wanted.norm()
     assert error < 1e-2, f"mla_decode is off by {float(error):.1e} of its norm in fp8 at {row}"  # as above
     row["fp8_us"] = seconds(lambda copy: mla_decode(s.q, few[copy])[0], len(few), ctx.device) * 1e6
-    # The bytes that it saves, at the rate of the others; where products bind, nothing.
+    # Target: the bytes saved, at the bf16 rate; nothing when compute-bound.
     row["bar_us"] = row["us"] * (0.7 if heads * queries <= 32 else 1.0)
     return [row]
 
 
 def _few(s: MLACase, cache: torch.Tensor) -> PagedKeys:
-    """A cache in e4m3; in pieces, since fp32 takes memory."""
+    """Quantizes a cache to e4m3, in pieces, since fp32 takes memory."""
     parts = [quantize_latents(pages) for pages in cache[..., :LATENT].split(1024)]
     latents, scales = (torch.cat(planes) for planes in zip(*parts, strict=True))
     bounds = s.table, s.lo, s.hi, SCALE

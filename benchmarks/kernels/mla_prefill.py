@@ -1,7 +1,7 @@
-"""Times attention of MLA's prompts over latents, and over keys and values expanded of them: `helix bench mla-prefill`.
+"""Times MLA prefill attention, absorbed and expanded to keys and values: `helix bench mla-prefill`.
 
-The last tokens of a context attend to all before them, with the heads of a GPU: 16, as of DeepSeek-R1's 128 on one of
-eight, and of DeepSeek-V2-Lite on one. What is expanded, is expanded in the time.
+The last tokens of a context attend to all before them, with the heads of one GPU: 16, as DeepSeek-R1 has on one of
+eight GPUs, and DeepSeek-V2-Lite on one. The time includes the expansion.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SCALE = (NOPE + ROPE) ** -0.5
 
 
 def measure(ctx: BenchContext, heads: int, queries: int, length: int) -> list[Row]:
-    """One row: the same attention in both ways, in microseconds."""
+    """Measures one row: the same attention in both ways, in microseconds."""
     device, dtype = ctx.device, torch.bfloat16
 
     def random(*shape: int) -> torch.Tensor:
@@ -45,7 +45,7 @@ def measure(ctx: BenchContext, heads: int, queries: int, length: int) -> list[Ro
         keys = (latents[..., :LATENT] @ expand.T).unflatten(2, (heads, NOPE + VALUE))
         return expanded_prefill(q, keys, latents[..., LATENT:], cu_q, queries, hi, SCALE)[0]
 
-    # Weights, keys and outputs are rounded to bf16 at other places: some 2^-8 of the norm each.
+    # Weights, keys and outputs are rounded to bf16 at different places: some 2^-8 of the norm each.
     error = (expanded(0).float() - (wanted := absorbed(0).float())).norm() / wanted.norm()
     assert error < 3e-2, f"one is off by {float(error):.1e} of the other's norm at {(heads, queries, length)}"
     row: dict[str, Any] = {"kind": "mla-prefill", "heads": heads, "queries": queries, "length": length}

@@ -23,9 +23,9 @@ Stored = Literal["bf16", "fp8", "mxfp4"]
 
 @dataclass(frozen=True)
 class Experts:
-    """All experts of a layer; of them, a rank of a tpf x ep grid holds 1 / ep, and of each 1 / tpf of its columns.
+    """A layer's experts. A rank of a tpf x ep grid holds 1 / ep of them, and 1 / tpf of the columns of each.
 
-    With ep = 1 those that `shared_count` are chosen, shared ones, are among them.
+    With ep = 1 the `shared_count` shared experts, which every token selects, are among them.
     """
 
     name: str
@@ -47,11 +47,11 @@ GRIDS = [(8, 1), (4, 2), (2, 4), (1, 8)]
 TOKENS = (1, 2, 4, 8, 16, 32, 64)
 CHUNK = 8192  # tokens of a prefill
 GROUPS = (1, 2, 3, 5, 7, 9, 12, 20, 28, 40)  # tokens that one step verifies: of one sequence, of four
-INPUTS = 32  # at least, each with a choice of experts of its own
+INPUTS = 32  # minimum number of inputs, each with its own expert selection
 
 
 def random_weight(stored: Stored, E: int, R: int, K: int, ctx: BenchContext) -> torch.Tensor | ScaledMatrix:
-    """Draws the weights of experts, of a size that keeps that of their inputs."""
+    """Draws random expert weights, scaled so that outputs have the magnitude of inputs."""
     device = ctx.device
     if stored == "mxfp4":
         data = torch.randint(256, (E, R, K // 2), device=device, dtype=torch.uint8)
@@ -68,7 +68,7 @@ def random_weight(stored: Stored, E: int, R: int, K: int, ctx: BenchContext) -> 
 def measure(
     ctx: BenchContext, model: Experts, grid: tuple[int, int], tokens: int, stored: Stored = "bf16"
 ) -> list[Row]:
-    """One rank's layer in microseconds, over inputs and weights that rotate, beside the bytes that it has to read."""
+    """Times one rank's layer over rotating inputs and weights, in microseconds, with the bytes that it has to read."""
     device, (tpf, ep) = ctx.device, grid
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     shared_count = model.shared_count if ep == 1 else 0
@@ -84,8 +84,8 @@ def measure(
         one = random_weight(stored, 1, rows, columns, ctx)
         expert_bytes += one.bytes if isinstance(one, ScaledMatrix) else one.numel() * one.itemsize
     expected = (shared_count + (E - shared_count) * (1 - (1 - model.top_k / model.experts) ** tokens)) * expert_bytes
-    # Copies of all weights, of which each input touches a part; and several times as many inputs where that part hangs
-    # on chance: a rank that holds few experts has no pair at times, or twice as many as at the mean.
+    # Copies of all weights, of which each input touches a part; and several times as many inputs, since that part
+    # varies: a rank with few experts may get no token, or twice the mean.
     shards = min(48, -(-ROTATED // int(expected))) if device.type == "cuda" else 1
     copies = shards * -(-INPUTS // shards) if device.type == "cuda" else 1
 
@@ -107,7 +107,7 @@ def measure(
     routing = [route(score, model.top_k, **scoring) for score in logits]
     wanted = reference(xs[0], *routing[0], *weights[0], 0, **clamps, addend=None).float()
     error = float((ours(0).float() - wanted).norm() / wanted.norm().clamp(min=1e-6))
-    # Four roundings to bf16 here or there, of 2^-9 each.
+    # Four roundings to bf16 on either side, 2^-9 each.
     case = f"{model.name}, {tpf} x {ep}, {tokens} tokens, {stored}"
     assert error < 2e-2, f"moe is off by {error:.1e} of its norm at {case}"
     touched = sum(len(ids[ids < E].unique()) for ids, _ in routing) / copies
@@ -129,14 +129,14 @@ def measure(
 
 
 def cases(ctx: BenchContext) -> Iterable[tuple[Experts, tuple[int, int], int]]:
-    """All models, grids of eight ranks and batches."""
+    """Returns all models, grids of eight ranks and batches."""
     if not ctx.gpu:
         return [(Experts("tiny", 8, 2, 32, 16), (1, 2), 3)]
     return product([model for model in MODELS if _is_chosen(model, ctx)], GRIDS, TOKENS)
 
 
 def verified_cases(ctx: BenchContext) -> Iterator[tuple[Experts, tuple[int, int], int, Stored]]:
-    """Groups of drafts on one GPU, whose tokens choose evenly: what reading the experts that they touch takes."""
+    """Yields groups of drafts on one GPU with evenly spread routing: the cost of reading the experts they touch."""
     if ctx.gpu:
         of = [(MODELS[0], "bf16"), (MODELS[0], "fp8"), (MODELS[1], "bf16"), (MODELS[1], "mxfp4")]
         for (model, stored), tokens in product(of, GROUPS):
@@ -147,7 +147,7 @@ def verified_cases(ctx: BenchContext) -> Iterator[tuple[Experts, tuple[int, int]
 
 
 def few_bits_cases(ctx: BenchContext) -> Iterator[tuple[Experts, tuple[int, int], int, Stored]]:
-    """The same weights in bf16 and in a few bits, of whole experts and of slices; a chunk of a prefill last."""
+    """Yields bf16 and low-bit weights, for whole experts and slices, with a prefill chunk last."""
     tiny: list[tuple[Experts, Stored]] = [(Experts("tiny", 8, 2, 64, 64), "fp8")]
     for model, few in FEW_BITS if ctx.gpu else tiny:
         if _is_chosen(model, ctx) or not ctx.gpu:

@@ -1,12 +1,12 @@
-"""Times the kernels of a cache in host memory, on one GPU: `helix bench tier`.
+"""Times the kernels of a KV cache in host memory, on one GPU: `helix bench tier`.
 
-Blocks of 64 KB, keys and values of 128 tokens of one KV head, come from pinned host memory to places on the GPU, by
-lists on the device: `gbs` is the link's rate, by programs of the copy; 50.6 GB/s was measured for a plain gather of
-such blocks. The store is filled with known numbers, and what came is compared first. `pin_s_gb` is what pinning took.
+Blocks of 64 KB (keys and values of 128 tokens of one KV head) are fetched from pinned host memory into GPU blocks by
+lists on the device: `gbs` is the link's rate, by number of copy programs; a plain gather of such blocks reached
+50.6 GB/s. The store holds known numbers, and fetched blocks are compared first. `pin_s_gb` is the time to pin a GB.
 
-`resolve` turns the tables of a step's chosen pages into places: all of them hot, or none, by places of a KV head. It is
-checked against the reference. Beside it, the write-back of a step that fills no page, in all layers, and of one in
-which each sequence fills one.
+`resolve` maps the block tables of a step's selected pages to GPU blocks: all of them resident, or none, by resident
+blocks of a KV head. It is checked against the reference. The last part is the write-back of a step, in all layers, in
+which no sequence fills a page, and in which each fills one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ GRID = {"kvp": 1, "kvp_rank": 0, "append_block": PAGE, "page_size": PAGE}
 
 @cache
 def store(device: torch.device) -> tuple[HostStore, float]:
-    """Host memory whose blocks begin with their numbers, and the seconds that pinning a GB of it took."""
+    """Returns host memory whose blocks begin with their numbers, and the seconds per GB to pin it."""
     gpu = device.type == "cuda"
     begin = time.perf_counter()
     made = HostStore((1, (STORE if gpu else 1 << 20) // (4 * PAGE * DIM), 2, PAGE, DIM), torch.bfloat16, device)
@@ -52,7 +52,7 @@ def store(device: torch.device) -> tuple[HostStore, float]:
 
 
 def fetch(ctx: BenchContext, pieces: int, programs: int) -> Iterator[Row]:
-    """The rate at which blocks of four KV heads' lists come."""
+    """Measures the rate at which the blocks of four KV heads are fetched."""
     device = ctx.device
     host_store, pinning = store(device)
     host = host_store.tensor
@@ -76,7 +76,7 @@ def fetch(ctx: BenchContext, pieces: int, programs: int) -> Iterator[Row]:
 
 
 def fetch_at_once(gpus: Sequence[torch.device], pieces: int, copies: int = 20) -> tuple[int, float]:
-    """Bytes of a fetch of so many blocks, and its seconds on the slowest of these GPUs while all of them fetch."""
+    """Returns the bytes of a fetch of `pieces` blocks, and its seconds on the slowest GPU while all GPUs fetch."""
     works = []
     for device in gpus:
         host_store, _ = store(device)
@@ -121,7 +121,7 @@ def fetch_at_once(gpus: Sequence[torch.device], pieces: int, copies: int = 20) -
 
 
 def find(ctx: BenchContext, batch: int, num_selected: int, resident: int, all_resident: bool) -> Iterator[Row]:
-    """A layer's tables of `num_selected` pages, which are all hot, or none of which is."""
+    """Times a layer's block tables of `num_selected` pages, all resident or none."""
     device, copies = ctx.device, 1 if all_resident else max(2, resident // (batch * num_selected))
     pages = copies * batch * num_selected
     lanes = torch.arange(HEADS, device=device)[None, :, None]
@@ -152,7 +152,7 @@ def find(ctx: BenchContext, batch: int, num_selected: int, resident: int, all_re
     on_cpu = QueryRanges(counts.cpu() * PAGE, counts.cpu(), starts.cpu() + num_selected * PAGE, starts.cpu(), 1)
     for i in range(copies):
         run(i)
-        if i < 2:  # the reference takes its time
+        if i < 2:  # the reference is slow
             expected = tables[i].to(cpu, copy=True)
             reference(expected, on_cpu, reference_state.layer(0), lists, **GRID)
             assert torch.equal(out.cpu(), expected)
@@ -173,7 +173,7 @@ def find(ctx: BenchContext, batch: int, num_selected: int, resident: int, all_re
 
 
 def write(ctx: BenchContext, batch: int, filled: bool) -> Iterator[Row]:
-    """A step's write-back, in all layers."""
+    """Times a step's write-back in all layers."""
     device, layers = ctx.device, LAYERS if ctx.gpu else 2
     host_store, _ = store(device)
     assert host_store.tensor is not None

@@ -1,18 +1,18 @@
-"""Times attention over chosen blocks and over chosen keys: `helix bench sparse`.
+"""Times attention over selected blocks and over selected keys: `helix bench sparse`.
 
-Block-sparse attention, choosing included: of each KV head, a query chooses `topk` of the blocks of 128 tokens between
-the first one and the last four. Each row is checked against torch's choice over the same bounds. It is then timed as
-CUDA-graph replays over other sequences of one pool of pages, and other queries, until four times the L2 has been
-read: one sequence's bounds and blocks would stay in it. Dense attention is ours over the same pages and torch's over
-contiguous memory. `target_us` is the bytes of bounds and of the blocks that are read, at 4.4 TB/s, and 12 us.
+Block-sparse attention, selection included: a query selects, per KV head, `topk` of the blocks of 128 tokens between
+the first one and the last four. Each row is checked against torch's selection over the same bounds. It is then timed
+as CUDA-graph replays over different sequences of one page pool, and different queries, until four times the L2 has been
+read: one sequence's bounds and blocks would stay in it. Dense attention is ours over the same pages, and torch's over
+contiguous memory. `target_us` is the bytes of bounds and selected blocks at 4.4 TB/s, plus 12 us.
 
-The same where a query chooses parts of 16 tokens, those of the best blocks (`candidates`): beside 32 blocks, timed in
-turn with it. Parts are checked against torch's choice among those of the candidates that the kernel has chosen.
+The same with subblocks of 16 tokens, selected among those of the best blocks (`candidates`), timed alternately with 32
+whole blocks. Subblocks are checked against torch's selection among the candidates that the kernel has selected.
 
-What drafts add (benchmarks/kernels/drafts.py): the scores that verification leaves beside attention, and what it takes
-longer for them; the choice of the best 7% of all keys, in all layers; and attention over these, which lie anywhere,
-alone or in runs. All are checked against torch, then timed in the same way. `target_us`: three times the bytes of
-scores at 4.4 TB/s and 20 us for the choice, the chosen keys at 4.0 TB/s and 6 us for attention.
+The overhead of sparse drafts (benchmarks/kernels/drafts.py): the scores that verification writes, and its slowdown;
+selecting the best 7% of all keys, in all layers; and attention over these, scattered or in runs. All are checked
+against torch, then timed in the same way. `target_us`: three times the bytes of scores at 4.4 TB/s and 20 us for
+selection, the selected keys at 4.0 TB/s and 6 us for attention.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ PAGE = 128
 SINK, LOCAL = 1, 4
 MAX_COPIES = 40
 TOPKS = (8, 32)
-PARTS = 8  # of a block
-CANDIDATES = [(128, 256), (128, 128), (64, 64)]  # chosen parts, and blocks whose parts are considered
+PARTS = 8  # subblocks per block
+CANDIDATES = [(128, 256), (128, 128), (64, 64)]  # selected subblocks, and candidate blocks
 
 Ranges = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass
 class SparseCase:
-    """Sequences of one length in one pool of pages: `copies` batches of them, each with queries of its own."""
+    """Sequences of one length in one page pool: `copies` batches of them, each with its own queries."""
 
     q: list[torch.Tensor]
     k: torch.Tensor
@@ -62,55 +62,56 @@ class SparseCase:
     lo: torch.Tensor
 
     def select(self, topk: int, copy: int, **options: Any) -> torch.Tensor:
-        """A table [B, Hkv, topk + 8] of the pages that are read."""
+        """Returns a table [B, Hkv, topk + 8] of the pages to read."""
         ranges, max_pages = (self.first, self.last, self.pages), topk + 8
         return select_blocks(
             self.q[copy], self.bounds, self.tables[copy], *ranges, topk, max_pages, self.counted, **options
         )
 
     def candidates(self, count: int, copy: int) -> torch.Tensor:
-        """A table [B, Hkv, count + 8] of the pages that are read anyway and of the candidates."""
+        """Returns a table [B, Hkv, count + 8] of the pages that are always read and of the candidates."""
         return self.select(count, copy, stretches=True)
 
     def select_parts(self, topk: int, count: int, copy: int, ranges: Ranges) -> torch.Tensor:
-        """A table [B, Hkv, topk + 8 * PARTS] of the parts that are read; `ranges` are those of the candidates."""
+        """Returns a table [B, Hkv, topk + 8 * PARTS] of the subblocks to read; `ranges` are the candidates'."""
         return select_blocks(
             self.q[copy], self.part_bounds, self.candidates(count, copy), *ranges, topk, topk + 8 * PARTS, self.counted,
             max_pages=count * PARTS,
         )  # fmt: skip
 
     def attend(self, table: torch.Tensor, hi: torch.Tensor, copy: int, parts: int = 1) -> torch.Tensor:
-        """Attention over the first keys of a table, of all KV heads together or of each."""
+        """Attends to the first `hi` keys of a table, for all KV heads jointly or for each."""
         read = PagedKeys(self.k, self.v, table, self.lo, hi, DIM**-0.5).in_parts(parts)
         return flash_decode(self.q[copy][:, None], read, early=True)[0]
 
     def choose_and_attend(self, topk: int) -> Callable[[int], torch.Tensor]:
-        """Both of a copy, in a graph without anything else."""
+        """Returns a function that selects and attends, for one copy, to be captured alone."""
         hi = torch.full_like(self.lo, read_keys(self.tables[0].shape[1], topk))
         return lambda copy: self.attend(self.select(topk, copy), hi, copy)
 
 
 def read_keys(pages: int, topk: int) -> int:
-    """Keys that a query reads of a sequence of full pages."""
+    """Returns how many keys a query reads of a sequence of full pages."""
     return min(SINK + LOCAL + topk, pages) * PAGE
 
 
 def bounds_bytes(kv_heads: int, batch: int, length: int) -> int:
-    """The bounds of all blocks of each sequence."""
+    """Returns the bytes of all blocks' bounds over all sequences."""
     return batch * kv_heads * DIM * 4 * (length // PAGE)
 
 
 def read_bytes(kv_heads: int, batch: int, length: int, topk: int) -> int:
-    """What a query of each sequence reads: the bounds of all blocks, and the keys and values of those chosen."""
+    """Returns the bytes that one query per sequence reads: all bounds, and the selected keys and values."""
     return bounds_bytes(kv_heads, batch, length) + batch * kv_heads * DIM * 4 * read_keys(length // PAGE, topk)
 
 
 def setting(q_heads: int, kv_heads: int, batch: int, length: int, device: torch.device) -> SparseCase:
+    """Returns random tensors of a case."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     num_pages = batch * length // PAGE  # pages of a batch
-    read = num_pages * kv_heads * 2 * DIM * dtype.itemsize  # of bounds alone
+    read = num_pages * kv_heads * 2 * DIM * dtype.itemsize  # of bounds only
     copies = min(MAX_COPIES, max(4, -(-ROTATED // read))) if device.type == "cuda" else 1
-    batches = min(copies, max(1, 8 * K * K // PAGE // num_pages))  # that lie in the pool, so that it fits
+    batches = min(copies, max(1, 8 * K * K // PAGE // num_pages))  # batches in the pool, limited so that it fits
     pool = batches * num_pages
     k, v = (torch.randn(pool, PAGE, kv_heads, DIM, device=device, dtype=dtype) for _ in range(2))
     bounds = torch.empty(1, pool, kv_heads, 2, DIM, device=device, dtype=dtype)
@@ -141,7 +142,7 @@ def setting(q_heads: int, kv_heads: int, batch: int, length: int, device: torch.
 
 
 def check(s: SparseCase, topk: int) -> None:
-    """Raises AssertionError unless the blocks that are chosen promise as much as the best by torch."""
+    """Asserts that the selected blocks score as high as torch's best."""
     table = s.select(topk, 0)
     for b, row in enumerate(s.tables[0].long()):
         scores = block_scores(s.q[0][b], s.bounds[row])[:, SINK:-LOCAL]
@@ -150,12 +151,12 @@ def check(s: SparseCase, topk: int) -> None:
         column_of = torch.zeros(len(s.k), dtype=torch.long, device=row.device)
         column_of[row] = torch.arange(len(row), device=row.device)
         mine = scores.gather(1, column_of[table[b, :, SINK : SINK + count].long()] - SINK).sort().values
-        # fp32 sums of 256 products in other orders.
+        # fp32 sums of 256 products in a different order.
         torch.testing.assert_close(mine, best, rtol=1e-4, atol=1e-4)
 
 
 def measure(ctx: BenchContext, q_heads: int, kv_heads: int, batch: int, length: int) -> list[Row]:
-    """A row for each of TOPKS, microseconds."""
+    """Measures a row for each of TOPKS, in microseconds."""
     device = ctx.device
     s = setting(q_heads, kv_heads, batch, length, device)
     copies, shape = len(s.q), {"heads": f"{q_heads}/{kv_heads}", "batch": batch, "length": length}
@@ -186,7 +187,7 @@ def measure(ctx: BenchContext, q_heads: int, kv_heads: int, batch: int, length: 
 
 
 def measure_parts(ctx: BenchContext, q_heads: int, kv_heads: int, batch: int, length: int) -> list[Row]:
-    """A row for each of CANDIDATES, microseconds."""
+    """Measures a row for each of CANDIDATES, in microseconds."""
     device, num_pages = ctx.device, length // PAGE
     s = setting(q_heads, kv_heads, batch, length, device)
     between, rows = num_pages - SINK - LOCAL, []
@@ -224,7 +225,7 @@ def measure_parts(ctx: BenchContext, q_heads: int, kv_heads: int, batch: int, le
 
 
 def check_parts(s: SparseCase, topk: int, count: int, ranges: Ranges) -> None:
-    """Raises AssertionError unless parts promise as much as the best, by torch, of the candidates' parts."""
+    """Asserts that the selected subblocks score as high as torch's best of the candidates."""
     candidate_tables = s.candidates(count, 0)
     table = s.select_parts(topk, count, 0, ranges)
     first, last = (int(x[0]) // PARTS for x in ranges[:2])
@@ -235,12 +236,12 @@ def check_parts(s: SparseCase, topk: int, count: int, ranges: Ranges) -> None:
         best = block_scores(s.q[0][b], candidate_bounds).topk(k).values.sort().values
         selected = table[b, :, first * PARTS : first * PARTS + k].long()
         mine = s.part_bounds[selected // PARTS, head, selected % PARTS].transpose(0, 1)
-        # fp32 sums of 256 products in other orders.
+        # fp32 sums of 256 products in a different order.
         torch.testing.assert_close(block_scores(s.q[0][b], mine).sort().values, best, rtol=1e-4, atol=1e-4)
 
 
 def torchs(s: SparseCase, copies: int, device: torch.device) -> Row:
-    """Torch's dense attention over contiguous copies of as many batches as rotation needs."""
+    """Times torch's dense attention over contiguous copies, as many as rotation needs."""
     found: Row = {f"{name}_us": None for name in TORCH}
     k, v = (
         [cache[s.tables[i].long()].flatten(1, 2).transpose(1, 2).contiguous() for i in range(copies)]

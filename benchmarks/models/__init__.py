@@ -1,1 +1,1 @@
-"""Benchmarks of whole models: each starts jobs, and tabulates what their ranks measured."""
+"""Benchmarks of whole models: each starts jobs and tabulates what their ranks measured."""

@@ -1,13 +1,13 @@
-"""Times every drafter in one engine, beside plain steps: `helix bench drafters`.
+"""Compares all drafters and plain steps in one engine: `helix bench drafters`.
 
-Decode steps of whole models over a cache of random data, at each batch and length with 0 to 6 drafts, for each policy
-of keys and for drafts looked up in the text. What an iteration takes does not depend on which drafts hold. How many
-hold is no matter of random weights: `helix tables drafters` takes tokens an iteration from the records of trained
-models (`helix acceptance`), and a gain is the tokens per second of these times and those tokens, over plain steps.
-Cells that do not fit say so. Over emulated ranks, batches and lengths are fewer.
+Decode steps of whole models over a cache of random data, at each batch and length with 0 to 6 drafts, for each
+self-draft policy and for lookup drafts. The time of an iteration does not depend on which drafts are accepted. Random
+weights give no acceptance rate: `helix tables drafters` takes tokens per iteration from the records of trained
+models (`helix acceptance`), and the gain is tokens per second, from these times and those tokens, over plain steps.
+Cells that do not fit say so. Emulated ranks run fewer batches and lengths.
 
-Then, text by models of random weights, which draft badly: with `speculation.adaptive`, beside plain decoding. What is
-lost there is the price of finding out.
+Then generated text by models of random weights, which draft badly: `speculation.adaptive` compared with plain decoding.
+The loss there is the cost of finding out.
 
   helix bench drafters models=qwen3-8b
   helix bench drafters models=qwen3-8b,gpt-oss-20b ranks=8
@@ -30,9 +30,9 @@ from helix.layout import HelixLayout
 
 MODELS = ("qwen3-8b", "llama-3.1-8b", "qwen3-30b-a3b", "gpt-oss-20b")
 POLICIES = ("any", "ngram", "c2q", "quest", "window")
-BATCHES = ((1, 4), (8, 20, 32))  # of a job
+BATCHES = ((1, 4), (8, 20, 32))  # per job
 LENGTHS = (8 * K, 32 * K, 112 * K)
-EMULATED_BATCHES, EMULATED_LENGTHS = ((1, 8, 32),), LENGTHS[1:]  # of 8K, eight ranks have 1K each
+EMULATED_BATCHES, EMULATED_LENGTHS = ((1, 8, 32),), LENGTHS[1:]  # at 8K, eight ranks would have 1K each
 GAMMAS = [0, 2, 4, 6]
 STEPS = 12
 SPARSITY = 0.07
@@ -40,12 +40,12 @@ STEP_COLUMNS = (
     "batch", "length", "gamma", "sparsity", "ttl_p50_us", "ttl_p90_us", "idle_share", "phase_us", "captured", "failed",
     "used_bytes_per_gpu",
 )  # fmt: skip
-ACCEPTANCE = 0.9  # of the timed drafts; it changes which slots steps write, not what they take
+ACCEPTANCE = 0.9  # of the timed drafts; it changes which KV slots steps write, not their time
 PROMPT, NEW_TOKENS = 8 * K, 512
 
 
 def drafting(policy: str, gamma: int) -> list[str]:
-    """Overrides of a job that drafts like this, `gamma` tokens at most."""
+    """Returns the overrides of a job that drafts with a policy, at most `gamma` tokens."""
     if policy == "ngram":
         return ["speculation=ngram", f"speculation.gamma={gamma}"]
     return [
@@ -55,16 +55,16 @@ def drafting(policy: str, gamma: int) -> list[str]:
 
 
 def cases(ctx: BenchContext) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """A job for each drafter, model and some batches; on a CPU the tiniest."""
+    """Yields one job per drafter, model and group of batches; on a CPU the smallest."""
     if ctx.gpu:
         return product(POLICIES, ctx.models or MODELS, EMULATED_BATCHES if ctx.emulated else BATCHES)
     return product(["any", "ngram"], ["demo"], [(2,)])
 
 
 def measure(ctx: BenchContext, policy: str, model: str, batches: tuple[int, ...]) -> Iterator[Row]:
-    """Rows of jobs in the grid with the widest tpa that splits the KV.
+    """Yields the rows of jobs in the widest grid that splits the KV.
 
-    A job has all lengths; of quest it has one, whose share of blocks is that of the longest sequence there may be.
+    A job has all lengths; with quest it has one, since its share of blocks is relative to the maximum sequence length.
     """
     lengths = (512,) if not ctx.gpu else EMULATED_LENGTHS if ctx.emulated else LENGTHS
     spec, overrides = fitting_spec(model, ctx.ranks)
@@ -77,7 +77,7 @@ def measure(ctx: BenchContext, policy: str, model: str, batches: tuple[int, ...]
 def _drafter_rows(
     ctx: BenchContext, model: str, layout: HelixLayout, points: list[tuple[int, int]], policy: str, overrides: list[str]
 ) -> Iterator[Row]:
-    """Rows of each point as it ends, with each number of drafts; of points that a job did not come to, why."""
+    """Rows of each point as it ends, for each gamma; points that a job did not reach get its error."""
     gammas, steps = (GAMMAS, STEPS) if ctx.gpu else ([0, 2], 3)
     layers = len(fitting_spec(model, ctx.ranks)[0].layers)
     about: dict[str, Any] = {"kind": "drafters", "model": model, "layers": layers, "layout": str(layout)}
@@ -99,12 +99,12 @@ def _drafter_rows(
 
 
 def adaptive_cases(ctx: BenchContext) -> Iterator[tuple[str, int]]:
-    """Models and batches of text; none on a CPU, where times say nothing, or on emulated ranks."""
+    """Returns models and batches of text; none on a CPU, where times mean nothing, or on emulated ranks."""
     return product(ctx.models or MODELS, (1, 4)) if ctx.gpu and not ctx.emulated else iter(())
 
 
 def adaptively(ctx: BenchContext, model: str, batch: int) -> Iterator[Row]:
-    """Rows of text without drafts, then with each drafter, whose number of drafts rank 0 chooses."""
+    """Yields rows of text without drafts, then with each drafter under adaptive gamma."""
     spec, overrides = fitting_spec(model, ctx.ranks)
     draw = random.Random(0)
     plain = None

@@ -1,8 +1,8 @@
-"""Times steps with HOP-B and without it, a job for each backend, model and grid: `helix bench hopb`.
+"""Times steps with and without HOP-B, one job per backend, model and grid: `helix bench hopb`.
 
-Models are cut to the layers that fit, and to MAX_LAYERS: more of the same make a step longer, and nothing else. One or
-two GPUs emulate `ranks=8` or 16: a rank then has its shapes of that many, and sends what it would send to all others
-over the one link. With NCCL_P2P_DISABLE=1 that link leads through host memory:
+Models are cut to the layers that fit, and to MAX_LAYERS: more layers only make a step longer. One or
+two GPUs emulate `ranks=8` or 16: a rank then has the shapes of that many, and sends all its messages over the one
+link. With NCCL_P2P_DISABLE=1 that link goes through host memory:
 
   helix bench hopb ranks=8 models=llama-3.1-405b,deepseek-r1
   NCCL_P2P_DISABLE=1 helix bench hopb ranks=8 models=llama-3.1-405b,deepseek-r1
@@ -23,14 +23,14 @@ from launch.inputs.shapes import spec_of
 
 K = 1024
 POINTS = [(batch, length) for length in (8 * K, 32 * K, 128 * K) for batch in (8, 16, 32, 64)]
-ON_CPU = [(4, 64)]  # one sequence has nothing to be cut into
+ON_CPU = [(4, 64)]  # one sequence cannot be cut into chunks
 MAX_LAYERS = 12
-FP8 = {"llama-3.1-405b": ("model.weights=fp8",)}  # as the paper's FP4, a fraction of bf16; deepseek-r1 is stored so
+FP8 = {"llama-3.1-405b": ("model.weights=fp8",)}  # in place of the paper's FP4; deepseek-r1 is published in FP8
 
 
 @dataclass(frozen=True)
 class Case:
-    """A job: a model over a backend in a grid."""
+    """A job: a model, a backend and a grid."""
 
     model: str
     backend: str
@@ -38,13 +38,13 @@ class Case:
 
 
 def cases(ctx: BenchContext) -> list[tuple[Case]]:
-    """A job for each model, backend and grid with an exchange; on a CPU a tiny one.
+    """Returns one job per model, backend and grid with an exchange; on a CPU the smallest.
 
     Raises:
         ValueError: there is one rank.
     """
     if ctx.ranks < 2:
-        raise ValueError("one GPU has nobody to exchange with: use two or more")
+        raise ValueError("HOP-B needs at least two ranks: use two GPUs or more")
     gpu_backends = ("symm_mem", "nccl") if link() == PEER_MEMORY else ("nccl",)
     backends = ("emulated",) if ctx.emulated else gpu_backends if ctx.gpu else ("gloo",)
     found = []
@@ -57,7 +57,7 @@ def cases(ctx: BenchContext) -> list[tuple[Case]]:
 
 
 def measure(ctx: BenchContext, case: Case) -> list[Row]:
-    """Rows of a job; what does not depend on a model, a backend or a grid counts once."""
+    """Returns the rows of a job, without those that an earlier model, backend or grid already gave."""
     points = POINTS if ctx.gpu else ON_CPU
     overrides = [
         *named(case.model), "bench=hopb", f"layout.kvp={case.layout.kvp}", f"layout.tpa={case.layout.tpa}",
@@ -75,7 +75,7 @@ def measure(ctx: BenchContext, case: Case) -> list[Row]:
 
 
 def cut(model: str, ranks: int, points: list[tuple[int, int]]) -> list[str]:
-    """The overrides of a model in few bits, with the layers that fit beside the largest point's KV."""
+    """Returns the overrides of a model in FP8 with the layers that fit next to the largest point's KV."""
     overrides = list(FP8.get(model, ()))
     spec = spec_of(model)
     cache_specs = spec.kv_cache_specs(HelixLayout.create(), 0, "bfloat16")

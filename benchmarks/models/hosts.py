@@ -1,8 +1,8 @@
-"""Times decode over two agents on one machine, which only sockets connect: `helix bench hosts`.
+"""Times decode over two agents on one machine that are connected only by sockets: `helix bench hosts`.
 
-Each agent has a rank of `kvp=2` with a GPU of its own; NCCL may use neither peer access nor shared memory, so that
-messages go as they do between hosts. Without GPUs both are CPUs over gloo. A row has the bytes and the time of a step's
-exchange, measured and predicted from pings.
+Each agent has one rank of `kvp=2` on its own GPU; NCCL may use neither peer access nor shared memory, so that
+messages travel as between hosts. Without GPUs both run on the CPU over gloo. A row has the bytes and the time of
+a step's exchange, measured and predicted from pings.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ POLL_S = 0.1
 
 
 def cases(ctx: BenchContext) -> list[tuple[str]]:
-    """Lists the models.
+    """Returns the models.
 
     Raises:
         ValueError: there is one GPU.
     """
     if ctx.gpu and torch.cuda.device_count() < AGENTS:
-        raise ValueError("one GPU has no other host to send to: use two")
+        raise ValueError("two hosts need two GPUs, and there is one")
     return [(model,) for model in ((ctx.models or ["llama-3.1-8b"]) if ctx.gpu else ["demo"])]
 
 
@@ -71,7 +71,7 @@ def over_agents(overrides: Sequence[str], gpus: bool) -> list[Row]:
             agents = []
             for i in range(AGENTS):
                 environment = os.environ | shared | {"CUDA_VISIBLE_DEVICES": str(i) if gpus else ""}
-                stdout = subprocess.DEVNULL if i else None  # both would say the same
+                stdout = subprocess.DEVNULL if i else None  # both print the same
                 agents.append(stack.enter_context(subprocess.Popen(command, stdout=stdout, env=environment)))
                 stack.callback(agents[-1].terminate)
             while None in (codes := [agent.poll() for agent in agents]) and not any(codes):

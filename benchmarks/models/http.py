@@ -1,14 +1,14 @@
-"""Serves over HTTP, with clients in a process of their own: what they see of first tokens, gaps and throughput.
+"""Serves over HTTP and measures first tokens, gaps and throughput from a separate client process.
 
-`helix bench serve-http`: Qwen2.5-7B's shape with random weights over all GPUs, behind `python -m
-launch.serve`. This process is the clients. Figures bear the names of `vllm bench serve`: `ttft` is the time to the
-first token, `itl` the gap between two pieces of a stream, `tpot` the mean time of a token behind the first one. A piece
+`helix bench serve-http`: Qwen2.5-7B's shape with random weights over all GPUs, served by `python -m
+launch.serve`. This process is the clients. Figures have the names of `vllm bench serve`: `ttft` is the time to the
+first token, `itl` the gap between two chunks of a stream, `tpot` the mean time per token after the first. A chunk
 can have several tokens: `over_step` is the mean `tpot` over the time of a step of `bench=decode`.
 
   streams    1 x 128K and 8 x 32K tokens of context, alone and with a prompt of 1K tokens each second
-  grammars   the same 8 rows, whose answers follow a JSON schema; the tokenizer is as large as the model's, and made up
-  crowd      requests of one size, all at once, over a server that has just started
-  next turn  100 new tokens behind 128K of context, and behind 1M over two GPUs and more
+  grammars   the same 8 streams, constrained by a JSON schema; the tokenizer is made up, of the model's vocabulary size
+  crowd      offline throughput: requests of one size, all at once, on a server that has just started
+  next turn  100 new tokens after 128K of context, and after 1M over two GPUs and more
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from benchmarks.runner import BenchContext, Row
 from launch.inputs.compose import ROOT, compose_config
 
 K, M = 1 << 10, 1 << 20
-SMALLER = 256  # without a GPU, contexts are so many times shorter
-START_S = 300.0  # for the server to be ready
+SMALLER = 256  # without a GPU, contexts are shorter by this factor
+START_S = 300.0  # for the server to become ready
 ENDING_S = 60.0
 ANSWER_S = 600.0
 TINY = {
@@ -65,10 +65,10 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "items", "schema": SCHE
 
 @dataclass
 class HTTPTiming:
-    """What a client sees of a request, by the clock.
+    """What a client sees of one request, in seconds of the clock.
 
     Attributes:
-        came: of each piece that has tokens.
+        chunk_times: arrival of each chunk that has tokens.
     """
 
     sent: float
@@ -80,7 +80,7 @@ class HTTPClient:
     """Sends requests to a server.
 
     Raises:
-        JobError: an answer fails.
+        JobError: a request fails.
     """
 
     def __init__(self, url: str, vocab: int) -> None:
@@ -94,7 +94,7 @@ class HTTPClient:
         return ids
 
     async def stream(self, prompt: Sequence[int], new: int, after_s: float = 0.0, **more: Any) -> HTTPTiming:
-        """Has so many tokens drawn behind a prompt, after a while."""
+        """Streams `new` tokens after a prompt, starting in `after_s` seconds."""
         await asyncio.sleep(after_s)
         wanted = {"stream": True, "stream_options": {"include_usage": True}, "temperature": 0, "ignore_eos": True}
         body = json.dumps({"prompt": list(prompt), "max_tokens": new} | wanted | more).encode()
@@ -118,23 +118,24 @@ class HTTPClient:
 
 
 class ServerProcess(NamedTuple):
-    """Attributes:
-    url: where it is.
-    pid: of its front end, which speaks HTTP; the ranks are processes of their own.
+    """A running server.
+
+    Attributes:
+        pid: of its front end, which speaks HTTP; the ranks are separate processes.
     """
 
     url: str
     pid: int
 
     def cpu_s(self) -> float:
-        """Seconds of a core that the front end has taken, by Linux."""
+        """Returns the CPU seconds that the front end has used (Linux)."""
         fields = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager
 def serving(overrides: Sequence[str]) -> Iterator[ServerProcess]:
-    """A server at a port of its own.
+    """Starts a server on a free port.
 
     Raises:
         JobError: it does not start.
@@ -149,9 +150,9 @@ def serving(overrides: Sequence[str]) -> Iterator[ServerProcess]:
             if " is served at " in line:
                 break
         else:
-            raise jobs.JobError(f"the server did not start within {START_S:g} s, or said why above")
+            raise jobs.JobError(f"the server did not start within {START_S:g} s: see its output above")
         kill_timer.cancel()
-        Thread(target=_read, args=(process.stdout,), daemon=True).start()  # or the server would wait for a reader
+        Thread(target=_read, args=(process.stdout,), daemon=True).start()  # a full pipe would block the server
         yield ServerProcess(line.partition(" is served at ")[2].strip(), process.pid)
     finally:
         kill_timer.cancel()
@@ -163,14 +164,13 @@ def serving(overrides: Sequence[str]) -> Iterator[ServerProcess]:
 
 
 def _read(log: IO[str]) -> None:
-    """Reads a server's log, and prints what should not be there."""
     for line in log:
         if "compiled while serving" in line:
             print(line, end="", flush=True)
 
 
 def write_model(directory: Path, config: dict[str, Any]) -> None:
-    """The files beside the weights of a model: its config, and a tokenizer of as many made-up tokens."""
+    """Writes a model's config and a made-up tokenizer of its vocabulary size."""
     rng, alphabet = random.Random(5), string.ascii_letters + string.digits
     words = dict.fromkeys(sorted(pre_tokenizers.ByteLevel.alphabet()))
     while len(words) < config["vocab_size"] - 1:
@@ -184,7 +184,7 @@ def write_model(directory: Path, config: dict[str, Any]) -> None:
 
 
 def row(seen: Sequence[HTTPTiming], seconds: float, step_s: float | None = None) -> Row:
-    """What clients saw, over so many seconds."""
+    """Returns the figures of what clients saw over `seconds`."""
     gaps = [b - a for s in seen for a, b in zip(s.chunk_times, s.chunk_times[1:], strict=False)]
     new = [int(s.usage["completion_tokens"]) for s in seen]
     figures = {
@@ -194,7 +194,7 @@ def row(seen: Sequence[HTTPTiming], seconds: float, step_s: float | None = None)
     }
     found: Row = {}
     for name, values in figures.items():
-        if not values:  # all tokens came in one piece
+        if not values:  # all tokens came in one chunk
             continue
         found[f"mean_{name}_ms"] = 1e3 * float(np.mean(values))
         found |= {f"p{p}_{name}_ms": 1e3 * float(np.percentile(values, p)) for p in (50, 90, 99)}
@@ -207,9 +207,9 @@ def row(seen: Sequence[HTTPTiming], seconds: float, step_s: float | None = None)
 
 
 async def offline(client: HTTPClient, server: ServerProcess, small: int) -> AsyncIterator[Row]:
-    """Rows of requests of one size, all at once; first those that a server meets first.
+    """Yields rows of offline throughput, starting with the first requests a server gets.
 
-    `front_us` is what the front end takes of a core for each new token: 150 are 15% of a core at 1,000 tokens a second.
+    `front_us` is the front end's CPU time per new token: 150 is 15% of a core at 1,000 tokens a second.
     """
     for count, length, new in OFFLINE_LOADS:
         if small > 1:
@@ -225,10 +225,10 @@ async def offline(client: HTTPClient, server: ServerProcess, small: int) -> Asyn
 async def traces(
     client: HTTPClient, server: ServerProcess, ctx: BenchContext, steps: dict[int, float]
 ) -> AsyncIterator[Row]:
-    """Rows of all of them, as they come.
+    """Yields the rows of all traces as they come.
 
     Args:
-        steps: seconds of a decode step, by the number of sequences.
+        steps: seconds of a decode step, by number of sequences.
     """
     small = 1 if ctx.gpu else SMALLER
     new = 512 if ctx.gpu else 48
@@ -247,7 +247,7 @@ async def traces(
         batch, length = len(contexts), len(contexts[0])
         for context in contexts:
             await client.stream(context, 1)
-        await together(contexts)  # whatever is compiled with the first ones
+        await together(contexts)  # compile whatever the first requests compile
         kinds: list[tuple[str, int, dict[str, Any]]] = [("streams", 0, {}), ("streams", 4, {})]
         kinds += [("grammars", 0, {"response_format": FORMAT})] * (batch > 1)
         for trace, arrivals, more in kinds:
@@ -262,7 +262,7 @@ async def traces(
 
 
 def measure(ctx: BenchContext) -> Iterator[Row]:
-    """The time of a step in a job of its own, and then rows of all traces."""
+    """Measures the time of a step in a separate job, then yields the rows of all traces."""
     small = 1 if ctx.gpu else SMALLER
     points = {1: 128 * K // small, 8: 32 * K // small}
     config = compose_config(["model=qwen2.5-7b"]).model.config if ctx.gpu else TINY

@@ -1,9 +1,9 @@
-"""Times drafts of a layer: `helix bench layer-drafts`.
+"""Times MTP and EAGLE-3 drafts: `helix bench layer-drafts`.
 
-Decode steps of whole models over a cache of random data, with up to seven drafts of a layer for multi-token prediction
-or of an EAGLE-3 layer, with random weights. Drafts are kept at a set rate; they are made, verified and written anew as
-ever. What an iteration takes does not depend on that rate: a gain is the tokens that were published for the nearest kin
-(`PUBLISHED`), by these times, over plain steps. A model has as many layers as fit beside the keys.
+Decode steps of whole models over a cache of random data, with up to seven drafts of an MTP or EAGLE-3 layer with random
+weights. The acceptance rate is fixed; drafts are made, verified and written as usual, and the time of an iteration does
+not depend on the rate. The gain takes the tokens per iteration published for the most similar model (`PUBLISHED`),
+with these times, over plain steps. A model has as many layers as fit next to the KV cache.
 
   helix bench layer-drafts
   helix bench layer-drafts ranks=8 models=glm-4.6
@@ -30,13 +30,13 @@ from helix.worker.kv_cache_spec import token_bytes
 from launch.inputs.shapes import spec_of
 
 MODELS = ("qwen2.5-7b", "qwen3.5-27b", "glm-4.6", "deepseek-r1")
-DRAFTERS = {"qwen2.5-7b": "eagle3"}  # of the others: mtp
+DRAFTERS = {"qwen2.5-7b": "eagle3"}  # the others: mtp
 OPTIONS = {"glm-4.6": ["model.weights=fp8"]}  # as published
 POINTS = {1: [(1, 128 * K), (4, 96 * K)], 8: [(1, 128 * K), (8, 128 * K), (1, M)]}
 GAMMAS = [0, 1, 2, 3, 4, 5, 7]
 ACCEPTANCE, STEPS = 0.8, 16
-HEAD = 32_000  # tokens of an EAGLE-3 layer's vocabulary
-# Tokens an iteration by number of drafts, SPEED-Bench coding: DeepSeek-V4-Pro's and GLM-5.2's MTP, and MiniMax-M3's
+HEAD = 32_000  # vocabulary of an EAGLE-3 layer
+# Tokens per iteration by number of drafts, SPEED-Bench coding: DeepSeek-V4-Pro's and GLM-5.2's MTP, and MiniMax-M3's
 # EAGLE-3 with grouped heads (SemiAnalysisAI/InferenceX, golden_al_distribution, 2026-08); and Qwen3.5-397B's MTP.
 PUBLISHED = {
     "deepseek-r1": {1: 1.79, 2: 2.27, 3: 2.49, 4: 2.54, 5: 2.55, 7: 2.54},
@@ -47,7 +47,7 @@ PUBLISHED = {
 
 
 def write_eagle3(spec: DecoderSpec, to: Path) -> None:
-    """Writes a random EAGLE-3 layer for a model, with its heads and MLP."""
+    """Writes a random EAGLE-3 layer for a model, with its numbers of heads and its MLP width."""
     attention, mlp = spec.layers[0].mixer, spec.layers[0].ffn
     assert isinstance(attention, AttentionSpec) and isinstance(mlp, MLPSpec)
     hidden, width, vocab = spec.hidden, mlp.width, min(HEAD, spec.vocab)
@@ -73,7 +73,7 @@ def write_eagle3(spec: DecoderSpec, to: Path) -> None:
 
 
 def fitting(model: str, layout: HelixLayout, tokens: int) -> tuple[int, list[str]]:
-    """Returns a model's layers that fit on these GPUs beside so many tokens, and the overrides that cut it."""
+    """Returns how many layers of a model fit on these GPUs next to `tokens` of KV, and the overrides that cut it."""
     spec = spec_of(model)
     layers = len(spec.layers)
     if torch.cuda.is_available():
@@ -85,14 +85,14 @@ def fitting(model: str, layout: HelixLayout, tokens: int) -> tuple[int, list[str
 
 
 def cases(ctx: BenchContext) -> list[tuple[str]]:
-    """A job for each model; of one GPU the smallest two, and on a CPU the tiniest."""
+    """Returns one job per model; on one GPU the two smallest, on a CPU the demo model."""
     if not ctx.gpu:
         return [("demo",)]
     return [(model,) for model in ctx.models or (MODELS if ctx.ranks > 1 else MODELS[:2])]
 
 
 def measure(ctx: BenchContext, model: str) -> Iterator[Row]:
-    """Rows of a job whose ranks split the sequence."""
+    """Yields the rows of a job in a kvp layout."""
     near = max(n for n in POINTS if n <= ctx.ranks)
     points, gammas, steps = (POINTS[near], GAMMAS, STEPS) if ctx.gpu else ([(2, 512)], [0, 2], 3)
     drafter = DRAFTERS.get(model, "mtp") if ctx.gpu else "eagle3"
@@ -110,7 +110,7 @@ def measure(ctx: BenchContext, model: str) -> Iterator[Row]:
 
 
 def gains(model: str, row: Row, points: list[Row]) -> Row:
-    """Time over that of a plain step at the same point, and tokens per second over its with the published tokens."""
+    """Returns the time relative to a plain step at the same point, and the gain with the published tokens."""
     if "failed" in row:
         return {}
     over = over_plain(row, points)

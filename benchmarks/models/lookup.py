@@ -1,8 +1,8 @@
-"""Counts steps with drafts by lookup on recorded turns of agents, without a model: `helix bench lookup`.
+"""Counts decode steps with lookup drafts on recorded agent turns, without a model: `helix bench lookup`.
 
-The answers of `assets/agent-turns.jsonl` are said again, word by word, each behind what was said before it. A step
-accepts the drafts that agree with the recorded answer, and one word more. `ngram` looks in the sequence itself,
-`suffix` in the answers before as well.
+Replays the answers of `assets/agent-turns.jsonl` word by word, each after its conversation. A step accepts the drafts
+that agree with the recorded answer, and one more word. `ngram` looks in the sequence itself, `suffix` also in earlier
+answers.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from helix.sampling_params import SamplingParams
 from helix.speculation import Drafter, SuffixDrafter
 from helix.worker.graph_keys import DecodeGraphKey
 
-DRAFTS = 6  # most of a step
-POOL_TOKENS = 1 << 15  # tokens of answers before: all of them
-MAX_MATCHES = {"ngram": (3, 8), "suffix": (3, 8)}  # the most final words that are compared
+DRAFTS = 6  # maximum per step
+POOL_TOKENS = 1 << 15  # tokens of earlier answers: all of them
+MAX_MATCHES = {"ngram": (3, 8), "suffix": (3, 8)}  # maximum length of the matched suffix, in words
 Turn = tuple[np.ndarray, np.ndarray]
 
 
 def tokenized_turns() -> list[Turn]:
-    """Numbers words, spaces and signs of the turns: what was said before each answer, and the answer, int32."""
+    """Numbers the words, spaces and signs of the turns; returns (conversation, answer) of each turn, int32."""
     ids: dict[str, int] = {}
 
     def words(*messages: str) -> np.ndarray:
@@ -41,10 +41,10 @@ def tokenized_turns() -> list[Turn]:
 
 
 class Replay:
-    """A drafter in one slot, whose drafts are compared with what an agent said.
+    """A drafter with one request, whose drafts are compared with the recorded answer.
 
     Args:
-        most: words of the longest prompt and its answer together.
+        max_tokens: words of the longest prompt and its answer together.
     """
 
     def __init__(self, drafter: Drafter, max_tokens: int = 1 << 13) -> None:
@@ -52,7 +52,7 @@ class Replay:
         self.history = torch.full((1, max_tokens), -1, dtype=torch.int32)
 
     def steps(self, prompt: np.ndarray, answer: np.ndarray, cache_salt: int = 0) -> int:
-        """Counts the steps in which an answer is decoded, behind a prompt, both int32."""
+        """Counts the steps to decode `answer` after `prompt`, both int32."""
         token_ids = np.concatenate((prompt, answer))
         limit = len(token_ids) - 1
         sampling = SamplingParams()
@@ -76,7 +76,7 @@ class Replay:
 
 
 def measure(ctx: BenchContext, name: str, longest: int) -> Iterator[Row]:
-    """Counts the steps of all answers, said one after the other."""
+    """Counts the steps over all answers in order."""
     drafter = SuffixDrafter(DRAFTS, longest, POOL_TOKENS if name == "suffix" else 0, 1)
     replay, turns = Replay(drafter), tokenized_turns()
     steps, words = sum(replay.steps(*turn) for turn in turns), sum(len(answer) for _, answer in turns)
@@ -87,4 +87,5 @@ def measure(ctx: BenchContext, name: str, longest: int) -> Iterator[Row]:
 
 
 def cases(ctx: BenchContext) -> list[tuple[str, int]]:
+    """Returns every drafter with each maximum match length."""
     return [(name, longest) for name, lengths in MAX_MATCHES.items() for longest in lengths]

@@ -1,8 +1,8 @@
-"""Times decode steps of models with experts in layouts of every mode: `helix bench modes`.
+"""Times decode steps of MoE models in layouts of every mode: `helix bench modes`.
 
-Every layout is a job of its own, as in `helix bench step`: plain TP, Medha's, Helix, and attention of whole sequences
-by rank (mode `dp`), with every expert split over all GPUs and with whole experts spread over them. Steps are not
-emulated: in mode `dp` all rows would be copies of two processes' few, and choose too few experts.
+Each layout is a separate job, as in `helix bench step`: plain TP, Medha's, Helix, and data-parallel attention
+(mode `dp`), with every expert split over all GPUs (TP) and with whole experts spread over them (EP). Steps are not
+emulated: in mode `dp` all rows would be copies of two processes' few, and select too few experts.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ POINTS = [(1, 128 * K), (8, 32 * K), (32, 8 * K)]
 
 
 def cases(ctx: BenchContext) -> Iterator[tuple[list[Workload], DecoderSpec, HelixLayout, list[str]]]:
-    """Each model's workloads in each layout, a job each; on a CPU a tiny one."""
+    """Yields one job per model and layout, with all workloads; on a CPU the smallest."""
     for model in (ctx.models or MODELS) if ctx.gpu else [ON_CPU.model]:
-        spec, cut = fitting_spec(model, 1)  # on a single GPU: Medha may have the whole FFN on one
+        spec, cut = fitting_spec(model, 1)  # fit on a single GPU: Medha may have the whole FFN on one
         works = [Workload(model, batch, length) for batch, length in POINTS] if ctx.gpu else [ON_CPU]
         for layout in [*layouts(spec, ctx.ranks, baselines=True), HelixLayout.create("dp", dp=ctx.ranks)]:
             yield works, spec, layout, cut

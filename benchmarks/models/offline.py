@@ -1,8 +1,8 @@
-"""Serves requests that come all at once, with `schedule.goal` balance and throughput: `helix bench crowds`.
+"""Measures offline throughput with `schedule.goal` balance and throughput: `helix bench crowds`.
 
-Shapes with random weights over all GPUs, in the layout that `layout=auto` chooses. A crowd is so many requests of one
-length (benchmarks/ranks/offline.py); its seconds are those of all of them. vLLM's seconds for the same crowds come from
-`python -m benchmarks.vllm_crowds`, and stand in the same record.
+Shapes with random weights over all GPUs, in the layout that `layout=auto` selects. A crowd is a number of requests of
+one length that arrive at once (benchmarks/ranks/offline.py); its seconds are until the last one ends. vLLM's seconds
+for the same crowds come from `python -m benchmarks.vllm_crowds`, in the same record.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ GOALS = ("balance", "throughput")
 
 
 def cases(ctx: BenchContext) -> list[tuple[str, str]]:
-    """A job for each model and goal; on a CPU of the demo model."""
+    """Returns one job per model and goal; on a CPU the demo model's."""
     models = (ctx.models or MODELS) if ctx.gpu else ["demo"]
     return [(model, goal) for model in models for goal in (GOALS if ctx.gpu else GOALS[:1])]
 
 
 def measure(ctx: BenchContext, model: str, goal: str) -> Iterator[Row]:
-    """A row for each crowd."""
+    """Yields one row per crowd."""
     layout = ["layout=auto"] if ctx.gpu else [f"layout.kvp={ctx.ranks}"]
     for row in jobs.rows([*named(model), *layout, f"schedule.goal={goal}", "bench=serve", "bench.traces=[crowds]"]):
         columns = {key: value for key, value in row.items() if key != "trace"}

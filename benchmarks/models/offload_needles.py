@@ -1,9 +1,9 @@
-"""Needles over a cache in host memory: `helix bench tier-needles`.
+"""Needles over a KV cache in host memory: `helix bench tier-needles`.
 
-The demo model looks for a numbered line in 32K tokens of code: with the cache on the GPU, then in host memory, with hot
-places for a third of the blocks, and for no more than the sequences choose in one step. Prompts are computed over the
-same cache, in chunks. All of it on one rank, then on eight that are threads of this process and share one GPU. `found`
-counts answers, `same` those that are token for token those of the cache on the GPU.
+The demo model looks for a numbered line in 32K tokens of code: with the cache on the GPU, then in host memory, with
+resident blocks for a third of the cache, and for no more than the sequences select in one step. Prompts are prefilled
+over the same cache, in chunks. All on one rank, then on eight that are threads of this process and share one GPU.
+`found` counts right answers, `same` answers whose tokens all equal those with the cache on the GPU.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from launch.inputs.compose import ROOT
 
 DEMO = ROOT / "assets" / "demo-model"
 PAGE, BATCH, CHUNK = 128, 4, 8192
-THIRD, MIN_SHARE = 1 / 3, 0.0  # shares of the blocks for which there are hot places; never less than one choice takes
+THIRD, MIN_SHARE = 1 / 3, 0.0  # shares of the blocks that can be resident; at least one selection always can
 Answers = list[tuple[int, ...]]
 
 
 @cache
 def prompts(length: int, count: int) -> tuple[list[list[int]], list[str]]:
-    """Ids of prompts, and the number that each hides."""
+    """Returns the prompts' token ids, and the number that each hides."""
     tokenizer = load_tokenizer(str(DEMO))
     assert tokenizer is not None
     lines = make(DEMO / "tokenizer.json", SOURCES, length, count)
@@ -50,7 +50,7 @@ def prompts(length: int, count: int) -> tuple[list[list[int]], list[str]]:
 
 
 def config(kvp: int, share: float | None, length: int, dtype: torch.dtype) -> Config:
-    """A run with hot places for a share of the blocks; None: over a cache on the GPU."""
+    """Returns a run's config with resident blocks for a share of the cache; None: the cache is on the GPU."""
     found = Config(
         model=ModelConfig(path=str(DEMO)),
         kv=KVConfig(append_block=PAGE, page_size=PAGE, tokens=BATCH * length, memory_fraction=0.5),
@@ -74,7 +74,7 @@ def config(kvp: int, share: float | None, length: int, dtype: torch.dtype) -> Co
 
 @cache
 def answers(kvp: int, share: float | None, length: int, count: int, device: str) -> tuple[Answers, float, float]:
-    """Tokens of each answer, hits of all chosen blocks, and the share of the blocks for which there were places."""
+    """Returns the answers' tokens, the hit rate of selected blocks, and the share of blocks that could be resident."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     layout, run_config = HelixLayout.create("helix", kvp), config(kvp, share, length, dtype)
     requests = [Request(i, tuple(ids), 8) for i, ids in enumerate(prompts(length, count)[0])]
@@ -99,7 +99,7 @@ def answers(kvp: int, share: float | None, length: int, count: int, device: str)
 
 
 def measure(ctx: BenchContext, kvp: int, share: float | None) -> list[Row]:
-    """A row of one run beside the one over the cache on the GPU."""
+    """Measures one run, compared with the run whose cache is on the GPU."""
     length, count = (32768, 24 if kvp == 1 else 8) if ctx.gpu else (2048, 2)
     tokenizer, numbers = load_tokenizer(str(DEMO)), prompts(length, count)[1]
     assert tokenizer is not None
@@ -117,5 +117,5 @@ def measure(ctx: BenchContext, kvp: int, share: float | None) -> list[Row]:
 
 
 def cases(ctx: BenchContext) -> list[tuple[int, float | None]]:
-    """Ranks, and shares of the blocks with hot places."""
+    """Returns ranks and resident shares."""
     return [(kvp, share) for kvp in ((1, 8) if ctx.gpu else (1, 2)) for share in (None, THIRD, MIN_SHARE)]

@@ -1,11 +1,11 @@
-"""Times a long prompt over a cache in host memory, beside one on the GPU: `helix bench tier-prefill`.
+"""Times a long prompt over a KV cache in host memory, compared with one on the GPU: `helix bench tier-prefill`.
 
-Qwen2.5-7B's shape with random weights on one GPU, 256K tokens, block-sparse decode behind them: with 4 GB of the GPU
-for the cache, then with the whole cache there. Chunks are chosen by themselves. `turn_ms` is what 100 more tokens take
-behind the prompt. On one H200 both jobs take some 130 s.
+Qwen2.5-7B's shape with random weights on one GPU, 256K tokens, then block-sparse decode: with 4 GB of GPU memory for
+the cache, then with the whole cache on the GPU. Chunk sizes are automatic. `turn_ms` is the time of 100 more tokens
+after the prompt. On one H200 both jobs take some 130 s.
 
-Then 1M tokens over host memory on a card of 24 GB: more than 22 GB cannot be allocated (`bench.gpu_bytes`), and
-`used_gb` is what the driver says at the end of the prompt. It takes some 8 minutes, 370 s of them the prompt.
+Then 1M tokens over host memory on a card of 24 GB: at most 22 GB can be allocated (`bench.gpu_bytes`), and
+`used_gb` is the driver's figure at the end of the prompt. It takes some 8 minutes, 370 s of them the prompt.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from benchmarks.models.offload_steps import CARD
 from benchmarks.models.workloads import K, M, named
 from benchmarks.runner import BenchContext, Row
 
-HOST = 62e3  # bytes of a token: keys and values of 28 layers, and room
+HOST = 62e3  # bytes per token: keys and values of 28 layers, and slack
 GPU = 4e9
-# Beside 15.2 GB of weights buffers take 2.9 GB; shorter chunks would fetch what is before them more often.
+# Buffers take 2.9 GB on top of 15.2 GB of weights; shorter chunks would fetch earlier tokens more often.
 CAPPED = ["decode.prefill_chunk=16384", f"bench.gpu_bytes={CARD:.0f}"]
-CAPPED_GPU = 2.6e9  # of the card, for the cache
+CAPPED_GPU = 2.6e9  # of the card's memory, for the cache
 
 
 def cases(ctx: BenchContext) -> list[tuple[bool, int, bool]]:
-    """Lists the jobs: whether the cache lies in host memory, tokens, and whether the card is a small one."""
+    """Returns the jobs: whether the cache is in host memory, tokens, and whether GPU memory is capped."""
     return [(True, 256 * K, False), (False, 256 * K, False), *[(True, M, True)] * ctx.gpu]
 
 
 def measure(ctx: BenchContext, host: bool, length: int, capped: bool) -> Iterator[Row]:
-    """A row of one job."""
+    """Yields the row of one job."""
     model, host_bytes = ("qwen2.5-7b", HOST * length) if ctx.gpu else ("demo", 1e9)
     gpu_bytes = (CAPPED_GPU if capped else GPU) if ctx.gpu else 4e8
     length = length if ctx.gpu else length // 128

@@ -1,21 +1,20 @@
-"""Times decode steps over a cache in host memory: `helix bench tier-steps`.
+"""Times decode steps over a KV cache in host memory: `helix bench tier-steps`.
 
 Qwen2.5-7B's shape with random weights over all GPUs, one sequence of 1M tokens of random data, block-sparse: with the
-cache in host memory and a small share of the GPU, then with the cache on the GPU. Random weights choose at random, so
-each step keeps a set share of the last one's blocks (`bench.repeat`): what is kept is hot, and the others
-come over the link. With `ahead` blocks of a layer come
-while the one before it computes (`kv.offload_prefetch`), and each guess is right, since the pattern is known. One rank
-pins 62 GB, which takes about half a minute, and the GPU has to have 76 GB for the second job. The jobs over host
-memory may allocate 22 GB of the GPU and no more.
+cache in host memory and a few GB on the GPU, then with the cache on the GPU. Random weights select at random, so
+each step repeats a set share of the last one's blocks (`bench.repeat`): these are hits, the others
+come over the link. With `ahead` a layer's blocks are prefetched while the layer before it computes
+(`kv.offload_prefetch`), and each prediction is right, since the pattern is known. One rank pins 62 GB, which takes
+about half a minute, and the second job needs 76 GB on the GPU. The jobs over host memory may allocate 22 GB of the GPU.
 
-The third job has four sequences of 128K tokens, the fourth the first one's with keys and values in FP8
+The third job has four sequences of 128K tokens; the fourth is the first one with keys and values in FP8
 (`kv.dtype=fp8`).
 
 Then the same kernel fetches blocks alone, 128 and 32 at a time. On one H200 all of it takes some 200 s.
 
-`over_dense`: how much longer the only other way takes, to read the whole cache over the link at 55.5 GB/s, as measured.
-`predicted_ms`: what the planner says, by `conf/hardware/`. `hot`: the share
-of the chosen blocks that were on the GPU when they were chosen. `used_gb` is the GPU's memory in use, by its driver.
+`over_dense`: speed-up over dense attention that reads the whole cache over the link, at a measured 55.5 GB/s.
+`predicted_ms`: the planner's prediction, by `conf/hardware/`. `hot`: the hit rate, the share of selected blocks
+that were resident on the GPU. `used_gb` is the GPU's memory in use, by its driver.
 """
 
 from __future__ import annotations
@@ -39,22 +38,22 @@ from launch.inputs.auto_layout import KV_DTYPES, budget
 from launch.inputs.hardware import hardware_of
 
 MODEL = "qwen2.5-7b"
-LINK = 55.5e9  # bytes a second of one link, in large copies
-TARGETS = {(32, 0.0): 9.8, (32, 0.8): 6.0, (8, 0.0): 6.0}  # ms a token, by blocks chosen and the share that stays
+LINK = 55.5e9  # bytes/s of one link, in large copies
+TARGETS = {(32, 0.0): 9.8, (32, 0.8): 6.0, (8, 0.0): 6.0}  # ms per token, by selected blocks and the share that repeats
 AHEAD = "kv.offload_prefetch=true"
-Choices = tuple[int, float, str]  # blocks chosen, the share that stays, what is set beside
+Choices = tuple[int, float, str]  # selected blocks, the share that repeats, further settings
 ON_GPU: list[Choices] = [(32, 1.0, ""), (8, 1.0, "")]
 ON_HOST: list[Choices] = [(32, 0.0, ""), (32, 0.8, ""), (8, 0.0, ""), (32, 1.0, "")]
 ON_HOST += [(32, 0.0, AHEAD), (32, 0.8, AHEAD), (32, 1.0, AHEAD)]
 ON_HOST_BATCHED: list[Choices] = [(32, share, switch) for share in (0.0, 0.8) for switch in ("", AHEAD)]
-CARD = 22e9  # bytes that may be allocated: of a card of 24 GB, what the driver and loaded kernels leave
-HOST, SHARE = 62e9, 3e9  # bytes: of one rank that holds 1M tokens, in host memory and for the cache on its GPU
+CARD = 22e9  # bytes that may be allocated: a card of 24 GB less the driver and loaded kernels
+HOST, SHARE = 62e9, 3e9  # bytes of one rank that holds 1M tokens: in host memory, and for the cache on its GPU
 
 
 def overrides(
     ctx: BenchContext, layout: HelixLayout, batch: int, length: int, cells: list[Choices], host: bool, kv: str
 ) -> list[str]:
-    """A job's, in which all cells are timed over one cache."""
+    """Returns the overrides of a job that times all cells over one cache."""
     variants = (f"attention.num_blocks={topk} bench.repeat={repeat} {more}".strip() for topk, repeat, more in cells)
     steps = ",".join(f'"{text}"' for text in variants)
     shared = [
@@ -75,11 +74,12 @@ def overrides(
 
 
 def cases(ctx: BenchContext) -> list[tuple[bool, int, str]]:
+    """Returns the jobs: cache in host memory or not, sequences, kv.dtype."""
     return [(True, 1, "auto"), (False, 1, "auto"), (True, 4, "auto"), (True, 1, "fp8")]
 
 
 def measure(ctx: BenchContext, host: bool, batch: int, kv: str) -> Iterator[Row]:
-    """A row for each cell, of one job."""
+    """Yields one row per cell of a job."""
     spec, _ = fitting_spec(MODEL if ctx.gpu else "demo", ctx.ranks)
     layout = widest(spec, ctx.ranks)
     length = (M if ctx.gpu else 16 * K) // (8 if batch > 1 else 1)
@@ -118,7 +118,7 @@ def _read(job_overrides: list[str], topk: int) -> Sparse:
 def predicted_ms(
     spec: DecoderSpec, layout: HelixLayout, batch: int, length: int, read: Sparse, offload: Offload | None, kv: str
 ) -> float | None:
-    """What the planner says of such a step on this GPU; None where it does not know the GPU."""
+    """Returns the planner's prediction for such a step on this GPU; None if it does not know the GPU."""
     if not torch.cuda.is_available():
         return None
     try:
@@ -138,7 +138,7 @@ def predicted_ms(
 
 
 def figures(point: Row, whole: float) -> Row:
-    """What a table shows of a measured point.
+    """Returns the table's figures of a measured point.
 
     Args:
         whole: bytes of a rank's cache.
@@ -158,7 +158,7 @@ def figures(point: Row, whole: float) -> Row:
 
 
 def compared(rows: list[Row]) -> Row:
-    """Steps with everything hot over those of a cache on the GPU."""
+    """Compares steps with every block resident with those of a cache on the GPU."""
     plain = [row for row in rows if "ms" in row and row["batch"] == 1 and row["kv"] == "auto" and not row["ahead"]]
     ms = {(row["tier"], row["topk"], row["repeat"]): row["ms"] for row in plain}
     all_resident, on_gpu = ms.get(("host", 32, 1.0)), ms.get(("gpu", 32, 1.0))
@@ -166,4 +166,5 @@ def compared(rows: list[Row]) -> Row:
 
 
 def fetch_cases(ctx: BenchContext) -> list[tuple[int, int]]:
+    """Returns the numbers of blocks and programs of each fetch."""
     return [(n, PROGRAMS) for n in (128, 32)] if ctx.gpu else [(8, 2)]

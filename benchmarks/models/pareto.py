@@ -1,8 +1,9 @@
-"""Times fronts of users against GPUs, DeepSeek-R1's and Llama-405B's whole shapes in FP8: `helix bench fronts`.
+"""Times Pareto fronts of tokens/s per user against tokens/s per GPU: `helix bench fronts`.
 
-Layouts have 16 to 64 ranks, and 8 where a GPU holds their share; one or two GPUs emulate them, and run the real kernels
-of a rank. The simulator says which layouts and batches to time: a few of the front of Helix and of that of plain TP, at
-128K and 1M tokens, evenly along it. A job a layout; rows of several runs make one record.
+DeepSeek-R1's and Llama-405B's whole shapes in FP8. Layouts have 16 to 64 ranks, and 8 where a GPU holds their share;
+one or two GPUs emulate them, and run the real kernels of a rank. The simulator selects the layouts and batches to time:
+a few evenly spaced points of Helix's front and of plain TP's, at 128K and 1M tokens. One job per layout; rows of
+several runs make one record.
 
   helix bench fronts models=deepseek-r1
 """
@@ -32,15 +33,15 @@ MODELS = "deepseek-r1", "llama-3.1-405b"
 LENGTHS = 128 * K, M
 RANKS = 8, 16, 32, 64
 BATCHES = 2 ** np.arange(8)
-TIMED = {"helix": 4, "tp": 2}  # points of a mode's front at a length
+TIMED = {"helix": 4, "tp": 2}  # points of a mode's front per length
 FP8 = Options("e4m3", "bf16", "bf16", "e4m3", "bf16", "bf16", hopb=False)  # what the runtime runs
-WEIGHTS = ["model.weights=fp8"]  # of a shape that is published in bf16
+WEIGHTS = ["model.weights=fp8"]  # for a shape that is published in bf16
 ON_CPU = Workload("demo", 1, K)
 
 
 def front(spec: DecoderSpec, hardware: Hardware, length: int, mode: str) -> StepCost | None:
-    """Finds a mode's front among layouts that the runtime has, by increasing speed for a user; None if nothing fits."""
-    wide = replace(hardware, gpus=max(RANKS))  # as if one domain had them all
+    """Returns a mode's front over the runtime's layouts, by increasing tokens/s per user; None if nothing fits."""
+    wide = replace(hardware, gpus=max(RANKS))  # as if one NVLink domain had them all
     try:
         step = search(spec, wide, length, FP8, gpus=RANKS, batches=BATCHES, modes=(mode,))
     except ValueError:
@@ -50,7 +51,7 @@ def front(spec: DecoderSpec, hardware: Hardware, length: int, mode: str) -> Step
 
 
 def pareto_layouts(model: str, hardware: Hardware) -> dict[HelixLayout, list[Workload]]:
-    """Chooses layouts, and the batches and lengths to time in each."""
+    """Selects layouts, and the batches and lengths to time in each."""
     spec = load_spec(model)
     found: dict[HelixLayout, list[Workload]] = {}
     for length in LENGTHS:
@@ -64,7 +65,7 @@ def pareto_layouts(model: str, hardware: Hardware) -> dict[HelixLayout, list[Wor
 
 
 def cases(ctx: BenchContext) -> Iterator[tuple[HelixLayout, list[Workload]]]:
-    """Yields a job for each layout; on a CPU a tiny one."""
+    """Yields one job per layout; on a CPU the smallest."""
     if not ctx.gpu:
         yield HelixLayout.create("helix", 2, 1), [ON_CPU]
         return

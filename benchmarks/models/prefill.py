@@ -1,7 +1,7 @@
-"""Times prefill: the kernel beside torch's attention and in chunks of several lengths on one GPU, prompts over all.
+"""Times prefill: the kernel against torch and by chunk length on one GPU, and whole prompts over all GPUs.
 
-`helix bench prefill`, or `prefill-kernels` without the prompts. A prompt is a job of its own
-(`bench=prefill`) with random weights of the real shape. Over two GPUs its time stands beside that of vLLM 0.25.1 with
+`helix bench prefill`, or `prefill-kernels` without the prompts. A prompt is a separate job
+(`bench=prefill`) with random weights of the real shape. Over two GPUs its time is compared with vLLM 0.25.1 with
 TP=2, as measured on two H200 on 2026-11-22.
 """
 
@@ -29,7 +29,7 @@ from kernels.attention.flash_prefill import flash_prefill
 from kernels.paged_keys import PagedKeys
 
 K = 1024
-# Query and KV heads of a rank, keys, and chunks of so many queries: the first is the one that others stand beside.
+# Query and KV heads of a rank, keys, and chunk lengths: the first is the baseline of the others.
 CHUNKS = [
     (28, 4, 512 * K, (8 * K, K, 256, 100, 16)),
     (28, 4, 64 * K, (8 * K, K, 256, 100, 16)),
@@ -38,17 +38,17 @@ CHUNKS = [
     (8, 1, 128 * K, (8 * K, K, 256, 100)),
     (7, 1, 256 * K, (8 * K, 256)),
 ]
-TOGETHER = [(32, 512), (16, 1024), (8, 2 * K), (4, 4 * K)]  # prompts of a chunk, and the tokens of each
+TOGETHER = [(32, 512), (16, 1024), (8, 2 * K), (4, 4 * K)]  # prompts in a chunk, and the tokens of each
 PROMPTS = ["1x32768", "1x131072", "1x262144", "1x1048576"]
 VLLM_TP2_S = {32 * K: 0.572, 128 * K: 4.46, 256 * K: 14.6}
-WORK = 4 * DIM  # of a query, a head and a key
+WORK = 4 * DIM  # FLOPs per query, head and key
 
 
 class Chunk:
-    """The last `queries` tokens of each of some prompts of `length`, in pages, with causal bounds.
+    """The last `queries` tokens of each of `prompts` prompts of `length`, paged, with causal bounds.
 
     Raises:
-        AssertionError: the kernel's last row is not that of torch's attention in fp32.
+        AssertionError: the kernel's last row differs from torch's attention in fp32.
     """
 
     def __init__(
@@ -70,20 +70,20 @@ class Chunk:
         k, v = k[-1:].float(), v[-1:].float()
         last = scaled_dot_product_attention(self.q[-1, None, :, None].float(), k, v, enable_gqa=True)
         error = (self.attend()[-1].float() - last[0, :, 0]).norm() / last.norm()
-        # bf16 weights, parts and outputs: three roundings of 2^-9 each.
+        # bf16 weights, partials and outputs: three roundings of 2^-9 each.
         assert error < 1e-2, f"flash_prefill is off by {float(error):.1e} of its norm"
 
     def attend(self) -> torch.Tensor:
         return flash_prefill(self.q, self.keys, self.cu_q, self.queries, self.length)[0]
 
     def contiguous(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [B, Hkv, S, D]."""
+        """Returns keys and values [B, Hkv, S, D]."""
         k, v = (c[self.keys.table.long()].flatten(1, 2).transpose(1, 2) for c in (self.keys.k, self.keys.v))
         return k[:, :, : self.length].contiguous(), v[:, :, : self.length].contiguous()
 
 
 def measure_kernel(ctx: BenchContext, q_heads: int, kv_heads: int, queries: int, length: int, rate: float) -> list[Row]:
-    """Ours with causal bounds, the peers over all keys."""
+    """Measures ours with causal bounds, the peers over all keys."""
     chunk = Chunk(ctx, q_heads, kv_heads, queries, length)
     row: Row = {"kind": "kernel", "heads": f"{q_heads}/{kv_heads}", "q_tokens": queries, "length": length}
     row["tflops"] = chunk.work / _seconds(chunk.attend, ctx.device) / 1e12
@@ -100,7 +100,7 @@ def measure_kernel(ctx: BenchContext, q_heads: int, kv_heads: int, queries: int,
 def measure_chunks(
     ctx: BenchContext, q_heads: int, kv_heads: int, length: int, chunks: tuple[int, ...]
 ) -> Iterator[Row]:
-    """Chunks of several lengths at the end of one prompt, by the kernel that is chosen and by the general one."""
+    """Measures chunks of several lengths at the end of one prompt, by the selected kernel and by the general one."""
     first: float | None = None
     for queries in chunks:
         chunk = Chunk(ctx, q_heads, kv_heads, queries, length)
@@ -116,7 +116,7 @@ def measure_chunks(
 
 
 def measure_together(ctx: BenchContext, q_heads: int, kv_heads: int, prompts: int, length: int) -> list[Row]:
-    """A chunk of several whole prompts, by the kernel that is chosen, the general one and Hopper's."""
+    """Measures a chunk of several whole prompts, by the selected kernel, the general one and the SM90 one."""
     chunk = Chunk(ctx, q_heads, kv_heads, length, length, prompts)
     row: Row = {"kind": "together", "heads": f"{q_heads}/{kv_heads}", "prompts": prompts, "length": length}
     row["us"] = 1e6 * _replayed(chunk.attend, ctx.device)
@@ -127,13 +127,13 @@ def measure_together(ctx: BenchContext, q_heads: int, kv_heads: int, prompts: in
 
 
 def _by(min_rows: int, chunk: Chunk) -> None:
-    """Attention by Hopper's kernel for chunks of at least so many rows."""
+    """Attends with the SM90 kernel for chunks of at least `min_rows` rows."""
     with patch.multiple(flash_prefill_sm90, MIN_ROWS=min_rows, MIN_KEYS_MANY_ROWS=0, MIN_KEYS=1 << 40):
         chunk.attend()
 
 
 def matrix_tflops(device: torch.device) -> float:
-    """The library's rate on a large bf16 product of random values."""
+    """Returns cuBLAS's TFLOP/s on a large bf16 product of random values."""
     gpu = device.type == "cuda"
     n = 8192 if gpu else 256
     a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16 if gpu else torch.float32) for _ in range(2))
@@ -141,28 +141,29 @@ def matrix_tflops(device: torch.device) -> float:
 
 
 def _seconds(run: Callable[[], Any], device: torch.device) -> float:
-    """Median of a few runs, behind one that does not count."""
     run()
     return median(time_each(run, 5, device))
 
 
 def _replayed(run: Callable[[], Any], device: torch.device) -> float:
-    """The same within a graph: short chunks would wait for the host."""
+    """Median seconds in a graph: short chunks would wait for the host."""
     return median(replays(lambda _: run(), 1, device, min_launches=3, times=3))
 
 
 def kernel_cases(ctx: BenchContext) -> Iterator[tuple[int, int, int, int, float]]:
-    """Shapes and the matrix rate; none where GPUs emulate ranks: the kernel is the same."""
+    """Yields shapes and the matrix rate; none when GPUs emulate ranks: the kernel is the same."""
     shapes = [] if ctx.emulated else listed("prefill") if ctx.gpu else [(4, 2, 128, 512)]
     rate = matrix_tflops(ctx.device) if shapes else 0.0
     return ((*shape, rate) for shape in shapes)
 
 
 def chunk_cases(ctx: BenchContext) -> list[tuple[int, int, int, tuple[int, ...]]]:
+    """Returns heads, keys and chunk lengths."""
     return [] if ctx.emulated else CHUNKS if ctx.gpu else [(4, 2, 512, (128, 16))]
 
 
 def together_cases(ctx: BenchContext) -> list[tuple[int, int, int, int]]:
+    """Returns heads, prompts and the tokens of each."""
     if ctx.emulated:
         return []
     heads = [(28, 4), (32, 8), (14, 2), (8, 1)] if ctx.gpu else [(4, 2)]
@@ -170,7 +171,7 @@ def together_cases(ctx: BenchContext) -> list[tuple[int, int, int, int]]:
 
 
 def measure_prompts(ctx: BenchContext) -> list[Row]:
-    """Prompts of Qwen2.5-7B's shape, in one job; on a CPU one of the demo model."""
+    """Measures prompts of Qwen2.5-7B's shape in one job; on a CPU one of the demo model."""
     model, ranks = "qwen2.5-7b" if ctx.gpu else "demo", ctx.ranks
     points = ",".join(PROMPTS if ctx.gpu else ["1x600"])
     overrides = [*named(model), f"layout.kvp={ranks}", "bench=prefill", f"bench.points=[{points}]"]

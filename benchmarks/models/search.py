@@ -1,4 +1,4 @@
-"""Search over all layouts of several numbers of GPUs with all batches, for the fastest for a user and for a GPU."""
+"""Searches all layouts, GPU counts and batches for the best tokens/s per user and per GPU."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from helix.planner.points import MODES, Options, Points, layouts
 from helix.planner.step import StepCost, memory_of, predict
 
 T = TypeVar("T")
-PIECE = 4096  # points at a time, whose arrays fit the processor's cache
-MANTISSA = 2.0**40  # times are compared to 12 digits: the last bits depend on a point's index in an array
+PIECE = 4096  # points at a time, so that arrays fit the CPU cache
+MANTISSA = 2.0**40  # compare times to 12 digits: the last bits depend on a point's index in an array
 
 
 def search(
@@ -49,7 +49,7 @@ def search(
 
 
 def joined(parts: Sequence[T]) -> T:
-    """Concatenates predictions, which have the same phases, or points."""
+    """Concatenates predictions with the same phases, or points."""
     return _over_arrays(np.concatenate, parts)
 
 
@@ -59,7 +59,6 @@ def select_points(step: StepCost, indices: Array) -> StepCost:
 
 
 def _over_arrays(function: Callable[[Sequence[Array]], Array], parts: Sequence[Any]) -> Any:
-    """Applies a function to the arrays at the same place in several data classes."""
     first = parts[0]
     if isinstance(first, np.ndarray):
         return function(parts)
@@ -73,14 +72,14 @@ def _over_arrays(function: Callable[[Sequence[Array]], Array], parts: Sequence[A
 def ordered(step: StepCost, *speeds: Array) -> Array:
     """Sorts points: returns indices from the best to the worst by the first of `speeds`, then by the next ones.
 
-    Ties are broken by fewest GPUs, layout and batch, so that the result does not depend on the order of points.
+    Ties are broken by fewest GPUs, layout and batch, so that the order of points does not matter.
     """
     ties = [getattr(step.points, field.name) for field in reversed(fields(Points))]
     return np.lexsort((*ties, step.points.gpus, *(-_rounded(speed) for speed in reversed(speeds))))
 
 
 def frontier(step: StepCost) -> Array:
-    """Finds the points that no other beats in both speeds; returns indices by increasing speed for a user."""
+    """Returns the indices of Pareto-optimal points, by increasing tokens/s per user."""
     order = ordered(step, step.tokens_per_s_user, step.tokens_per_s_gpu)
     gpu = _rounded(step.tokens_per_s_gpu)[order]
     better = np.concatenate([[True], gpu[1:] > np.maximum.accumulate(gpu)[:-1]])
@@ -88,7 +87,7 @@ def frontier(step: StepCost) -> Array:
 
 
 def best_at(step: StepCost, user: float) -> tuple[int | None, int | None]:
-    """Finds the indices of the highest throughput and of the most users, among points at least as fast as `user`."""
+    """Returns the indices of the highest throughput and of the most users, among points at least as fast as `user`."""
     fast = np.flatnonzero(_rounded(step.tokens_per_s_user) >= _rounded(np.array([user])))
     if not len(fast):
         return None, None

@@ -1,9 +1,9 @@
-"""Times models that draft for themselves: `helix bench self-drafts`.
+"""Times self-drafting models: `helix bench self-drafts`.
 
 Decode steps of whole models over a cache of random data (`bench=decode speculation=sparse`), with no drafts and with 2
-to 11, in one job. Random weights draft nothing that means anything, so drafts are kept at a set rate; they are made,
-verified, scored and chosen from as ever. What an iteration takes does not depend on that rate: the gains at other rates
-are computed from the same times. `phase_us` says what an iteration consists of.
+to 11, in one job. Random weights draft nothing useful, so the acceptance rate is fixed; drafts are made,
+verified, scored and selected from as usual. The time of an iteration does not depend on the rate: gains at other rates
+are computed from the same times. `phase_us` breaks down an iteration.
 
   helix bench self-drafts
   helix bench self-drafts ranks=8 models=qwen2.5-7b,llama-3.1-8b
@@ -19,12 +19,12 @@ from benchmarks.models.workloads import K, M, drafted, fitting_spec, over_plain,
 from benchmarks.runner import BenchContext, Row
 
 MODELS = ("qwen2.5-7b", "llama-3.1-8b", "qwen3-8b", "gpt-oss-20b", "qwen3-30b-a3b")
-ACCEPTANCE = 0.9  # of each draft behind kept ones; the paper's own is 0.96
+ACCEPTANCE = 0.9  # of each draft after accepted ones; the paper has 0.96
 RATES = (0.8, 0.9, 0.96)
 SPARSITIES = (0.07, 0.03)
 GAMMAS = [0, 2, 4, 6, 8, 11]
 STEPS = 16
-# What so many GPUs hold; one GPU's are those of the paper's hardware.
+# What this many GPUs hold; one GPU's points are those of the paper's hardware.
 POINTS = {
     1: [(1, 128 * K), (4, 112 * K), (8, 32 * K)],
     2: [(1, 32 * K), (1, 128 * K), (1, M), (8, 128 * K), (4, M)],
@@ -33,14 +33,14 @@ POINTS = {
 
 
 def cases(ctx: BenchContext) -> Iterator[tuple[str, float]]:
-    """A job for each model and share of keys; on a CPU the tiniest."""
+    """Yields one job per model and share of keys; on a CPU the smallest."""
     for model in (ctx.models or MODELS) if ctx.gpu else ["demo"]:
         for sparsity in SPARSITIES if ctx.gpu else SPARSITIES[:1]:
             yield model, sparsity
 
 
 def measure(ctx: BenchContext, model: str, sparsity: float) -> list[Row]:
-    """Rows of a job in the grid with the widest tpa that splits the KV."""
+    """Returns the rows of a job in the widest grid that splits the KV."""
     ranks = ctx.ranks
     near = max((n for n in POINTS if n <= ranks), default=1)
     points, gammas, steps = (POINTS[near], GAMMAS, STEPS) if ctx.gpu else ([(2, 512)], [0, 2], 3)
@@ -55,7 +55,7 @@ def measure(ctx: BenchContext, model: str, sparsity: float) -> list[Row]:
 
 
 def at_rates(row: Row, points: list[Row]) -> Row:
-    """Tokens per second over those of no drafts at the same point, were drafts kept at each of RATES."""
+    """Returns tokens per second relative to plain steps at the same point, for each acceptance rate of RATES."""
     if "failed" in row:
         return {}
     over = over_plain(row, points)

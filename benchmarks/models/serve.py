@@ -1,9 +1,8 @@
-"""Serves requests by the clock, inside one job: time between tokens, and first tokens.
+"""Serves requests by the clock inside one job: time between tokens, and time to first token.
 
-`helix bench serve`; Qwen2.5-7B's shape with random weights over all GPUs (`bench=serve`). Contexts are
-random numbers in the cache that rank 0 takes for those of some tokens; what comes behind them is computed. Each row is
-kept as it is measured. One trace alone: `bench=serve bench.traces=[streams]`, of those in
-`benchmarks/ranks/serving.py`.
+`helix bench serve`; Qwen2.5-7B's shape with random weights over all GPUs (`bench=serve`). Contexts are random KV
+that rank 0 treats as computed tokens; everything after them is computed. Each row is written as soon as it is measured.
+For one trace alone use `bench=serve bench.traces=[streams]`, with the names in `benchmarks/ranks/serving.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from benchmarks.runner import BenchContext, Row
 
 
 def measure(ctx: BenchContext) -> Iterator[Row]:
-    """All traces in a job."""
+    """Yields the rows of all traces in one job."""
     model = "qwen2.5-7b" if ctx.gpu else "demo"
     overrides = [*named(model), f"layout.kvp={ctx.ranks}", "bench=serve"]
     for row in jobs.rows(overrides):

@@ -1,12 +1,12 @@
-"""Times block-sparse attention where nothing is chosen, beside drafts, and by parts: `helix bench sparse-costs`.
+"""Times the overhead of block-sparse attention, with drafts and with subblocks: `helix bench sparse-costs`.
 
-Decode steps of whole models over a cache of random data (`bench=decode`), two jobs at a time, one beside the other:
+Decode steps of whole models over a cache of random data (`bench=decode`), as pairs of jobs:
 
-  short    sequences shorter than `attention.from_tokens`: beside attention=dense, the bounds of pages are kept up
-  roomy    4K tokens in an engine made for 1M, beside one made for 4K: work follows the live length
-  drafts   four drafts a step at 1M, each of which chooses for itself, beside none
-  parts    parts of blocks (attention=parts), beside 32 blocks
-  dense    all keys, beside parts
+  short    sequences shorter than `attention.from_tokens`, compared with attention=dense: only page bounds are updated
+  roomy    4K tokens in an engine made for 1M, compared with one made for 4K: work follows the live length
+  drafts   four drafts a step at 1M, each with its own selection, compared with none
+  parts    subblocks (attention=parts), compared with 32 blocks
+  dense    all keys, compared with subblocks
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CostPoint = tuple[int, int]
 
 @dataclass(frozen=True)
 class Probe:
-    """One of the two: settings, and the points that it is made for."""
+    """One job of a pair: settings, and its points."""
 
     overrides: tuple[str, ...]
     points: tuple[CostPoint, ...]
@@ -50,7 +50,7 @@ ON_CPU = {"roomy": (Probe(SPARSE, ((1, K),)), Probe(SPARSE, ((1, K), (1, 8 * K))
 
 @cache
 def times_us(model: str, ranks: int, steps: int, job: Probe) -> dict[CostPoint, float]:
-    """Time of a step at each point of a job, in the grid with the widest tpa that splits the KV."""
+    """Returns the time of a step at each point of a job, in the widest grid that splits the KV."""
     spec, cut = fitting_spec(model, ranks)
     grid = widest(spec, ranks)
     record = jobs.measure(
@@ -65,14 +65,14 @@ def times_us(model: str, ranks: int, steps: int, job: Probe) -> dict[CostPoint, 
 
 
 def cases(ctx: BenchContext) -> Iterator[tuple[str, str, Probe, Probe]]:
-    """A case for each model and comparison; on a CPU one."""
+    """Yields one case per model and comparison; on a CPU one."""
     for model in (ctx.models or MODELS) if ctx.gpu else ["demo"]:
         for what, pair in (ON_GPU if ctx.gpu else ON_CPU).items():
             yield model, what, *pair
 
 
 def measure(ctx: BenchContext, model: str, what: str, one: Probe, other: Probe) -> Iterator[Row]:
-    """A row for each point that both have."""
+    """Yields a row for each point that both jobs have."""
     plain, with_it = (times_us(model, ctx.ranks, 64 if ctx.gpu else 3, job) for job in (one, other))
     for point in plain.keys() & with_it.keys():
         yield {

@@ -1,8 +1,8 @@
 """Times steps with drafts: `helix bench speculate`.
 
-Two kinds of rows. `synthetic`: decode steps of whole models with 0 to 15 drafts that are kept at a set rate, over a
-cache of random data (`bench=decode`), and where the time of a step goes. `copy_prompts`: the demo model goes on with
-copies of files (`benchmarks.quality.copy_prompts`), its drafts looked up in the prompt.
+Two kinds of rows. `synthetic`: decode steps of whole models with 0 to 15 drafts at a fixed acceptance rate, over a
+cache of random data (`bench=decode`), with a breakdown of the step. `copy_prompts`: the demo model continues copies of
+files (`benchmarks.quality.copy_prompts`) with drafts looked up in the prompt.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from benchmarks.models.workloads import K, M, drafted, fitting_spec, widest
 from benchmarks.quality.copy_prompts import copy_prompts
 from benchmarks.runner import BenchContext, Row
 
-MODELS = ["llama-3.1-70b", "demo"]  # the shape of steps with synthetic drafts; `demo` stands for the copies
-ACCEPTANCE = 0.8  # chance of a draft behind drafts that were kept
-# Of 1, 8, 32 sequences of 8K, 128K, 1M: those that four GPUs hold, but for 8 x 8K, which is between 1 and 32.
+MODELS = ["llama-3.1-70b", "demo"]  # the shape of synthetic steps; `demo` selects the copies
+ACCEPTANCE = 0.8  # of a draft after accepted drafts
+# Of 1, 8, 32 sequences of 8K, 128K, 1M: what four GPUs hold, without 8 x 8K, which is between 1 and 32.
 POINTS = [(1, 8 * K), (32, 8 * K), (1, 128 * K), (8, 128 * K), (1, M)]
 GAMMAS = [0, 1, 2, 3, 4, 7, 15]
 STEPS = 16
 EDIT_TOKENS = 256  # of each prompt
-# Of `benchmarks.quality.copy_prompts`: plain steps first, which the others are compared with.
+# Of `benchmarks.quality.copy_prompts`: plain steps first, the baseline of the others.
 DRAFTING = {
     "none": ["speculation=none"],
     "4": ["speculation=ngram", "speculation.gamma=4", "speculation.adaptive=false"],
@@ -49,11 +49,11 @@ PARTS = {
     "acceptance": r"^_(all_gather|best_of_\w+|kept_mass|accept|gumbel_sample|commit)_kernel|ncclDevKernel_AllGather"
     r"|^_(process_logits|top_of_blocks|merge_tops)_kernel",
 }
-REST = "rest"  # torch's own small kernels around the layers, and copies
+REST = "rest"  # torch's small kernels around the layers, and copies
 
 
 def split(kernel_us: Mapping[str, float]) -> dict[str, float]:
-    """Microseconds of a step's parts, from those of its kernels."""
+    """Sums the microseconds of a step's kernels by part."""
     parts = dict.fromkeys([*PARTS, REST], 0.0)
     for name, us in kernel_us.items():
         parts[next((part for part, names in PARTS.items() if re.search(names, name)), REST)] += us
@@ -61,15 +61,15 @@ def split(kernel_us: Mapping[str, float]) -> dict[str, float]:
 
 
 def expected_tokens(gamma: int, acceptance: float) -> float:
-    """Tokens of a step with `gamma` drafts, each kept with a chance where those before it were."""
+    """Returns the expected tokens of a step with `gamma` drafts, by the conditional acceptance of each."""
     return sum(acceptance**accepted for accepted in range(gamma + 1))
 
 
 def with_gains(points: list[dict[str, Any]], acceptance: float) -> list[dict[str, Any]]:
-    """Timed points with the parts of a step, and with tokens per second in those of no drafts at the same point.
+    """Adds the parts of a step, and the gain in tokens per second over no drafts at the same point.
 
-    `gain` takes the tokens that came in the timed steps, `gain_at_rate` those expected of so many drafts: of few steps
-    of one sequence, the former are as good as its luck.
+    `gain` uses the tokens of the timed steps, `gain_at_rate` the expected tokens: over few steps of one sequence,
+    `gain` is noisy.
     """
     plain = {(p["batch"], p["length"]): p for p in points if p["gamma"] == 0}
     rows = []
@@ -86,7 +86,7 @@ def with_gains(points: list[dict[str, Any]], acceptance: float) -> list[dict[str
 
 
 def synthetic(ctx: BenchContext, model: str) -> list[Row]:
-    """One job of a model over the grid with the widest tpa that splits the KV; on a CPU the tiniest case."""
+    """Returns the rows of one job in the widest grid that splits the KV; on a CPU the smallest case."""
     ranks = ctx.ranks
     points, gammas, steps = (POINTS, GAMMAS, STEPS) if ctx.gpu else ([(2, 64)], [0, 2], 3)
     spec, overrides = fitting_spec(model, ranks)
@@ -99,7 +99,7 @@ def synthetic(ctx: BenchContext, model: str) -> list[Row]:
 
 
 def copies(ctx: BenchContext) -> Iterator[Row]:
-    """A job for each way of drafting, over the same prompts; on a CPU one short prompt, two ways."""
+    """Yields the row of one job per drafter, over the same prompts; on a CPU one short prompt and two drafters."""
     gpu, ranks = ctx.gpu, ctx.ranks
     prompts = copy_prompts(EDIT_TOKENS) if gpu else copy_prompts(16)[:1]
     plain: tuple[list[list[int]], dict[str, Any]] | None = None
@@ -123,10 +123,10 @@ def copies(ctx: BenchContext) -> Iterator[Row]:
 
 
 def models(ctx: BenchContext) -> list[tuple[str]]:
-    """Shapes of steps with synthetic drafts."""
+    """Returns the shapes of synthetic steps."""
     return [(model,) for model in ctx.models or MODELS if model != "demo"] if ctx.gpu else [("demo",)]
 
 
 def copied(ctx: BenchContext) -> list[tuple[()]]:
-    """One case, unless other models are chosen or ranks are emulated: tokens mean nothing there."""
+    """Returns one case, or none if other models are selected or ranks are emulated: tokens mean nothing there."""
     return [()] if not ctx.gpu or ("demo" in (ctx.models or MODELS) and not ctx.emulated) else []

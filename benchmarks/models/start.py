@@ -1,8 +1,8 @@
-"""Starts jobs and says where the time goes until their first prompt can come: `helix bench start`.
+"""Times the start of a job until its first prompt can run: `helix bench start`.
 
-Each model twice: with a cache of compiled kernels that is empty, and with what the first time has left there. It is a
-job as a user starts it, over all GPUs, with five prompts of ids. `ready_s` is from the command to the first prompt, the
-weights' loading apart.
+Each model twice: with an empty cache of compiled kernels, and with the cache of the first run. The job is as a user
+starts it, over all GPUs, with five prompts of token ids. `ready_s` is from the command to the first prompt, without
+loading weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PROMPTS, NEW_TOKENS = 5, 40
 
 
 def measure(ctx: BenchContext, model: str) -> Iterator[Row]:
-    """The job of a model, without and with compiled kernels."""
+    """Yields the rows of a model's job, without and with compiled kernels."""
     with tempfile.TemporaryDirectory() as directory:
         prompts, record = Path(directory) / "prompts.jsonl", Path(directory) / "record.json"
         prompts.write_text("".join(json.dumps({"prompt_ids": [*range(1, 20 + i)]}) + "\n" for i in range(PROMPTS)))

@@ -1,17 +1,17 @@
 """Times decode steps of whole models: `helix bench step | baselines | sparse-steps | sparse-policies`.
 
-Every point is a job of its own (`bench=decode`): random weights of the real shape, a KV cache full of random data,
-over all GPUs of this machine. TTL (time per token) stands beside its floor, the ideal: all weights that a step reads
+Every point is a separate job (`bench=decode`): random weights of the real shape, a KV cache full of random data,
+over all GPUs of this machine. TTL (time per token) is compared with the ideal: all weights that a step reads
 and all KV, each once, over all GPUs at the measured read ceiling, whatever the layout.
 
-`sparse-steps` times 1 to 8 sequences of 8K to 1M tokens with dense attention, then with 8 and with 32 chosen blocks of
-128, from the first token on: a job each, in one layout. A row's `sparse` says what queries read, and is null where they
-read everything. On one GPU, and on eight ranks that it emulates:
+`sparse-steps` times 1 to 8 sequences of 8K to 1M tokens with dense attention, then with 8 and with 32 selected blocks
+of 128, from the first token on: one job each, in one layout. A row's `sparse` says what queries read, and is null for
+dense attention. On one GPU, and on eight ranks that it emulates:
 
   helix bench sparse-steps
   helix bench sparse-steps ranks=8
 
-`sparse-policies` times every policy beside dense attention, at fewer points of more models.
+`sparse-policies` times every policy and dense attention, at fewer points of more models.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ STEPS = 32
 ON_CPU = Workload("demo", 1, K)
 SPARSE_MODELS = ("qwen2.5-7b", "llama-3.1-8b", "gpt-oss-20b")
 SPARSE_ON_CPU = [Workload("demo", batch, 8 * K) for batch in (1, 2)]
-ROOMY = ("kv.memory_fraction=0.95",)  # of an H200, for 2 x 1M tokens of Qwen2.5-7B
+ROOMY = ("kv.memory_fraction=0.95",)  # so that an H200 holds 2 x 1M tokens of Qwen2.5-7B
 LENGTHS = (8 * K, 32 * K, 128 * K, 512 * K, M)
 BATCHES = (1, 2, 4, 8)
-POLICY_POINTS = [(1, 128 * K), (1, 512 * K), (4, 128 * K)]  # that one GPU holds of each of SPARSE_MODELS
+POLICY_POINTS = [(1, 128 * K), (1, 512 * K), (4, 128 * K)]  # that one GPU holds for each of SPARSE_MODELS
 BUDGETS: tuple[tuple[str, ...], ...] = (
     (),
     *(("attention=block_sparse", f"attention.num_blocks={topk}", "attention.from_tokens=0") for topk in (8, 32)),
@@ -61,10 +61,10 @@ POLICIES: tuple[tuple[str, ...], ...] = (
 
 
 def time_job(works: list[Workload], layout: HelixLayout, overrides: list[str]) -> list[Row]:
-    """One job for workloads of one model; what it measured at each, or why it failed (for want of memory, mostly).
+    """Runs one job over the workloads of one model; returns the figures of each, or the error (mostly out of memory).
 
     Raises:
-        KeyboardInterrupt: it was interrupted, and no other shall start.
+        KeyboardInterrupt: the job was interrupted; start no other.
     """
     points = ",".join(f"{w.batch}x{w.length}" for w in works)
     try:
@@ -98,7 +98,7 @@ def time_job(works: list[Workload], layout: HelixLayout, overrides: list[str]) -
 def cases(
     workloads: list[Workload], baselines: bool, ctx: BenchContext
 ) -> Iterator[tuple[list[Workload], DecoderSpec, HelixLayout, list[str]]]:
-    """Each model's workloads in each of its layouts, a job each; on a CPU a tiny one."""
+    """Yields one job per model and layout, with its workloads; on a CPU the smallest."""
     selected = [w for w in workloads if ctx.models is None or w.model in ctx.models] if ctx.gpu else [ON_CPU]
     for model in dict.fromkeys(w.model for w in selected):
         spec, overrides = fitting_spec(model, ctx.ranks)
@@ -109,7 +109,7 @@ def cases(
 def measure(
     ctx: BenchContext, works: list[Workload], spec: DecoderSpec, layout: HelixLayout, overrides: list[str]
 ) -> Iterator[Row]:
-    """Rows of a job, and the floor of each."""
+    """Yields the rows of a job, with the ideal of each."""
     items = Items.of([*named(works[0].model), *overrides]) if ctx.gpu else Items(4, 4, 4)
     for row in time_job(works, layout, overrides):
         floor_us = 1e6 * floor_s(spec, row["batch"], row["length"], ctx.ranks, items)
@@ -119,7 +119,7 @@ def measure(
 def sparse_cases(
     models: tuple[str, ...], points: list[tuple[int, int]], attentions: tuple[tuple[str, ...], ...], ctx: BenchContext
 ) -> Iterator[tuple[list[Workload], DecoderSpec, HelixLayout, list[str]]]:
-    """Each model in the grid with the widest tpa that splits the KV: a job for each attention."""
+    """Yields one job per model and attention, in the widest grid that splits the KV."""
     for model in (ctx.models or models) if ctx.gpu else [SPARSE_ON_CPU[0].model]:
         spec, cut = fitting_spec(model, ctx.ranks)
         works = [Workload(model, batch, length) for batch, length in points]
@@ -131,7 +131,7 @@ def sparse_cases(
 def measure_sparse(
     ctx: BenchContext, works: list[Workload], spec: DecoderSpec, layout: HelixLayout, overrides: list[str]
 ) -> Iterator[Row]:
-    """Rows of a job, each with what its queries read: `sparse` is None in those of dense attention."""
+    """Yields the rows of a job with what its queries read: `sparse` is None for dense attention."""
     read = budget(compose_config(overrides))
     attention = "dense" if read is None else f"block_sparse, k={read.topk} of {read.block // read.parts}"
     for row in time_job(works, layout, overrides):

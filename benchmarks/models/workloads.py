@@ -1,4 +1,4 @@
-"""Whole models, batches and lengths whose steps are timed, and the least time that reading them takes."""
+"""Models, batches and lengths whose steps are timed, and the minimum time to read what a step reads."""
 
 from __future__ import annotations
 
@@ -30,11 +30,13 @@ SHAPES = tuple(sorted(file.stem for file in (ROOT / "conf" / "model").glob("*.ya
 
 @dataclass(frozen=True)
 class Workload:
-    """Attributes:
-    target: the most that TTL should be, in floors, for the best layout with kvp of at least 2; None: there is none.
-    vllm_ms: TTL of vLLM 0.25.1 on eight H200 (TP=8; 4 where heads do not go on 8; DCP=4 where there are two KV heads),
-        with its decode graphs' default of 32 splits. It was measured once, on the host that set the targets. There
-        is no record, command or log of it, and tables say so.
+    """A timed batch and length of a model.
+
+    Attributes:
+        target: maximum TTL, in ideals, for the best layout with kvp of at least 2; None: no target.
+        vllm_ms: TTL of vLLM 0.25.1 on eight H200 (TP=8; 4 where 8 does not divide the heads; DCP=4 where there are two
+            KV heads), with its decode graphs' default of 32 splits. It was measured once, on the host that set the
+            targets. There is no record, command or log of it, and tables say so.
     """
 
     model: str
@@ -50,7 +52,7 @@ BASELINES += [w for w in WORKLOADS if w.model in ("qwen3-30b-a3b", "gpt-oss-20b"
 
 
 class Items(NamedTuple):
-    """Bytes of a number of the projections, of the routed experts, and of all else."""
+    """Bytes per element of projections, routed experts, and everything else."""
 
     weights: float = 2.0
     experts: float = 2.0
@@ -58,7 +60,7 @@ class Items(NamedTuple):
 
     @classmethod
     def of(cls, overrides: Sequence[str]) -> Items:
-        """Returns those of a job on GPUs."""
+        """Returns those of a job on GPUs, from its overrides."""
         weights, experts = weight_dtypes(compose_config(overrides).model)
         return cls(DTYPE_BYTES[weights], DTYPE_BYTES[experts])
 
@@ -67,12 +69,11 @@ BF16 = Items()
 
 
 def floor_s(spec: DecoderSpec, batch: int, length: int, ranks: int, items: Items = BF16) -> float:
-    """Seconds that reading alone takes: a layer's matrices and the head, and what it keeps of all sequences, each once.
+    """Returns the seconds that reading alone takes: each layer's matrices, the head, and all KV, each once.
 
-    Products may take longer: `attention_over_reading_s`.
-
-    Of the routed experts, those that tokens who choose evenly touch; of a sliding window's layer, its window; of
-    latents behind an indexer, those that it chooses. A state is read and written.
+    GEMMs may take longer: `attention_over_reading_s`. Routed experts count as the expected number under uniform
+    routing; a sliding-window layer as its window; latents with an indexer as the selected ones. States are read and
+    written.
     """
     touched = 0.0
     if (moe := spec.experts) is not None:
@@ -89,9 +90,9 @@ def floor_s(spec: DecoderSpec, batch: int, length: int, ranks: int, items: Items
 
 
 def attention_over_reading_s(layers: Sequence[LayerSpec], batch: int, length: int, ranks: int) -> float:
-    """Seconds by which the products of attention over latents outlast reading these, in all layers.
+    """Returns the seconds by which MLA's products outlast reading its latents, in all layers.
 
-    Each latent in bf16 is read once and multiplied twice by every head: with 128 heads that is 242 FLOP a byte, where
+    Each bf16 latent is read once and multiplied twice by every head: with 128 heads that is 242 FLOP per byte, where
     the machine has 149.
     """
     over = 0.0
@@ -104,7 +105,7 @@ def attention_over_reading_s(layers: Sequence[LayerSpec], batch: int, length: in
 
 
 def _read_bytes(layer: LayerSpec, cache_specs: Sequence[KVCacheSpec], length: int, items: Items) -> float:
-    """Bytes that a step reads of what a layer keeps of a sequence, and writes of its state."""
+    """Bytes that a step reads of one sequence's cache in a layer, and writes of its state."""
     topk = getattr(layer.mixer, "topk", None)
     found = 0.0
     for each in cache_specs:
@@ -117,7 +118,6 @@ def _read_bytes(layer: LayerSpec, cache_specs: Sequence[KVCacheSpec], length: in
 
 
 def _layer_bytes(spec: DecoderSpec, layer: LayerSpec, experts: float, items: Items) -> float:
-    """Bytes of the matrices of a layer, with so many of its routed experts."""
     of = layer.mixer.weights * items.weights
     if isinstance(moe := layer.ffn, MoESpec):
         routed = 3 * experts * moe.width * items.experts
@@ -126,12 +126,12 @@ def _layer_bytes(spec: DecoderSpec, layer: LayerSpec, experts: float, items: Ite
 
 
 def fitting_layers(spec: DecoderSpec, ranks: int, memory: int, items: Items = BF16, kv: float = 0.0) -> int:
-    """How many of a model's first layers fit on GPUs of `memory` bytes each, a fifth of it left to everything else.
+    """Returns how many of a model's first layers fit on GPUs of `memory` bytes each, with a fifth left for the rest.
 
-    Weights are spread evenly: of MLA's, a kvp group's ranks hold some alike, which the fifth has to take as well.
+    Weights are spread evenly; MLA weights that a kvp group replicates have to fit into that fifth too.
 
     Args:
-        kv: bytes beside a layer's weights, on each GPU.
+        kv: bytes of KV per layer on each GPU.
     """
     experts = 0 if spec.experts is None else spec.experts.experts
     left = 0.8 * ranks * memory - 2 * 2 * spec.vocab * spec.hidden
@@ -143,28 +143,28 @@ def fitting_layers(spec: DecoderSpec, ranks: int, memory: int, items: Items = BF
 
 
 def fitting_spec(model: str, ranks: int, *overrides: str) -> tuple[DecoderSpec, list[str]]:
-    """A model with the layers that fit on this machine's GPUs, and the overrides that cut it; whole on a CPU."""
+    """Returns a model cut to the layers that fit on this machine's GPUs, and the overrides; whole on a CPU."""
     spec = spec_of(model)
     if torch.cuda.is_available():
         items = Items.of([*named(model), *overrides])
         layers = fitting_layers(spec, ranks, torch.cuda.get_device_properties(0).total_memory, items)
         if layers < len(spec.layers):
-            print(f"{model}: the first {layers} of {len(spec.layers)} layers, which is what fits")
+            print(f"{model}: only the first {layers} of {len(spec.layers)} layers fit")
             cut = [f"model.config.num_hidden_layers={layers}"]
             return spec_of(model, *cut), cut
     return spec, []
 
 
 def named(model: str) -> list[str]:
-    """The overrides of a model: the demo model with its checkpoint, a shape with random weights."""
+    """Returns the overrides of a model: its checkpoint if it has one, else random weights."""
     has_weights = compose_config([f"model={model}"]).model.path is not None
     return [f"model={model}", *([] if has_weights else ["model.load=random"])]
 
 
 def layouts(spec: DecoderSpec, ranks: int, baselines: bool) -> list[HelixLayout]:
-    """The grids to time: helix ones with kvp of at least 2, or one of each mode beside the deepest helix ones.
+    """Returns the grids to time: helix ones with kvp of at least 2, or the baselines and the helix ones of largest kvp.
 
-    Of a model with experts, those with one tpf x ep grid, and all others behind the last attention grid.
+    For MoE models: one tpf x ep grid for each, and all others for the last attention grid.
     """
     helix = [HelixLayout.create("helix", ranks // tpa, tpa) for tpa in range(1, ranks + 1) if ranks % tpa == 0]
     found = [layout for layout in helix if spec.attention.kv_heads % layout.tpa == 0]
@@ -180,7 +180,7 @@ def layouts(spec: DecoderSpec, ranks: int, baselines: bool) -> list[HelixLayout]
 
 
 def widest(spec: DecoderSpec, ranks: int) -> HelixLayout:
-    """The grid with the widest tpa that splits the KV."""
+    """Returns the grid with the widest tpa that splits the KV."""
     return [grid for grid in layouts(spec, ranks, baselines=False) if grid.ep == 1][-1]
 
 
@@ -193,7 +193,7 @@ def decoding(
     acceptance: float,
     *more: str,
 ) -> list[str]:
-    """The overrides of a job that times decode steps with and without drafts, which are kept at a set rate."""
+    """Returns the overrides of a job that times decode steps with and without drafts, at a fixed acceptance rate."""
     return [
         *named(model), f"layout.kvp={layout.kvp}", f"layout.tpa={layout.tpa}", f"layout.ep={layout.ep}",
         "hopb=off", "decode.stream=false", "bench=decode", f"bench.gammas={[*gammas]}",
@@ -211,7 +211,7 @@ def drafted(
     acceptance: float,
     *more: str,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The backend of such a job, where it ran, and the row of each point and number of drafts."""
+    """Runs such a job; returns its backend, if it ran, and the row of each point and gamma."""
     try:
         record = jobs.measure(layout.world_size, decoding(model, layout, points, gammas, steps, acceptance, *more))
     except jobs.JobError as error:
@@ -220,13 +220,13 @@ def drafted(
 
 
 def over_plain(row: dict[str, Any], points: Sequence[dict[str, Any]]) -> float:
-    """Time of a step over that of one without drafts at the same point."""
+    """Returns the time of a step relative to a plain step at the same point."""
     at = row["batch"], row["length"], 0
     plain = next(p for p in points if (p["batch"], p["length"], p["gamma"]) == at)
     return float(row["ttl_p50_us"] / plain["ttl_p50_us"])
 
 
 def failed(points: Sequence[Point], gammas: Sequence[int], error: object) -> list[dict[str, Any]]:
-    """The rows of a job of which nothing was measured."""
+    """Returns the rows of a job that failed as a whole."""
     of = product(points, gammas)
     return [{"batch": batch, "length": length, "gamma": n, "failed": str(error)} for (batch, length), n in of]

@@ -1,1 +1,1 @@
-"""Figures, tables and kernels of the papers that the runtime follows, redrawn and rebuilt to compare with."""
+"""Reproduces figures, tables and kernels of the papers behind the runtime, for comparison."""

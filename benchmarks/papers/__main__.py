@@ -1,9 +1,9 @@
-"""The papers that the runtime follows, item by item, and their tables and figures: `helix papers`.
+"""Compares the papers behind the runtime with our results, item by item, with tables and figures: `helix papers`.
 
   helix papers               write benchmarks/papers/README.md and docs/simulator.md, and draw the figures of all papers
   helix papers verification  print one paper's items and tables, each with the command that makes it
 
-papers: helix, verification, vegas, gather; figures=DIR also draws those of the paper there. Figures of helix are the
+Papers: helix, verification, vegas, gather. figures=DIR also draws the paper's figures there. Those of helix are the
 simulator's, from conf/hardware/gb200.yaml, and take seconds; all others are drawn from benchmarks/results/.
 """
 
@@ -35,7 +35,7 @@ PAPERS: dict[str, ModuleType] = {
     "vegas": vegas_items,
     "gather": gather_items,
 }
-DRAWN = {  # of `helix plot`
+DRAWN = {  # by `helix plot`
     "helix": ("fronts-deepseek-r1", "fronts-llama-3.1-405b"),
     "vegas": (
         "acceptance-places",
@@ -50,7 +50,7 @@ DRAWN = {  # of `helix plot`
 
 
 def with_items(text: str) -> str:
-    """Returns the page's text with its tables and figures anew."""
+    """Returns a page's text with tables and figures filled."""
 
     def lines(name: str) -> list[str]:
         if name in PAPERS:
@@ -74,11 +74,11 @@ def _image(caption: str, name: str) -> str:
     return f"![{caption}](../figures/{name}.png)"
 
 
-SHOWN = {"verification-figures": _verification, "fronts-figures": _fronts}  # those for which there are records
+SHOWN = {"verification-figures": _verification, "fronts-figures": _fronts}  # figures that depend on records
 
 
 def show(name: str) -> None:
-    """Prints a paper's items, then each of its tables below the command that makes it."""
+    """Prints a paper's items, then its tables, each with the command that makes it."""
     print(f"{PAPERS[name].__doc__}\n", *lines_of(PAPERS[name].items()), sep="\n")
     for title, table in PAPERS[name].tabled().items():
         print(f"\n{title}: `{table.command}`\n", *table.lines(), sep="\n")
@@ -95,7 +95,7 @@ def draw(name: str, figures: Path) -> None:
 
 
 def write() -> None:
-    """Writes the pages, and draws all figures."""
+    """Writes the pages and draws all figures."""
     write_figures(BENCHMARKS / "results" / "simulate", BENCHMARKS / "figures", SIMULATOR)
     draw_verification(verification_items.records(), BENCHMARKS / "figures")
     for name in (name for names in DRAWN.values() for name in names):
@@ -104,7 +104,7 @@ def write() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints a paper, or writes all; a wrong name ends with what is known."""
+    """Prints a paper, or writes all; exits with a one-line error for a wrong name."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if handle_help(arguments, __doc__):
         return

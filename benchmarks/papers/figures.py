@@ -1,4 +1,4 @@
-"""The paper's figures and tables, as the simulator redraws them."""
+"""The Helix paper's figures and tables, reproduced with the simulator."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ from launch.inputs.shapes import load_spec
 
 PAGE = ROOT / "docs" / "simulator.md"
 SHORT = {"deepseek-r1": "DeepSeek-R1", "llama-3.1-405b": "Llama-405B"}
-PARETO = {5: "deepseek-r1", 6: "llama-3.1-405b"}  # the figure of each
+PARETO = {5: "deepseek-r1", 6: "llama-3.1-405b"}  # figure number of each model's front
 
 # ---- the paper
 
 
 class Paper:
-    """All that the figures and tables show, computed once."""
+    """Everything that figures and tables show, computed once."""
 
     def __init__(self) -> None:
         self.setting = Setting(load_hardware("gb200"))
-        self.searched = 0  # points, for the headlines
+        self.searched = 0  # number of points searched, for the headlines
         self.headlines: dict[str, Row] = {}
         self.frontiers: dict[str, list[Row]] = {}
         self.curves: dict[str, list[Row]] = {}
@@ -78,7 +78,7 @@ class Paper:
             self.sensitivity[model] = paper_rows.sensitivity(spec, self.setting)
 
     def csv(self) -> dict[str, list[Row]]:
-        """Rows of each file."""
+        """Returns the rows of each file."""
         files = {"figure-1": paper_rows.figure_1(), "figure-3": paper_rows.figure_3()}
         for number, model in PARETO.items():
             files[f"figure-{number}"] = self.frontiers[model]
@@ -90,7 +90,7 @@ class Paper:
         return files
 
     def figures(self) -> dict[str, tuple[Figure, str]]:
-        """Figures, and what kind of numbers each shows."""
+        """Returns the figures, with the kind of numbers each shows."""
         reads = paper_rows.figure_1()
         found = {
             "figure-1": (_figure_1(reads), f"{reads[0]['provenance']}: B=8, Q=128, K=8, Hsz=128, F=65536, FP4, 8 TB/s"),
@@ -103,7 +103,7 @@ class Paper:
         return {name: (figure, f"simulated, {kind}") for name, (figure, kind) in found.items()}
 
     def tables(self) -> dict[str, list[Sequence[str]]]:
-        """Cells of each table, its head first."""
+        """Returns the cells of each table, headings first."""
         ours: list[Sequence[str]] = [("model", "claim", "paper", "here", "operating point", "provenance")]
         for model, claim in CLAIMS.items():
             row, name = self.headlines[model], SHORT[model]
@@ -151,7 +151,7 @@ def _named(rows: dict[str, list[Row]]) -> list[Row]:
 
 @cache
 def recorded() -> list[Row]:
-    """Recorded decode steps of dense models on H200 beside what the model predicts of them."""
+    """Returns recorded decode steps of dense models on H200, with the model's predictions."""
     hardware = load_hardware("h200")
     cells = [cell for cell in read_cells() if cell.device == hardware.name and cell.is_dense]
     rows = []
@@ -186,7 +186,6 @@ def _styles(names: Iterable[str], **strong: Style) -> dict[str, Style]:
 
 
 def _log(panel: Axes, rows: list[Row], x: str, y: str, names: dict[str, Style]) -> None:
-    """Draws a line for each name, over a logarithmic y axis."""
     curves(panel, rows, x, y, name=names)
     panel.set_yscale("log")
     plain_ticks(panel.yaxis)
@@ -266,12 +265,12 @@ def _gain(models: dict[str, list[Row]]) -> Figure:
 
 
 def with_tables(text: str, tables: Mapping[str, Cells]) -> str:
-    """The page with its tables filled anew."""
+    """Returns the page with its tables filled."""
     return fill_tables(text, lambda name: as_page(tables[name]))
 
 
 def write_figures(results: Path, figures: Path, page: Path | None) -> None:
-    """Writes CSV and PNG, and fills the page's tables."""
+    """Writes CSVs and PNGs, and fills the page's tables."""
     paper = Paper()
     results.mkdir(parents=True, exist_ok=True)
     for name, rows in paper.csv().items():

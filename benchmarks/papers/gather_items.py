@@ -1,4 +1,4 @@
-"""Attention Pays Its Bill (Alsufi and Scott, BRL-2026-07): its items beside ours, from records."""
+"""Attention Pays Its Bill (Alsufi and Scott, BRL-2026-07): its items compared with our records."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ OPS, STEPS, FIDELITY, TIER = (
     "helix bench tier-steps",
 )
 DENSE = {"dense_us": "ours", "cudnn_us": "cuDNN", "flash_us": "FlashAttention", "flashinfer_us": "FlashInfer"}
-LENGTHS = 6  # of the paper's Table 1
+LENGTHS = 6  # in the paper's Table 1
 KINDS = ("text", "needles", "facts", "hops", "generated", "recall")
-# The tables that are reprinted, and what makes their records.
+# Reprinted tables, and the command of their records.
 RECORDED = {
     "sparse-blocks": OPS,
     "sparse-steps": STEPS,
@@ -56,13 +56,11 @@ def _op(batch: int, topk: int) -> str:
 
 
 def _peers() -> str:
-    """The dense backends that the op was timed beside."""
     rows = results("sparse", "heads", "batch", "length", "topk", kind="sparse")
     return ", ".join(name for field, name in DENSE.items() if any(field in r for r in rows)) or NOT_RECORDED
 
 
 def _step(batch: int, length: int, topk: int) -> str:
-    """Time of a dense step over a sparse one's."""
     over = over_dense(batch, length, f"k={topk} of 128")
     return NOT_RECORDED if over is None else f"{over:.2f} x"
 
@@ -73,7 +71,6 @@ def _verdicts() -> str:
 
 
 def _flat(topk: int) -> str:
-    """Tokens/s of a sequence alone, shortest and longest context."""
     rows = [r for r in results("sparse-steps", *WORKLOAD, "attention") if r["batch"] == 1 and "failed" not in r]
     found = {r["length"]: r["tokens_per_s_user"] for r in rows if r["attention"] == f"block_sparse, k={topk} of 128"}
     return ", ".join(f"{length // K}K {rate:.0f}" for length, rate in sorted(found.items())) or NOT_RECORDED
@@ -90,7 +87,7 @@ def _needles(policy: str, length: int, haystack: str, count: int = 200) -> str:
 
 
 def _newest(kind: str, *policies: str) -> str:
-    """Hits of some policies at 32K in code, on the newest prompts on which parts were measured."""
+    """Hits of policies at 32K in code, on the newest prompts that subblocks were measured on."""
     rows = [r for r in _fidelity(kind, length=MAX_LENGTH, haystack="code") if r["policy"] in policies]
     together = [r["commit"] for r in rows if r["policy"] == KEEPS][-1:]
     found = {r["policy"]: r for r in rows if r["commit"] in together}
@@ -99,7 +96,7 @@ def _newest(kind: str, *policies: str) -> str:
 
 
 def _margins() -> str:
-    """Shares of steps that hold where dense attention is sure, of all recorded texts together."""
+    """Agreement in steps where dense attention is sure, pooled over all texts."""
     rows = {r["policy"]: r for r in pooled() if r["policy"] in ("bounds-8", "bounds-32", KEEPS)}
     return ", ".join(f"{policy} {r['sure']:.4f} of {r['sure_steps']}" for policy, r in rows.items())
 
@@ -121,7 +118,7 @@ def _bill(one: str) -> str:
 
 
 def _tier() -> str:
-    """Tokens/s of 1 x 1M over host memory, with keys and values in bf16, as in the paper, and in FP8."""
+    """Tokens/s of 1 x 1M over host memory, with a bf16 cache, as in the paper, and an FP8 one."""
     rows = [r for r in tier_steps() if r.get("ttl_p50_us") and (r["batch"], r["length"]) == (1, M)]
     rates = {kv: [1e6 / r["ttl_p50_us"] for r in rows if r["kv"] == kv] for kv in ("auto", "fp8")}
     return f"{span(rates['auto'], '.0f', 'tokens/s')} in bf16, {span(rates['fp8'], '.0f')} in FP8, 1 x 1M"
@@ -150,10 +147,10 @@ FIGURES: dict[str, Callable[..., str]] = {
 
 
 def items() -> list[Item]:
-    """Lists the paper's items, in its order."""
+    """Lists the paper's items in order."""
     return filled_items("gather", FIGURES)
 
 
 def tabled() -> dict[str, Table]:
-    """Lists the tables that are reprinted."""
+    """Lists the reprinted tables."""
     return {name: Table(command, TABLES[name]) for name, command in RECORDED.items()}

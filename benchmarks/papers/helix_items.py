@@ -1,4 +1,4 @@
-"""Helix Parallelism (Bhatia et al., NVIDIA, 2025): its items beside ours, from records and the simulator."""
+"""Helix Parallelism (Bhatia et al., NVIDIA, 2025): its items compared with records and the simulator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from launch.inputs.shapes import load_spec
 
 FRONTS, HOSTS = "helix bench fronts", "helix bench hosts"
 M = 1 << 20
-# The tables that are reprinted, and what makes their records.
+# Reprinted tables, and the command of their records.
 RECORDED = {
     "best-steps": "helix bench step",
     "baselines.emulated-8": "helix bench baselines ranks=8",
@@ -35,12 +35,12 @@ RECORDED = {
 
 @cache
 def simulated() -> Paper:
-    """Computes what the simulator says of the paper's setting."""
+    """Returns the simulator's results in the paper's setting."""
     return Paper()
 
 
 def _over(mode: str, model: str, batch: int, length: int) -> str:
-    """Time of a mode over that of the best Helix layout, at a point of eight emulated ranks."""
+    """Speed-up of the best Helix layout over a mode, at a point of eight emulated ranks."""
     rows = [
         r
         for r in results("baselines.emulated-8", *WORKLOAD)
@@ -61,7 +61,7 @@ def _modes(mode: str) -> str:
 
 
 def _hopb(name: str) -> str:
-    """The least and the most that the best number of chunks changes a step, by link, kvp and commit."""
+    """Range of the change in step time with the best number of chunks, by link, kvp and commit."""
     best: dict[tuple[str, ...], dict[tuple[str, ...], float]] = {}
     for r in timed(name):
         (kvp,) = re.findall(r"kvp=\d+", r["layout"])
@@ -72,7 +72,7 @@ def _hopb(name: str) -> str:
 
 
 def _grids() -> str:
-    """The expert grids that were timed behind each attention grid, of models with experts on eight emulated ranks."""
+    """Timed expert grids of each attention grid, for MoE models on eight emulated ranks."""
     found: dict[str, dict[str, None]] = {}
     for r in results("step.emulated-8", *WORKLOAD):
         attention, ffn = r["layout"].removeprefix("helix ").split(" -> ")
@@ -85,7 +85,7 @@ def _grids() -> str:
 
 
 def _dp() -> str:
-    """Times of data-parallel attention and of Helix, DeepSeek-R1 in FP8 over eight GPUs."""
+    """Times of data-parallel attention and of Helix: DeepSeek-R1 in FP8 over eight GPUs."""
     rows = results("fp8-steps", *WORKLOAD, model="deepseek-r1", batch=8, length=M >> 3)
     found = {mode: r for mode in ("dp", "helix") if (r := best_step(rows, mode))}
     parts = (f"{mode} {r['ttl_p50_us'] / 1e3:.2f} ms ({r['commit'][:7]})" for mode, r in found.items())
@@ -93,7 +93,7 @@ def _dp() -> str:
 
 
 def _measured(model: str) -> str:
-    """What of a front was measured: how many points, of which modes, by how many GPUs."""
+    """How many points of a front were measured, in which modes, on which GPUs."""
     rows = [r for r in results("fronts", *WORKLOAD, "device", model=model) if "failed" not in r]
     modes = " and ".join(dict.fromkeys(r["layout"].split()[0] for r in rows))
     gpus = ", ".join(dict.fromkeys(f"{r['emulated_by']} {r['device'].removeprefix('NVIDIA ')}" for r in rows))
@@ -106,7 +106,7 @@ def _timeline() -> str:
 
 
 def _correct() -> str:
-    """Answers equal to one rank's by dtype, over GPUs (with NCCL) and over loopback ranks (threads, no link)."""
+    """Answers equal to one rank's by dtype, over GPUs (NCCL) and over loopback ranks (threads, no link)."""
     equal = [r for r in results("correctness", "name", "over") if r["name"].endswith("-equal")]
     parts = []
     for (over,), rows in grouped(equal, "over").items():
@@ -127,7 +127,7 @@ def _longest(model: str) -> str:
 
 
 def _claim(model: str, what: str) -> str:
-    """What the paper claims of a model, beside what is simulated: user, batch or hopb."""
+    """The paper's claim about a model and the simulated value: user, batch or hopb."""
     paper, claim = simulated(), CLAIMS[model]
     row, lost = paper.headlines[model], [x for x in paper.lost if x["model"] == model]
     if what == "user":
@@ -161,7 +161,6 @@ def _fronts() -> str:
 
 
 def _hosts() -> str:
-    """Says how far predicted exchanges between hosts are off."""
     rows = [r for r in results("hosts", "model", "backend", "batch", "length") if "failed" not in r]
     return span([r["error"] for r in rows], "+.1%", "off")
 
@@ -188,12 +187,12 @@ FIGURES: dict[str, Callable[..., str]] = {
 
 
 def items() -> list[Item]:
-    """Lists the paper's items, in its order."""
+    """Lists the paper's items in order."""
     return filled_items("helix", FIGURES)
 
 
 def tabled() -> dict[str, Table]:
-    """Lists the tables that are reprinted."""
+    """Lists the reprinted tables."""
     paper = simulated().tables()
     made = {
         f"{SHORT.get(name, name)}, simulated": Table("helix papers", partial(page, paper[name]))

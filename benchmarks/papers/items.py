@@ -1,4 +1,4 @@
-"""Items of a paper (figures, tables, algorithms, claims), each beside what is here."""
+"""Items of a paper (figures, tables, algorithms, claims), each with our counterpart."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Item(NamedTuple):
     Attributes:
         what: the item, with its place in the paper.
         here: `done`, `partly` or `out of reach`, and why.
-        ours: our figure, the paper's before it where it has one.
-        command: what makes or checks the figure.
+        ours: our figure, after the paper's if it has one.
+        command: makes or checks the figure.
     """
 
     what: str
@@ -34,8 +34,8 @@ class Table(NamedTuple):
     """A table that a paper's command reprints.
 
     Attributes:
-        command: what makes the records that it shows.
-        lines: computes its lines, in Markdown.
+        command: makes the records that it shows.
+        lines: returns its lines in Markdown.
     """
 
     command: str
@@ -43,7 +43,7 @@ class Table(NamedTuple):
 
 
 def filled_items(paper: str, figures: Mapping[str, Callable[..., str]]) -> list[Item]:
-    """Reads the items of a paper, in its order, and fills in its figures."""
+    """Reads a paper's items in order, with their figures filled in."""
 
     def figure(match: re.Match[str]) -> str:
         return figures[match[1]](*(parse_value(match[0], text, int | str) for text in match[2].split()))
@@ -56,13 +56,13 @@ def filled_items(paper: str, figures: Mapping[str, Callable[..., str]]) -> list[
 
 
 def lines_of(items: Sequence[Item]) -> list[str]:
-    """Formats items as the lines of a table."""
+    """Formats items as table lines."""
     rows = [(item.what, item.here, item.ours, f"`{item.command}`") for item in items]
     return page([("item", "here", "our figure", "command"), *rows])
 
 
 def span(values: Sequence[float], form: str, unit: str = "") -> str:
-    """Formats the least and the largest of some values, or says that none is recorded."""
+    """Formats the range of values, or says that none is recorded."""
     if not values:
         return NOT_RECORDED
     low, high = (format(value, form) for value in (min(values), max(values)))

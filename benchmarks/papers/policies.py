@@ -1,8 +1,8 @@
-"""Policies that papers compare with the product's, which settings name by import path.
+"""Policies from papers to compare with, set by import path.
 
-attention.policy=benchmarks.papers.policies:MeanBlocks (Attention Pays Its Bill, Table 5) judges blocks by the mean of
-their keys. speculation.policy=benchmarks.papers.policies:full lets drafts of a model for itself read every key: none is
-refused, which is the other end of Vegas' Figure 8.
+attention.policy=benchmarks.papers.policies:MeanBlocks (Attention Pays Its Bill, Table 5) scores blocks by the mean of
+their keys. speculation.policy=benchmarks.papers.policies:full lets self-drafts read every key, so that none is
+rejected: the other end of Vegas' Figure 8.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ FULL = f"{__name__}:full"
 
 
 def fold_means(cache: KVCache) -> None:
-    """Writes the mean of each page's keys in place of both of its bounds, whose score is then q times the mean.
+    """Overwrites both bounds of each page by the mean of its keys, so that its score is q times the mean.
 
-    Of all pages, on a GPU without a wait: those that are not full are read whatever is written of them.
+    It updates all pages, which on a GPU avoids a sync: pages that are not full are read whatever their bounds.
     """
     for group in cache.groups:
         if (bounds := group.tensors.get("bounds")) is not None:
@@ -35,18 +35,18 @@ def fold_means(cache: KVCache) -> None:
 
 
 class MeanCache(KVCache):
-    """Cache whose pages are judged by their mean keys."""
+    """A cache whose page bounds are mean keys."""
 
     def fold(self, span: Span) -> None:
         fold_means(self)
 
 
 class MeanBlocks(BlockSparseAttention):
-    """Block-sparse attention to the blocks whose mean keys promise most."""
+    """Block-sparse attention that selects blocks by mean keys."""
 
     cache = MeanCache
 
 
 def full(cache: KVCache, sizes: EngineSizes) -> DenseAttention:
-    """Makes the attention of drafts that read every key."""
+    """Returns dense attention for drafts."""
     return DenseAttention()

@@ -1,4 +1,4 @@
-"""The paper's figures and tables as rows of numbers, each with what it was computed from.
+"""The Helix paper's figures and tables as rows of numbers, each with its provenance.
 
 Operating point: throughput and batch are compared among points that are as fast for a user as the baseline's fastest,
 or as a stated fraction of it. Batches and GPU counts are powers of two unless a row says otherwise.
@@ -30,12 +30,12 @@ LOOSE = 1 - 1e-9
 
 @dataclass(frozen=True)
 class Claim:
-    """What the paper states of a model (section 3.2 and 3.3).
+    """The paper's claims about a model (sections 3.2 and 3.3).
 
     Attributes:
-        user: largest interactivity, Helix over baseline.
+        user: maximum interactivity, Helix over baseline.
         batch, gpu: sequences and tokens/s/GPU, Helix over baseline.
-        hopb_off: the most of tokens/s/user that is lost without HOP-B.
+        hopb_off: maximum loss of tokens/s/user without HOP-B.
     """
 
     user: float
@@ -49,7 +49,7 @@ CLAIMS = {"deepseek-r1": Claim(1.5, 32, 32, 0.01), "llama-3.1-405b": Claim(1.13,
 
 @dataclass(frozen=True)
 class Setting:
-    """What a comparison is computed with."""
+    """The setting of a comparison."""
 
     hardware: Hardware
     options: Options = PAPER
@@ -64,12 +64,12 @@ class Setting:
 
 
 def baseline_modes(spec: DecoderSpec) -> tuple[str, ...]:
-    """The paper's baseline: TP, PP, EP with data-parallel attention, and Medha's KVP, which it leaves out with MLA."""
+    """Returns the paper's baseline: TP, PP, EP with data-parallel attention, and Medha's KVP, except with MLA."""
     return ("tp", "dp") if spec.attention.latent is not None else ("tp", "dp", "medha")
 
 
 def components(base: StepCost) -> dict[str, StepCost]:
-    """The baseline's points by strategy."""
+    """Splits the baseline's points by strategy."""
     p = base.points
     selected = {
         "TP": (p.mode == TP) & (p.pp == 1),
@@ -81,7 +81,7 @@ def components(base: StepCost) -> dict[str, StepCost]:
 
 
 def compare(base: StepCost, helix: StepCost, fraction: float = 1.0) -> Row:
-    """Helix over baseline at `fraction` of the baseline's largest interactivity."""
+    """Returns Helix over baseline at `fraction` of the baseline's maximum interactivity."""
     top = float(base.tokens_per_s_user.max())
     user = fraction * top * LOOSE
     base_gpu, base_batch = best_at(base, user)
@@ -101,7 +101,7 @@ def compare(base: StepCost, helix: StepCost, fraction: float = 1.0) -> Row:
 
 
 def headline(spec: DecoderSpec, setting: Setting) -> tuple[Row, StepCost, StepCost]:
-    """Largest interactivity, throughput and batch of Helix over the baseline, with both sets of points."""
+    """Returns maximum interactivity, throughput and batch of Helix over the baseline, with both sets of points."""
     base, helix = setting.run(spec, baseline_modes(spec)), setting.run(spec, ("helix",))
     fastest = int(ordered(helix, helix.tokens_per_s_user)[0])
     row = compare(base, helix)
@@ -113,12 +113,12 @@ def headline(spec: DecoderSpec, setting: Setting) -> tuple[Row, StepCost, StepCo
 
 
 def curve(base: StepCost, helix: StepCost) -> list[Row]:
-    """The gain over interactivity: what a headline looks like away from the baseline's fastest point."""
+    """Returns the gain over interactivity, since the headline is at the baseline's fastest point."""
     return [compare(base, helix, fraction) for fraction in FRACTIONS]
 
 
 def frontier_rows(name: str, step: StepCost, base: StepCost) -> list[Row]:
-    """A frontier's points, absolute and in units of the baseline's extremes, as the paper draws them."""
+    """Returns a frontier's points, absolute and relative to the baseline's maxima, as the paper plots them."""
     top_user, top_gpu = base.tokens_per_s_user.max(), base.tokens_per_s_gpu.max()
     rows = []
     for i in frontier(step):
@@ -136,7 +136,7 @@ def frontier_rows(name: str, step: StepCost, base: StepCost) -> list[Row]:
 
 @dataclass(frozen=True)
 class DenseLayer:
-    """A layer whose reads alone take time (appendix A): its shape, bytes of a number, and bytes/s."""
+    """A layer that only takes reading time (appendix A): shape, bytes per element, and bytes/s."""
 
     hidden: int
     q_heads: int
@@ -147,11 +147,11 @@ class DenseLayer:
     rate: float = 8e12
 
     def kv_s(self, batch: int, length: int, tpa: Any, kvp: Any) -> Any:
-        """Seconds to read K and V of `batch` sequences (first formula); widths are numbers or arrays."""
+        """Returns the seconds to read K and V of `batch` sequences (first formula); widths are numbers or arrays."""
         return batch * 2 * np.ceil(self.kv_heads / tpa) * self.head_dim * (length / kvp) * self.item / self.rate
 
     def weights_s(self, tpa: Any, tpf: Any) -> Any:
-        """Seconds to read the weights (second formula), with the output projection divided over `tpa` ranks."""
+        """Returns the seconds to read the weights (second formula); the output projection is split over `tpa` ranks."""
         query = self.hidden * (self.q_heads / tpa) * self.head_dim
         output = self.hidden * self.q_heads * self.head_dim / tpa
         kv = 2 * self.hidden * np.ceil(self.kv_heads / tpa) * self.head_dim
@@ -162,7 +162,7 @@ FIGURE_1 = DenseLayer(16384, 128, 8, 128, 65536)
 
 
 def figure_1() -> list[Row]:
-    """Roofline of KV and weight reads over TP width, KV length and KVP width (appendix A; microseconds a layer)."""
+    """Returns the roofline of KV and weight reads over TP width, KV length and KVP width (appendix A; us per layer)."""
 
     def row(panel: str, x: int, tpa: int, kvp: int, tpf: int, length: int) -> Row:
         kv, weights = FIGURE_1.kv_s(8, length, tpa, kvp), FIGURE_1.weights_s(tpa, tpf)
@@ -175,7 +175,7 @@ def figure_1() -> list[Row]:
 
 
 def figure_3(compute: float = 2.0, exchange: float = 1.2, batch: int = 8) -> list[Row]:
-    """The paper's timeline: attention and exchange of each request, in its units, without and with HOP-B."""
+    """Returns the paper's timeline: attention and exchange of each request, in its units, without and with HOP-B."""
     rows, free = [], 0.0
     for i in range(batch):
         done = (i + 1) * compute
@@ -191,10 +191,10 @@ def figure_3(compute: float = 2.0, exchange: float = 1.2, batch: int = 8) -> lis
 
 
 def hopb(spec: DecoderSpec, setting: Setting, exchange: Literal["batched", "serial"]) -> tuple[list[Row], Row]:
-    """Frontiers with HOP-B on and off on the paper's grids (KVP x TPA, no data parallelism), and what is lost without.
+    """Returns frontiers with HOP-B on and off on the paper's grids (KVP x TPA, no data parallelism), and the loss.
 
-    Losses are those of tokens/s/user: `fixed`, at the same tokens/s/GPU (what the paper states), where it is at least
-    half of the largest; `fixed_all`, wherever the frontier without HOP-B gets to; `same`, of the same layout and batch.
+    Losses are in tokens/s/user: `fixed` at the same tokens/s/GPU (as in the paper), where it is at least
+    half of the maximum; `fixed_all` over the whole frontier without HOP-B; `same` at the same layout and batch.
     """
     setting = replace(setting, batches=tuple(map(int, ALL_BATCHES)))
     steps = []
@@ -208,7 +208,7 @@ def hopb(spec: DecoderSpec, setting: Setting, exchange: Literal["batched", "seri
         rows += [{"exchange": exchange, **row} for row in frontier_rows(name, step, on_step)]
     best, behind = frontier(on_step), frontier(off_step)[::-1]
     best = best[on_step.tokens_per_s_gpu[best] <= off_step.tokens_per_s_gpu.max()]
-    # Frontiers have points, not lines: between those of `off` its speed is interpolated (both logarithmic).
+    # Frontiers are points, not lines: interpolate the speed between those of `off` (both logarithmic).
     reached = np.interp(
         np.log(on_step.tokens_per_s_gpu[best]),
         np.log(off_step.tokens_per_s_gpu[behind]),
@@ -252,7 +252,7 @@ def scaled(
 
 
 def sensitivity(spec: DecoderSpec, setting: Setting) -> list[Row]:
-    """The headline when one thing is changed."""
+    """Returns the headline with one setting changed at a time."""
     hw, options = setting.hardware, setting.options
     changes: dict[str, Setting] = {
         "as stated": setting,

@@ -1,4 +1,4 @@
-"""Vegas (Yue et al., ICML 2026): its items beside ours, from records."""
+"""Vegas (Yue et al., ICML 2026): its items compared with our records."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ACCEPTANCE, DRAFTS, KERNELS = "helix acceptance", "helix bench self-drafts", "he
 DRAFTERS, TUNE = "helix bench drafters", "helix tune"
 LONG = 112 * 1024
 MODELS = "qwen3-8b", "qwen3-30b-a3b", "gpt-oss-20b", "llama-3.1-8b"
-# The tables that are reprinted, and what makes their records.
+# Reprinted tables, and the command of their records.
 RECORDED = {
     **dict.fromkeys(
         (f"acceptance-{name}" for name in ("policies", "variants", "places", "sparsity", "sampled", "choices")),
@@ -46,7 +46,7 @@ def _joined(kind: str, **fields: object) -> list[Row]:
 
 
 def _kept(*policies: str, gamma: int = 7) -> str:
-    """Tokens an iteration of some policies with 32K tokens, the mean over three tasks."""
+    """Tokens per iteration at 32K, the mean over three tasks, by policy."""
     usual = {"length": 32768, "gamma": gamma, "prompts": 30, "kvp": 1, "temperature": 0.0}
     parts = []
     for policy in policies:
@@ -65,7 +65,7 @@ def _choice(policy: str, length: int, name: str) -> Sequence[float]:
 
 
 def _runs(kind: str, policy: str, length: int | None = None, needs: str = "kind") -> str:
-    """How many prompts of which length the lines of a figure had, and on what."""
+    """Prompts and lengths of a figure's lines, and their GPU."""
     rows = [r for r in results("acceptance", *KEY) if (r["kind"], r["policy"]) == (kind, policy) and r.get(needs)]
     rows = [r for r in rows if length in (None, r["length"])]
     parts = dict.fromkeys(
@@ -75,7 +75,7 @@ def _runs(kind: str, policy: str, length: int | None = None, needs: str = "kind"
 
 
 def _beyond() -> str:
-    """Gains of Qwen3-8B, 4 x 112K, with the most drafts that the table chooses from, and with the most recorded."""
+    """Gains of Qwen3-8B, 4 x 112K, at the table's largest gamma and at the largest recorded."""
     found = results("self-drafts", "sparsity", "gamma", model="qwen3-8b", batch=4, length=LONG)
     gains = {r["gamma"]: r["gain_at_rates"]["0.96"] for r in found if r["gamma"] in (6, 8) and "failed" not in r}
     parts = ", ".join(f"{gamma} drafts {gain:.2f} x" for gamma, gain in sorted(gains.items()))
@@ -98,7 +98,7 @@ def _collect(name: str) -> str:
 
 
 def _attend() -> str:
-    """Attention over runs of neighbouring keys, over that of single ones at the same point."""
+    """Time of attention over runs of adjacent keys relative to single keys at the same point."""
     rows = results("sparse", "heads", "batch", "length", "run", kind="attend")
     single = {(r["heads"], r["batch"], r["length"]): r for r in rows if r["run"] == 1}
     pairs = [(r, single[r["heads"], r["batch"], r["length"]]) for r in rows]
@@ -106,7 +106,7 @@ def _attend() -> str:
 
 
 def _gain(rate: str) -> str:
-    """The most that drafts gain at a rate, by model, over all recorded points."""
+    """Maximum gain of drafts at an acceptance rate, by model, over all recorded points."""
     rows = [
         r
         for r in results("self-drafts", "model", "batch", "length", "sparsity", "gamma")
@@ -120,7 +120,7 @@ def _gain(rate: str) -> str:
 
 
 def _beside(*drafters: str, model: str = DEMO) -> str:
-    """Gains over plain steps on the task that gains least, Qwen3-8B, 4 x 112K, by measured acceptance."""
+    """Minimum gain over the tasks relative to plain steps, Qwen3-8B, 4 x 112K, by measured acceptance."""
     found = [r for r in best(timed(), model) if r["drafter"] in drafters and _is_long(r)]
     parts = []
     found.sort(key=lambda r: drafters.index(r["drafter"]))
@@ -136,20 +136,19 @@ def _is_long(r: Row) -> bool:
 
 
 def _choosing(*drafters: str) -> str:
-    """Share of the choice of keys in an iteration, Qwen3-8B, 4 x 112K, four drafts."""
+    """Time of key selection over the rest of an iteration, Qwen3-8B, 4 x 112K, four drafts."""
     parts = (f"{name} {choice_over_rest(r):.1%}" for name, r in _parts().items() if name in drafters)
     return ", ".join(parts) or NOT_RECORDED
 
 
 def _selecting(*drafters: str) -> str:
-    """The same with the scores that verification keeps: it takes longer by these than a window's, which needs none."""
+    """The same with the cost of scores: verification's extra time relative to `window`, which needs none."""
     found = _parts()
     parts = (f"{name} {selection_over_rest(found[name], found['window']):.1%}" for name in drafters if name in found)
     return ", ".join(parts) or NOT_RECORDED
 
 
 def _parts() -> dict[str, Row]:
-    """Iterations of four drafts by drafter, Qwen3-8B, 4 x 112K, whose choice was timed apart."""
     found = [r for r in timed() if _is_long(r) and r["gamma"] == 4 and "choose" in (r.get("phase_us") or {})]
     return {r["drafter"]: r for r in found}
 
@@ -205,10 +204,10 @@ FIGURES: dict[str, Callable[..., str]] = {
 
 
 def items() -> list[Item]:
-    """Lists the paper's items, in its order."""
+    """Lists the paper's items in order."""
     return filled_items("vegas", FIGURES)
 
 
 def tabled() -> dict[str, Table]:
-    """Lists the tables that are reprinted."""
+    """Lists the reprinted tables."""
     return {name: Table(command, TABLES[name]) for name, command in RECORDED.items()}

@@ -1,8 +1,8 @@
-"""Times verification and packing beside their baselines: `helix bench verify`.
+"""Times verification and packing against their baselines: `helix bench verify`.
 
-The grid is that of Kolawole, "Batched Speculative Decoding Verification Kernels" (CMU, 2026). Each row is checked
-against the generator's own record, then timed twice: launch by launch from Python, and as replays of a CUDA graph. Rows
-of KV rotate past the L2; tokens, which a step has just written, may stay there.
+The grid is from Kolawole, "Batched Speculative Decoding Verification Kernels" (CMU, 2026). Each row is checked
+against the lengths it was generated with, then timed twice: as single launches from Python, and as replays of a CUDA
+graph. KV rows rotate past the L2; tokens, which a step has just written, may stay in it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from helix.worker.clock import time_each
 
 VOCABULARY = 4096
 MAX_COPIES = 256
-WARM_UPS, TIMED, ROUNDS = 10, 50, 4  # launches from Python, a turn of a variant; turns
+WARM_UPS, TIMED, ROUNDS = 10, 50, 4  # launches from Python per round and variant; rounds
 REPLAYS = 50
-WARM_UP_S = 0.01  # of a graph: the eager runs before it have woken the GPU up
-DISPATCH_BYTES = 5e6  # below, the paper takes its one-block kernel, and from here on a scan and torch's packing
+WARM_UP_S = 0.01  # of a graph: the eager runs have already raised the clocks
+DISPATCH_BYTES = 5e6  # below, the paper uses its one-block kernel, above a scan and torch's packing
 BATCHES, GAMMAS, ALPHAS, WIDTHS = (1, 4, 16, 32), (8, 64, 128), (0.3, 0.6, 0.9), (128, 512, 1024, 2048)
 SCANS = [
     *[(b, g, a) for b in BATCHES for g in GAMMAS for a in ALPHAS],
@@ -35,19 +35,19 @@ SCANS = [
 PACKS = [(b, g, a, d) for b in BATCHES for g in GAMMAS for a in ALPHAS for d in WIDTHS]
 PACKS_ALONE = [(32, 128, a, d) for a in ALPHAS for d in WIDTHS]
 SORTED = [(b, g, a) for b in (32, 128, 512) for g in (64, 128) for a in ALPHAS]
-BEYOND = [(b, g, 0.9, d) for b, g in ((128, 8), (512, 8), (128, 128)) for d in (128, 2048)]  # for the paper: batch 32
+BEYOND = [(b, g, 0.9, d) for b, g in ((128, 8), (512, 8), (128, 128)) for d in (128, 2048)]  # the paper has 32
 Replay = Callable[[int], Any]
 
 
 @dataclass
 class VerifiedBatch:
-    """Tokens and KV of a batch, and where the results go.
+    """Tokens and KV of a batch, and its output buffers.
 
     Attributes:
         draft: [B, gamma] int64.
         target: [B, gamma + 1] int64.
         kv: [B, gamma, D].
-        accepted: the oracle's lengths [B] int64.
+        accepted: the true lengths [B] int64.
     """
 
     draft: torch.Tensor
@@ -61,7 +61,7 @@ class VerifiedBatch:
 def workload(
     batch: int, gamma: int, alpha: float, width: int, dtype: torch.dtype, device: torch.device, seed: int
 ) -> VerifiedBatch:
-    """Random tokens that agree exactly as far as Binomial(gamma, alpha) lengths say."""
+    """Makes random tokens whose accepted lengths follow Binomial(gamma, alpha)."""
     generator = torch.Generator().manual_seed(seed)
     accepted = (torch.rand(batch, gamma, generator=generator) < alpha).sum(1)
     draft = torch.randint(VOCABULARY, (batch, gamma), generator=generator)
@@ -75,7 +75,7 @@ def workload(
 
 
 def check(work: VerifiedBatch, name: str, scan: Callable[..., None] | None, fused: Callable[..., None] | None) -> None:
-    """Bit for bit the oracle's lengths and the reference's outputs.
+    """Checks the lengths and outputs bit for bit against the reference.
 
     Raises:
         RuntimeError: `name` computes something else.
@@ -97,7 +97,7 @@ def check(work: VerifiedBatch, name: str, scan: Callable[..., None] | None, fuse
 
 
 def eager_seconds(run: Replay, copies: int, device: torch.device) -> list[float]:
-    """Seconds of single runs, launched from Python between two events."""
+    """Times single runs, launched from Python, between two events; seconds."""
     if device.type != "cuda":
         return time_each(lambda: run(0), 1, device)
     indices = cycle(range(copies))
@@ -107,15 +107,15 @@ def eager_seconds(run: Replay, copies: int, device: torch.device) -> list[float]
 
 
 def percentiles(name: str, seconds: Iterable[float]) -> dict[str, float]:
-    """Columns of median and 95th percentile, in microseconds."""
+    """Returns columns of the median and 95th percentile, in microseconds."""
     ordered = [1e6 * s for s in sorted(seconds)]
     return {f"{name}_us": ordered[len(ordered) // 2], f"{name}_p95_us": ordered[len(ordered) * 95 // 100]}
 
 
 def timed(runs: dict[str, Replay], copies: int, device: torch.device, captured: Container[str]) -> dict[str, float]:
-    """The columns of all variants; what waits for the host is not captured.
+    """Returns the columns of all variants; those that wait for the host are not captured.
 
-    Launches from Python take turns, so that a host that gets slower or faster does so for all.
+    Launches from Python alternate between variants, so that changes in host speed affect all.
     """
     eager: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(ROUNDS):
@@ -130,24 +130,24 @@ def timed(runs: dict[str, Replay], copies: int, device: torch.device, captured: 
 
 
 def batches(ctx: BenchContext, batch: int, gamma: int, alpha: float, width: int) -> list[VerifiedBatch]:
-    """As many as pass the L2, over which runs rotate."""
+    """Makes as many workloads as exceed the L2, for rotation."""
     kind = torch.bfloat16
     copies = min(MAX_COPIES, -(-ROTATED // (batch * gamma * width * kind.itemsize))) if ctx.gpu else 1
     return [workload(batch, gamma, alpha, width, kind, ctx.device, seed=7 + i) for i in range(copies)]
 
 
 def scanning(scan: Callable[..., None], work: VerifiedBatch) -> Replay:
-    """A run of a kernel that packs nothing."""
+    """Returns a run of a kernel without packing."""
     return lambda i: scan(work.draft, work.target, work.out)
 
 
 def packing(fused: Callable[..., None], works: list[VerifiedBatch]) -> Replay:
-    """A run of a kernel that verifies and packs."""
+    """Returns a run of a kernel that verifies and packs."""
     return lambda i: fused(works[i].draft, works[i].target, works[i].kv, works[i].out, works[i].packed)
 
 
 def measure_scan(ctx: BenchContext, batch: int, gamma: int, alpha: float) -> list[Row]:
-    """Lengths, flags and next tokens: eager torch, one lane a sequence, a warp that votes, and the scan."""
+    """Measures lengths, flags and next tokens: eager torch, one lane per sequence, a warp ballot, and the scan."""
     work = workload(batch, gamma, alpha, 1, torch.bfloat16, ctx.device, seed=7)
     runs: dict[str, Replay] = {"torch": lambda i: reference.verify(work.draft, work.target)}
     for name, scan in (("naive", baselines.naive), ("ballot", baselines.ballot), ("scan", baselines.verify)):
@@ -158,13 +158,13 @@ def measure_scan(ctx: BenchContext, batch: int, gamma: int, alpha: float) -> lis
 
 
 def two_step(draft: Any, target: Any, kv: torch.Tensor, out: Verified, packed: Packed) -> None:
-    """Ours of both in two launches."""
+    """Runs ours in two launches."""
     baselines.verify(draft, target, out)
     baselines.pack(kv, out.accepted, packed)
 
 
 def measure_pack(ctx: BenchContext, batch: int, gamma: int, alpha: float, width: int) -> list[Row]:
-    """All of it with packed KV: ours in one launch, the paper's one block, two steps by kernels and with torch."""
+    """Measures verification with packed KV: ours in one launch, the one-block kernel, two steps (kernels, torch)."""
     works = batches(ctx, batch, gamma, alpha, width)
 
     def torch_step(i: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -186,7 +186,7 @@ def measure_pack(ctx: BenchContext, batch: int, gamma: int, alpha: float, width:
     runs: dict[str, Replay] = {name: packing(fused, works) for name, fused in variants.items()}
     runs |= {"two_step_torch": torch_step, "torch": torch_alone}
     row |= timed(runs, len(works), ctx.device, captured=variants)
-    # The paper's dispatcher is a comparison on the host, and then one of its two kernels.
+    # The paper's dispatcher compares sizes on the host, then launches one of its two kernels.
     if "one_block" in variants:
         small = batch * alpha * gamma * width * itemsize < DISPATCH_BYTES
         row["dispatcher_us"] = row["one_block_us" if small else "two_step_torch_us"]
@@ -198,7 +198,7 @@ def measure_pack(ctx: BenchContext, batch: int, gamma: int, alpha: float, width:
 
 
 def measure_pack_alone(ctx: BenchContext, batch: int, gamma: int, alpha: float, width: int) -> list[Row]:
-    """Packing by known lengths: our kernel, and torch's mask."""
+    """Measures packing with known lengths: our kernel, and torch's mask."""
     works = batches(ctx, batch, gamma, alpha, width)
     rows, offsets = reference.pack(works[0].kv, works[0].accepted)
     baselines.pack(works[0].kv, works[0].accepted, works[0].packed)
@@ -213,10 +213,10 @@ def measure_pack_alone(ctx: BenchContext, batch: int, gamma: int, alpha: float, 
 
 
 def measure_sorted(ctx: BenchContext, batch: int, gamma: int, alpha: float) -> list[Row]:
-    """One lane a sequence, in the order of requests and in that of accepted lengths, beside the scan.
+    """Measures one lane per sequence, in request order and sorted by accepted length, and the scan.
 
-    A warp takes as long as its longest sequence. Lengths are known here, which is the best that a prediction can do;
-    what sorting costs is not counted.
+    A warp takes as long as its longest sequence. Sorting uses the true lengths, the best case of a prediction;
+    its cost is not included.
     """
     work = workload(batch, gamma, alpha, 1, torch.bfloat16, ctx.device, seed=7)
     order = work.accepted.argsort()
@@ -233,7 +233,7 @@ def measure_sorted(ctx: BenchContext, batch: int, gamma: int, alpha: float) -> l
 
 
 def _part(cases: list[Any], measure: Callable[..., list[Row]], settings: str, names: str) -> Part:
-    """The cases of a kind, the first alone without a GPU, with the time of each kernel from Python and in a graph."""
+    """Cases of a kind, only the first without a GPU, with each kernel's time from Python and in a graph."""
     columns = [settings, *(f"{name}_us {name}_graph_us" for name in names.split())]
     return Part(lambda ctx: cases if ctx.gpu else cases[:1], measure, " ".join(columns))
 
@@ -249,5 +249,5 @@ PARTS = (
     _part(PACKS_ALONE, measure_pack_alone, "batch gamma alpha kv_dim", "pack pack_torch"),
     _part(SORTED, measure_sorted, "batch gamma alpha", "naive naive_sorted scan"),
 )
-ABOUT = "verification of drafts beside the paper's kernels and plain torch, on one GPU"
+ABOUT = "verification of drafts against the paper's kernels and plain torch, on one GPU"
 BENCHMARK = Benchmark(ABOUT, __doc__, PARTS)

@@ -19,7 +19,7 @@ from benchmarks.records.style import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, Sty
 KEY = "kind", "batch", "gamma", "alpha", "kv_dim"
 HOW = {"_us": "from Python", "_graph_us": "in a graph"}
 ALPHAS, GAMMAS = (0.3, 0.6, 0.9), (8, 64, 128)
-WORST = 32, 128, 0.9  # sequences, drafts and rate at which one lane a sequence diverges most
+WORST = 32, 128, 0.9  # sequences, drafts and acceptance rate with the most divergence for one lane per sequence
 TIME = "time (us; lower is better)"
 KERNELS: dict[str, Style] = {
     "torch": {"label": "plain torch", "color": GREY, "marker": "D"},
@@ -42,7 +42,7 @@ ORDERS: dict[str, Style] = {
     "naive_sorted": {"label": "the same, sorted", "color": GREEN, "marker": "P"},
     "scan": {"label": "reduction", "color": BLUE, "marker": "o"},
 }
-# The paper's own, on an L40S from Python: by gamma and alpha; by width; by batch, gamma, width and alpha.
+# The paper's figures, on an L40S from Python: by gamma and alpha; by width; by batch, gamma, width and alpha.
 TABLE_1 = {
     (8, 0.3): (83.90, 12.77, 12.83), (8, 0.6): (83.81, 12.90, 12.93), (8, 0.9): (84.38, 12.86, 12.80),
     (64, 0.3): (84.62, 13.22, 12.98), (64, 0.6): (84.06, 14.46, 12.83), (64, 0.9): (84.62, 17.31, 13.09),
@@ -57,7 +57,7 @@ TABLE_3 = {
 
 
 class Records:
-    """Recorded rows of one file, by kind."""
+    """Rows of one record, by kind."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows = [row for row in rows if row["kind"] in ("scan", "pack", "pack_alone", "sorted")]
@@ -66,12 +66,12 @@ class Records:
         return [r for r in self.rows if r["kind"] == kind and all(r[name] == value for name, value in fields.items())]
 
     def us(self, kind: str, batch: int, gamma: int, alpha: float, *widths: int) -> Row:
-        """A point's row; empty if it was not recorded."""
+        """Returns a point's row; empty if it was not recorded."""
         width = {"kv_dim": widths[0]} if widths else {}
         return next(iter(self.of(kind, batch=batch, gamma=gamma, alpha=alpha, **width)), {})
 
     def times(self, kernels: dict[str, Style], kind: str, **fields: object) -> list[Row]:
-        """A row for each kernel and way to launch it."""
+        """Returns a row for each kernel and way to launch it."""
         return [
             {**row, "kernel": kernel, "how": how, "us": row[kernel + suffix]}
             for row, kernel, (suffix, how) in product(self.of(kind, **fields), kernels, HOW.items())
@@ -93,7 +93,7 @@ def _over(row: Row, slow: str, fast: str, suffix: str) -> str:
 
 
 def tables(records: Records) -> dict[str, Cells]:
-    """Cells of each table, the paper's numbers beside ours; "-" where nothing is recorded."""
+    """Returns the cells of each table, the paper's numbers and ours; "-" where nothing is recorded."""
     one: list[Sequence[str]] = [
         ("gamma", "alpha", "paper: torch / naive / ballot", "here", "in a graph: naive / ballot / reduction",
          "naive over ballot: paper", "here", "in a graph"),
@@ -166,7 +166,6 @@ def limits(records: Records) -> Cells:
 
 
 def _by_kernel(rows: list[Row], x: str, kernels: dict[str, Style], *fields: str, title: str, label: str) -> Figure:
-    """Times over x, a panel for each group; alphas differ in dashes where they are not the x axis."""
     styles: dict[str, dict[Any, Style]] = {"kernel": {**kernels}}
     if x != "alpha":
         styles["alpha"] = dict(zip(ALPHAS, ({"linestyle": s} for s in (":", "--", "-")), strict=True))
@@ -184,7 +183,6 @@ def _by_kernel(rows: list[Row], x: str, kernels: dict[str, Style], *fields: str,
 
 
 def _worst_case(records: Records) -> Figure:
-    """Times at the point of most divergence, with their 95th percentiles."""
     figure, axes = panels(len(HOW))
     row = records.us("scan", *WORST)
     for panel, (suffix, how) in zip(axes[0], HOW.items(), strict=True):
@@ -201,7 +199,6 @@ def _worst_case(records: Records) -> Figure:
 
 
 def _heat(records: Records) -> Figure:
-    """Draws the gain of a ballot over one lane a sequence, in a graph, over alpha and gamma."""
     batches = (1, 4, 16, 32)
     figure, axes = panels(len(batches), height=2.2)
     for panel, batch in zip(axes[0], batches, strict=True):
@@ -232,7 +229,7 @@ CAPTIONS = {
 
 
 def drawable(records: Records) -> list[str]:
-    """Lists the figures for which there are records."""
+    """Lists the figures that have records."""
     kinds = {"5": "pack_alone", "6": "pack", "sorted": "sorted"}
     rows = {name: records.of(kinds.get(name, "scan")) for name in CAPTIONS}
     rows["4"] = [r for r in rows["4"] if "ballot_graph_us" in r]
@@ -240,7 +237,7 @@ def drawable(records: Records) -> list[str]:
 
 
 def figures(records: Records) -> dict[str, Figure]:
-    """The paper's figures by number, and sorted batches; those for which there are records."""
+    """Returns the paper's figures by number, and sorted batches, where recorded."""
     batch_32 = records.times(KERNELS, "scan", batch=32)
     long = [r for r in batch_32 if r["gamma"] > 32]
     alone, fused = records.times(PACKERS, "pack_alone"), records.times(FUSED, "pack", batch=32, gamma=128)

@@ -1,4 +1,4 @@
-"""Batched Speculative Decoding Verification Kernels (Kolawole, CMU, 2026): its items beside ours, from records."""
+"""Batched Speculative Decoding Verification Kernels (Kolawole, CMU, 2026): its items compared with our records."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.records.rows import results
 from benchmarks.records.tables import TABLES
 
 BENCH = "helix bench verify"
-OTHERS = "one_block", "two_step", "two_step_torch", "torch"  # kernels beside fused
+OTHERS = "one_block", "two_step", "two_step_torch", "torch"  # kernels to compare with fused
 
 
 def records() -> Records:
@@ -23,7 +23,7 @@ def records() -> Records:
 
 
 def _of(kind: str, *point: Any) -> Callable[..., str]:
-    """What the record of a point has: a time in us, or the first over the second."""
+    """The record's time in us at a point, or the ratio of two."""
 
     def cell(name: str, over: str | None = None) -> str:
         row = records().us(kind, *point)
@@ -35,13 +35,13 @@ def _of(kind: str, *point: Any) -> Callable[..., str]:
 
 
 def _over(kind: str, name: str, over: str, form: str = ".2f", maximum: float = math.inf, **fields: object) -> str:
-    """Quotients of two times, of all rows that have both and `maximum` sequences at most."""
+    """Ratios of two times, over rows that have both and at most `maximum` sequences."""
     rows = [r for r in records().of(kind, **fields) if {name, over} <= r.keys() and r["batch"] <= maximum]
     return span([r[name] / r[over] for r in rows], form, "x")
 
 
 def _scans(name: str, maximum: float = math.inf) -> str:
-    """A kernel's times, of `maximum` drafts at most."""
+    """Times of a kernel with at most `maximum` drafts."""
     return span([r[name] for r in records().of("scan") if name in r and r["gamma"] <= maximum], ".1f", "us")
 
 
@@ -64,7 +64,7 @@ def _largest() -> str:
 
 
 def _lost() -> str:
-    """Rows in which another kernel is faster than fused, of all batches: in a graph, and launched from Python."""
+    """Rows in which another kernel beats fused, over all batches: in a graph, and launched from Python."""
     parts = []
     for how, suffix in (("in a graph", "_graph_us"), ("launched from Python", "_us")):
         rows = [[r[n + suffix] / r["fused" + suffix] for n in OTHERS if n + suffix in r] for r in records().of("pack")]
@@ -78,7 +78,7 @@ def _lost() -> str:
 
 
 def _dispatched() -> str:
-    """Time of the dispatcher over fused's: below 1, the dispatcher is faster."""
+    """Time of the dispatcher over fused: below 1, the dispatcher is faster."""
     parts = []
     for how, suffix in (("in a graph", "_graph_us"), ("launched from Python", "_us")):
         rows = [r for r in records().of("pack") if "dispatcher" + suffix in r]
@@ -114,12 +114,12 @@ FIGURES: dict[str, Callable[..., str]] = {
 
 
 def items() -> list[Item]:
-    """Lists the paper's items, in its order."""
+    """Lists the paper's items in order."""
     return filled_items("verification", FIGURES)
 
 
 def tabled() -> dict[str, Table]:
-    """Lists the tables that are reprinted."""
+    """Lists the reprinted tables."""
     found = tables(records())
     return {f"table {name}": Table(BENCH, partial(page, cells)) for name, cells in found.items()} | {
         "verify": Table(BENCH, TABLES["verify"])

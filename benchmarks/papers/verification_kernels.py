@@ -1,8 +1,8 @@
-"""The kernels of verification that Kolawole's paper compares (CMU, 2026), each the baseline of the next.
+"""Verification kernels that Kolawole's paper compares (CMU, 2026), each the baseline of the next.
 
-One lane a sequence (`naive`), one warp that votes on 32 tokens at a time (`ballot`), one program that reduces all
-tokens at once (`verify`), accepted rows copied together (`pack`), and both in one launch of one program
-(`verify_and_pack_one_block`). `benchmarks/papers/verify_and_pack.py` has the one that lifts its limits.
+One lane per sequence (`naive`), a warp ballot over 32 tokens at a time (`ballot`), one program that reduces all
+tokens at once (`verify`), a joint copy of accepted rows (`pack`), and both in one launch of one program
+(`verify_and_pack_one_block`). `benchmarks/papers/verify_and_pack.py` has the kernel without these limits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from benchmarks.papers.verify_and_pack import (
 from kernels import dispatch
 from kernels.overlap import start_successor, wait_for_predecessor
 
-LANES = 32  # of a warp: sequences of a program of the naive kernel, tokens of one vote of the ballot
+LANES = 32  # warp size: sequences per program of the naive kernel, tokens per ballot
 ONE_BLOCK_BATCH = 32
 
 
@@ -63,7 +63,7 @@ def _naive_kernel(
 
 @triton.jit
 def first_vote(wrong, VOTES: tl.constexpr):
-    """Finds the first lane of a warp whose bool [LANES] is set, in all lanes; LANES if none is."""
+    """Returns, in all lanes, the first lane of a warp whose bool [LANES] is set; LANES if none is."""
     if VOTES:
         return tl.inline_asm_elementwise(
             """{
@@ -157,24 +157,27 @@ def _one_block_kernel(
 
 
 def naive(draft: torch.Tensor, target: torch.Tensor, out: Verified) -> None:
-    """`verify` with one lane a sequence: a warp takes as long as its longest sequence. A baseline; shapes as there."""
+    """Runs `verify` with one lane per sequence: a warp takes as long as its longest.
+
+    A baseline; shapes as in `verify`.
+    """
     return _scan("naive", draft, target, out)
 
 
 def ballot(draft: torch.Tensor, target: torch.Tensor, out: Verified) -> None:
-    """`verify` with one warp a sequence, which votes on 32 tokens at a time. A baseline; shapes as there."""
+    """Runs `verify` with one warp per sequence, a ballot per 32 tokens. A baseline; shapes as in `verify`."""
     return _scan("ballot", draft, target, out)
 
 
 def verify(draft: torch.Tensor, target: torch.Tensor, out: Verified) -> None:
-    """Accepts drafted tokens up to the first that differs from the target's, whose own token follows them.
+    """Accepts drafts up to the first mismatch, where the target's token follows.
 
-    Takes the same time whatever is accepted.
+    Its time does not depend on what is accepted.
 
     Args:
         draft: [B, gamma] int64, gamma at most MAX_GAMMA, last dim contiguous; -1 (no token) is never accepted.
-        target: the target's tokens at these positions and one more [B, gamma + 1] int64, last dim contiguous; -1, of a
-            row whose logits are broken, is handed on.
+        target: the target's tokens at these positions and one more [B, gamma + 1] int64, last dim contiguous; -1, for a
+            row with invalid logits, is passed on.
         out: of B sequences, contiguous.
 
     Source:
@@ -184,7 +187,7 @@ def verify(draft: torch.Tensor, target: torch.Tensor, out: Verified) -> None:
 
 
 def pack(kv: torch.Tensor, accepted: torch.Tensor, packed: Packed) -> None:
-    """Copies each sequence's first `accepted` rows behind those of the sequences before it.
+    """Packs each sequence's first `accepted` rows after those of the sequences before it.
 
     Args:
         kv: [B, gamma, D], contiguous within a sequence, any dtype.
@@ -200,7 +203,7 @@ def pack(kv: torch.Tensor, accepted: torch.Tensor, packed: Packed) -> None:
 def verify_and_pack_one_block(
     draft: torch.Tensor, target: torch.Tensor, kv: torch.Tensor, out: Verified, packed: Packed
 ) -> None:
-    """`verify_and_pack` by a single program, for at most ONE_BLOCK_BATCH sequences: a baseline, bound by one SM."""
+    """Runs `verify_and_pack` as one program, for at most ONE_BLOCK_BATCH sequences: a baseline, limited to one SM."""
     if not dispatch.on_gpu(draft):
         return verify_and_pack(draft, target, kv, out, packed)
     launch = one_block_launch(like(draft), like(target), like(kv), out.layout, packed.layout, kv.device)
@@ -218,6 +221,7 @@ def _scan(variant: str, draft: torch.Tensor, target: torch.Tensor, out: Verified
 
 @cache
 def scan_launch(variant: str, draft: Like, target: Like, out: tuple[Like, ...], device: torch.device) -> Launch:
+    """Checks shapes; returns the launch of a verification kernel."""
     B, G = tokens_of(draft, target, out)
     strides = draft[1][0], target[1][0]
     if variant == "naive":
@@ -230,6 +234,7 @@ def scan_launch(variant: str, draft: Like, target: Like, out: tuple[Like, ...], 
 
 @cache
 def packing_launch(kv: Like, accepted: Like, packed: tuple[Like, Like], device: torch.device) -> Launch:
+    """Checks shapes; returns the launch of the packing kernel."""
     B, _, D = rows_of(kv, *packed)
     assert accepted[:3] == ((B,), (1,), torch.int64), f"{B} sequences, but lengths {tuple(accepted[0])} {accepted[2]}"
     splits, warps, tile = tiles_of(kv, device)
@@ -242,6 +247,7 @@ def packing_launch(kv: Like, accepted: Like, packed: tuple[Like, Like], device: 
 def one_block_launch(
     draft: Like, target: Like, kv: Like, out: tuple[Like, ...], packed: tuple[Like, Like], device: torch.device
 ) -> Launch:
+    """Checks shapes; returns the launch of the one-block kernel."""
     B, G = tokens_of(draft, target, out)
     D = rows_of(kv, *packed)[2]
     assert B <= ONE_BLOCK_BATCH, f"one block takes at most {ONE_BLOCK_BATCH} sequences, got {B}"

@@ -1,15 +1,15 @@
-"""Verification of drafted tokens and packing of their KV in one launch: how many of each sequence are accepted.
+"""Fused verification of drafts and packing of their KV in one launch.
 
 The last kernel of Kolawole's "Batched Speculative Decoding Verification Kernels" (CMU, 2026) without its limits, batch
-32 and the bandwidth of one SM: many programs share the copy of accepted rows, and each finds where it begins while its
-first rows are on their way. Few tokens it compares itself, those of all sequences before its own. Of many it compares
-its own sequence's alone and looks up the lengths of the others, which their first programs publish as words with tags
-(`kernels.peers.ll_protocol`); if one is late it compares after all, so that no program depends on another's being
-there. The paper's other kernels are in `benchmarks/papers/verification_kernels.py`. A decode step packs nothing: what
-it accepts stays where it was appended (`kernels.tokens.commit`).
+32 and the bandwidth of one SM: many programs share the copy of accepted rows, and each finds its offset while its
+first rows are in flight. In small batches each program compares the tokens of all sequences before its own. In large
+ones it compares its own sequence's and looks up the other lengths, which their first programs publish as tagged words
+(`kernels.peers.ll_protocol`); if one is late it compares those tokens too, so that no program depends on another being
+resident. The paper's other kernels are in `benchmarks/papers/verification_kernels.py`. A decode step does not pack:
+accepted KV stays where it was appended (`kernels.tokens.commit`).
 
-Whoever packs owns the buffer: nothing is allocated here, so that captured steps and eager ones pay one launch. Checks
-and launch geometry depend on shapes, and are worked out once for each (`Launch`).
+The caller owns the buffers: nothing is allocated here, so captured and eager steps pay for one launch. Checks
+and launch geometry depend on shapes only, and are cached for each (`Launch`).
 """
 
 from __future__ import annotations
@@ -28,36 +28,37 @@ from kernels.overlap import pdl_options, sm_count, start_successor, wait_for_pre
 from kernels.peers.ll_protocol import end_epoch, epoch, send
 from kernels.tokens.commit import before_first
 
-MAX_GAMMA = 1024  # drafted tokens of a sequence, which a program holds at once
+MAX_GAMMA = 1024  # drafts of a sequence, which a program holds at once
 
-PROGRAMS_PER_SM = 2  # of a copy: all resident at once, so that all of the first tiles are on their way
-TILE_BYTES = 64 << 10  # of a program at once, at most; half of it where the next is on its way while one is stored
+PROGRAMS_PER_SM = 2  # all resident at once, so that all first tiles are in flight
+TILE_BYTES = 64 << 10  # maximum per program; half of it if the next tile is loaded while one is stored
 MIN_TILE_BYTES = 4 << 10
-THREAD_BYTES = 128  # of a tile in a thread's registers, where eight warps can hold it so
-AHEAD_BYTES = 3 << 20  # of all drafted rows: up to here, where nobody looks up, loaded before it is known which count
+THREAD_BYTES = 128  # of a tile in a thread's registers, if eight warps can hold it like this
+AHEAD_BYTES = 3 << 20  # of all drafts: up to here, if nothing is looked up, loads do not wait for acceptance
 TOKENS = 1024  # of all sequences, padded: up to here each program compares those before its own
-LATE_TOKENS = 256  # at once, of sequences whose lengths are late: few, whose registers leave room for two programs
-LOOKS = 1000  # at lengths that are late, about 1 us each
-RUN = tl.constexpr(256)  # elements, of which a program copies as many as another or one run less
+LATE_TOKENS = 256  # at once, of sequences whose lengths are late: few, so that registers leave room for two programs
+LOOKS = 1000  # polls of late lengths, about 1 us each
+RUN = tl.constexpr(256)  # elements: programs' shares differ by at most one run
 UNKNOWN = tl.constexpr(1 << 40)  # more than any sum of lengths
 
 
-# Shape, strides, dtype, and whether the address is a multiple of 16 bytes: what launches depend on.
+# Shape, strides, dtype, and whether the address is a multiple of 16 bytes: what a launch depends on.
 Like = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool]
 
 
 def like(t: torch.Tensor) -> Like:
+    """Returns what a launch depends on."""
     return t.shape, t.stride(), t.dtype, t.data_ptr() % 16 == 0
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What verification says of B sequences.
+    """Verification outputs of B sequences.
 
     Attributes:
-        accepted: drafted tokens before the first that differs [B] int64.
+        accepted: drafts before the first mismatch [B] int64.
         has_mismatch: whether there is one [B] bool.
-        next_tokens: the target's token behind the accepted ones [B] int64.
+        next_tokens: the target's token after the accepted ones [B] int64.
     """
 
     accepted: torch.Tensor
@@ -66,7 +67,7 @@ class Verified:
 
     @classmethod
     def create(cls, batch: int, device: torch.device | str) -> Verified:
-        """Buffers for `batch` sequences, not initialised."""
+        """Allocates buffers for `batch` sequences, uninitialised."""
         accepted, next_tokens = torch.empty(2, batch, dtype=torch.int64, device=device)
         return cls(accepted, torch.empty(batch, dtype=torch.bool, device=device), next_tokens)
 
@@ -76,7 +77,7 @@ class Verified:
 
     @cached_property
     def layout(self) -> tuple[Like, ...]:
-        """Shared memory of all three, requested in every launch."""
+        """Cached, as every launch needs it."""
         return tuple(map(like, self.tensors))
 
     def copy(self, accepted: torch.Tensor, has_mismatch: torch.Tensor, next_tokens: torch.Tensor) -> None:
@@ -87,13 +88,13 @@ class Verified:
 
 @dataclass(frozen=True)
 class Packed:
-    """Accepted rows of all sequences, one behind the other.
+    """Accepted rows of all sequences, concatenated.
 
     Attributes:
-        kv: [B * gamma, D], contiguous; rows from offsets[B] on are left as they were.
+        kv: [B * gamma, D], contiguous; rows from offsets[B] on are unchanged.
         offsets: where each sequence's rows begin, and where the last ones end [B + 1] int64, contiguous.
-        shared: what programs of `verify_and_pack` tell each other [B + 1] int64, zeroed before first use: a count of
-            launches, which must not overlap in time, and each sequence's length with its launch.
+        shared: scratch for the programs of `verify_and_pack` [B + 1] int64, zeroed before first use: a count of
+            launches, which must not overlap in time, and each sequence's length tagged with its launch.
     """
 
     kv: torch.Tensor
@@ -102,7 +103,7 @@ class Packed:
 
     @classmethod
     def create(cls, kv: torch.Tensor) -> Packed:
-        """Buffers for the rows of kv [B, gamma, D], outputs not initialised."""
+        """Allocates buffers for the rows of kv [B, gamma, D], outputs uninitialised."""
         return cls(
             torch.empty(kv.shape[0] * kv.shape[1], kv.shape[2], dtype=kv.dtype, device=kv.device),
             torch.empty(len(kv) + 1, dtype=torch.int64, device=kv.device),
@@ -111,7 +112,7 @@ class Packed:
 
     @cached_property
     def layout(self) -> tuple[Like, Like]:
-        """Shared memory of kv and offsets, requested in every launch."""
+        """Cached, as every launch needs it."""
         return like(self.kv), like(self.offsets)
 
     def copy(self, kv: torch.Tensor, offsets: torch.Tensor) -> None:
@@ -119,7 +120,7 @@ class Packed:
         self.offsets.copy_(offsets)
 
 
-# Of rows alone alignment matters: tokens come one by one, and a row of them begins anywhere.
+# Specialise on the alignment of rows only: tokens are loaded one by one, from any address.
 jit = triton.jit(
     do_not_specialize_on_alignment=[
         "draft", "target", "accepted", "has_mismatch", "next_tokens", "offsets", "shared"
@@ -129,7 +130,7 @@ jit = triton.jit(
 
 @triton.jit
 def accepted_lengths(draft, target, b, end, draft_b, target_b, G, BLOCK_G: tl.constexpr):
-    """Tokens before the first mismatch of sequences b [n], int32; 0 for those from `end` on."""
+    """Returns the tokens before the first mismatch of sequences b [n], int32; 0 for those from `end` on."""
     row = b.to(tl.int64)[:, None]
     j = tl.arange(0, BLOCK_G)[None, :]
     inside = (b < end)[:, None] & (j < G)
@@ -140,6 +141,7 @@ def accepted_lengths(draft, target, b, end, draft_b, target_b, G, BLOCK_G: tl.co
 
 @triton.jit
 def write_lengths(target, accepted, has_mismatch, next_tokens, b, k, inside, target_b, G):
+    """Stores lengths, flags and next tokens."""
     tl.store(accepted + b, k.to(tl.int64), mask=inside)
     tl.store(has_mismatch + b, k < G, mask=inside)
     tl.store(next_tokens + b, tl.load(target + b.to(tl.int64) * target_b + k, mask=inside), mask=inside)
@@ -147,26 +149,27 @@ def write_lengths(target, accepted, has_mismatch, next_tokens, b, k, inside, tar
 
 @triton.jit
 def share_of(size):
-    """Where a program's share of `size` elements begins, and how many they are: whole runs, so that loads are wide."""
+    """Returns where a program's share of `size` elements begins, and its size: whole runs, so that loads are wide."""
     share = tl.cdiv(tl.cdiv(size, tl.num_programs(0)), RUN) * RUN
     return tl.program_id(0) * share, share
 
 
 @triton.jit
 def load_tile(source, share, left, BLOCK: tl.constexpr):
+    """Loads the first tile of a share."""
     i = tl.arange(0, BLOCK)
     return tl.load(source + i, mask=(i < share) & (i < left), eviction_policy="evict_first")
 
 
 @triton.jit
 def copy_tiles(source, out, x, share, left, BLOCK: tl.constexpr, MORE: tl.constexpr):
-    """Stores the first tile x and copies the share's further ones, each loaded before the last is stored."""
+    """Stores the first tile x and copies the rest of the share, loading each tile before the last is stored."""
     i = tl.arange(0, BLOCK)
     if MORE:
         for _ in range(BLOCK, tl.minimum(share, left), BLOCK):
             source += BLOCK
             following = load_tile(source, share - BLOCK, left - BLOCK, BLOCK)
-            tl.store(out + i, x, mask=i < left)  # before the last tile all of it is ours
+            tl.store(out + i, x, mask=i < left)  # tiles before the last are full
             x = following
             out += BLOCK
             share -= BLOCK
@@ -176,11 +179,11 @@ def copy_tiles(source, out, x, share, left, BLOCK: tl.constexpr, MORE: tl.conste
 
 @triton.jit
 def looked_up(lengths, tag, b, LOOKS: tl.constexpr, BLOCK_B: tl.constexpr):
-    """Sum of the lengths of the sequences before b, at least UNKNOWN if one of them has not come after LOOKS looks."""
+    """Returns the sum of lengths before b; at least UNKNOWN if one is missing after LOOKS polls."""
     total = tl.zeros([], tl.int64)
     for first in range(0, b, BLOCK_B):
         row = first + tl.arange(0, BLOCK_B)
-        # One sum says what there is and whether it is all, so that no two threads can disagree.
+        # One sum has both the total and whether it is complete, so that all threads agree.
         here = tl.full([], UNKNOWN, tl.int64)
         looks = 0
         while (here >= UNKNOWN) & (looks < LOOKS):
@@ -198,7 +201,7 @@ def _verify_and_pack_kernel(
     BLOCK_G: tl.constexpr, ROWS: tl.constexpr, BLOCK_B: tl.constexpr, LOOKS: tl.constexpr, AHEAD: tl.constexpr,
     BLOCK: tl.constexpr, MORE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Copies a program's share of a sequence's accepted rows behind those of the sequences before it."""
+    """Copies a program's share of a sequence's accepted rows after those of the sequences before it."""
     wait_for_predecessor(PDL)
     b, B = tl.program_id(1), tl.num_programs(1)
     source = kv + b.to(tl.int64) * kv_b
@@ -214,11 +217,11 @@ def _verify_and_pack_kernel(
         if shared is not None:
             send(shared + 1 + b, count, tag, True)
         write_lengths(target, accepted, has_mismatch, next_tokens, one, k, one < B, target_b, G)
-    size = count * D  # the accepted rows of a sequence are one run
+    size = count * D  # the accepted rows of a sequence are contiguous
     if not AHEAD:
         begin, share = share_of(size)
     if (tl.program_id(0) == 0) | (begin < size):
-        # Own rows are loaded before the other sequences' lengths: where they go is known by the time they are here.
+        # Load own rows before the other sequences' lengths: the destination is known by the time they arrive.
         if not AHEAD:
             x = load_tile(source + begin, share, size - begin, BLOCK)
         offset = UNKNOWN
@@ -240,10 +243,10 @@ def _verify_and_pack_kernel(
 
 
 class Launch:
-    """A kernel with its grid and all arguments but tensors: compiled by the first call, found again by none.
+    """A kernel with its grid and non-tensor arguments; the first call compiles, later ones skip Triton's cache lookup.
 
-    Triton derives from every call's arguments which code they need. Whoever keeps a `Launch` answers for that: shapes,
-    strides, dtypes and device of the tensors are the same in each call, and rows alike aligned to 16 bytes or not.
+    Triton selects code by the arguments of every call. The holder of a `Launch` guarantees that shapes,
+    strides, dtypes, device, and 16-byte alignment of rows are the same in each call.
     """
 
     def __init__(self, kernel: Any, grid: tuple[int, int, int], warps: int, sizes: tuple[int, ...], **constants: Any):
@@ -256,21 +259,21 @@ class Launch:
             return self.run(first, *others, *self.rest)
         options = {**self.constants, **pdl_options(first)}
         compiled = self.kernel[self.grid](first, *others, *self.sizes, **options, num_warps=self.warps)
-        if compiled is not None:  # the interpreter compiles nothing
+        if compiled is not None:  # the interpreter does not compile
             self.rest = (*self.sizes, *self.constants.values(), options["PDL"])
             self.run = compiled[self.grid]
         return None
 
 
 def verify_and_pack(draft: torch.Tensor, target: torch.Tensor, kv: torch.Tensor, out: Verified, packed: Packed) -> None:
-    """Accepts drafted tokens up to the first that differs from the target's, and copies as many rows of each sequence.
+    """Accepts drafts up to the first mismatch, and packs the accepted rows of each sequence.
 
-    The target's own token follows the accepted ones. A sequence's rows stand behind those of the sequences before it.
+    The target's token follows the accepted ones. A sequence's rows follow those of the sequences before it.
 
     Args:
         draft: [B, gamma] int64, gamma at most MAX_GAMMA, last dim contiguous; -1 (no token) is never accepted.
-        target: the target's tokens at these positions and one more [B, gamma + 1] int64, last dim contiguous; -1, of a
-            row whose logits are broken, is handed on.
+        target: the target's tokens at these positions and one more [B, gamma + 1] int64, last dim contiguous; -1, for a
+            row with invalid logits, is passed on.
         kv: [B, gamma, D], contiguous within a sequence, any dtype.
         out: of B sequences, contiguous.
         packed: in kv's dtype.
@@ -292,7 +295,7 @@ def verify_and_pack(draft: torch.Tensor, target: torch.Tensor, kv: torch.Tensor,
 def fused_launch(
     draft: Like, target: Like, kv: Like, out: tuple[Like, ...], packed: tuple[Like, Like], device: torch.device
 ) -> tuple[Launch, bool]:
-    """The launch, and whether its programs look up lengths."""
+    """Returns the launch, and whether its programs look up lengths."""
     B, G = tokens_of(draft, target, out)
     D = rows_of(kv, *packed)[2]
     splits, warps, tile = tiles_of(kv, device)
@@ -301,17 +304,19 @@ def fused_launch(
     launch = Launch(
         _verify_and_pack_kernel, (splits, B, 1), warps, (draft[1][0], target[1][0], kv[1][0], G, D),
         BLOCK_G=block_g, ROWS=min(block_b, max(1, (LATE_TOKENS if looks else TOKENS) // block_g)),
-        BLOCK_B=min(max(block_b, 32 * warps), 1024),  # a word a thread at least: all see the same
+        BLOCK_B=min(max(block_b, 32 * warps), 1024),  # at least one word per thread, so that all see the same
         LOOKS=LOOKS, AHEAD=not looks and B * G * D * kv[2].itemsize <= AHEAD_BYTES, **tile,
     )  # fmt: skip
     return launch, looks
 
 
 def block_of(n: int) -> int:
+    """Returns the padded block size of n elements."""
     return triton.next_power_of_2(max(n, 1))
 
 
 def tokens_of(draft: Like, target: Like, out: tuple[Like, ...]) -> tuple[int, int]:
+    """Checks tokens and outputs; returns batch and gamma."""
     (B, G), strides, *_ = draft
     kinds = torch.int64, torch.bool, torch.int64
     for (shape, (stride,), dtype, _), wanted in zip(out, kinds, strict=True):
@@ -323,6 +328,7 @@ def tokens_of(draft: Like, target: Like, out: tuple[Like, ...]) -> tuple[int, in
 
 
 def rows_of(kv: Like, packed: Like, offsets: Like) -> tuple[int, ...]:
+    """Checks rows and buffers; returns the shape of kv."""
     B, G, D = kv[0]
     assert kv[2] == packed[2] and packed[1] == (D, 1) and kv[1][1:] == (D, 1), "rows that are not contiguous"
     assert packed[0][0] >= B * G and packed[0][1] == D and offsets[0] == (B + 1,) and G * D < 2**30
@@ -330,7 +336,7 @@ def rows_of(kv: Like, packed: Like, offsets: Like) -> tuple[int, ...]:
 
 
 def tiles_of(kv: Like, device: torch.device) -> tuple[int, int, dict[str, Any]]:
-    """How many programs share the copy of a sequence's rows, how wide they are, and what each takes at once."""
+    """Returns how many programs share a sequence's copy, their warps, and their tiles."""
     (B, G, D), _, dtype, _ = kv
     size = G * D
     max_splits = max(1, PROGRAMS_PER_SM * sm_count(device) // B)

@@ -1,1 +1,1 @@
-"""Measurements of approximations: drafts, chosen blocks and needles, beside dense attention on the same prompts."""
+"""Measures approximations (drafts, block selection) and needles, compared with dense attention on the same prompts."""

@@ -1,4 +1,4 @@
-"""Rows of `helix acceptance`: the ways to draft, and a row for each and for each task."""
+"""Rows of `helix acceptance`: the draft configs, and one row per config and task."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from benchmarks.runner import Row
 from helix.speculation import DraftBudget
 
 DEFAULTS = DraftBudget()
-SCORED = ("sparsity", "recent", "reach")  # what a policy that goes by scores is told
-LOOKUPS = ("ngram", "suffix")  # whose drafts have no noise
+SCORED = ("sparsity", "recent", "reach")  # options of score-based policies
+LOOKUPS = ("ngram", "suffix")  # their drafts have no sampling noise
 READS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys((*LOOKUPS, *LAYER_DRAFTERS), ()),
     "window": ("sparsity",), "quest": ("sparsity", "recent"), "full": (),
@@ -22,7 +22,7 @@ READS: dict[str, tuple[str, ...]] = {
 
 
 def budgets(policy: str, options: dict[str, list[Any]]) -> Iterator[DraftBudget]:
-    """Budgets of all combinations of the options that a policy reads."""
+    """Yields budgets for all combinations of the options that a policy reads."""
     reads = READS.get(policy, SCORED)
     kind = POLICIES.get(policy, "any")
     for values in product(*(options[name] for name in SCORED)):
@@ -30,7 +30,7 @@ def budgets(policy: str, options: dict[str, list[Any]]) -> Iterator[DraftBudget]
 
 
 def draft_configs(policies: Sequence[str], options: dict[str, list[Any]]) -> list[DraftConfig]:
-    """All combinations, each once: at temperature 0, and for prompt lookup, there is no noise to choose."""
+    """Returns all combinations once: at temperature 0, and for lookups, noise is irrelevant."""
     found: list[DraftConfig] = []
     for temperature in options["temperature"]:
         found.append(DraftConfig("none", temperature=temperature))
@@ -43,10 +43,10 @@ def draft_configs(policies: Sequence[str], options: dict[str, list[Any]]) -> lis
 
 
 def describe(config: DraftConfig) -> Row:
-    """What names a way; None for what its policy does not read."""
+    """Returns the fields that identify a config; None for options its policy does not read."""
     b, reads = asdict(config.budget), READS.get(config.policy, SCORED)
     noise = config.noise if config.temperature and config.policy not in LOOKUPS else None
-    # Older records have ways that chose in blocks, or alike for all heads of a rank; what names a way stays.
+    # Older records have configs that selected in blocks, or jointly for all heads of a rank, so the fields stay.
     every = {"block": 1 if "reach" in reads else None, "heads": None if config.policy in READS else "each"}
     return {
         "policy": config.policy, "gamma": config.gamma, **{name: b[name] if name in reads else None for name in SCORED},
@@ -55,9 +55,9 @@ def describe(config: DraftConfig) -> Row:
 
 
 def count_drafts(outcomes: Sequence[Outcome], gamma: int) -> Row:
-    """Numbers of drafts tried and held at each place; one is tried where all before it held.
+    """Counts the drafts tried and accepted at each position; a draft is tried if all before it were accepted.
 
-    refused_tenths: by how probable the model found them, how many of the first drafts that did not hold.
+    `refused_tenths` is a histogram of the first rejected drafts by their probability under the model.
     """
     by_prompt = [sum(1 + n for n in x.accepted) / len(x.accepted) for x in outcomes]
     accepted_lengths = [n for x in outcomes for n in x.accepted]
@@ -81,31 +81,31 @@ def count_drafts(outcomes: Sequence[Outcome], gamma: int) -> Row:
 
 
 def acceptance(config: DraftConfig, outcomes: Sequence[Outcome], plain: Sequence[Outcome], exact: bool) -> Row:
-    """A way's row of one task.
+    """Returns a config's row of one task.
 
     Args:
-        plain: what is said without drafts.
-        exact: whether that has to be the same.
+        plain: outcomes without drafts.
+        exact: whether tokens have to be equal.
 
     Raises:
-        RuntimeError: it is not.
+        RuntimeError: they differ.
     """
     same = sum(a.tokens == b.tokens for a, b in zip(outcomes, plain, strict=True))
     lossless = config.noise == "shared"  # token for token
     if lossless and exact and same < len(outcomes):
         raise RuntimeError(
-            f"{config.policy} with gamma={config.gamma} changed what "
-            f"{len(outcomes) - same} of {len(outcomes)} prompts say: "
+            f"{config.policy} with gamma={config.gamma} changed the output of "
+            f"{len(outcomes) - same} of {len(outcomes)} prompts: "
             "drafts must not"
         )
     return describe(config) | count_drafts(outcomes, config.gamma) | {"as_plain": same if lossless else None}
 
 
 def rows(found: dict[DraftConfig, list[Outcome]], tasks: Sequence[str], exact: bool) -> list[Row]:
-    """Kind `acceptance`, one for each way and task; `sweep` of several shares of keys.
+    """Returns rows of kind `acceptance`, one per config and task; of kind `sweep` for several shares of keys.
 
     Args:
-        tasks: of each prompt.
+        tasks: the task of each prompt.
     """
     made: list[Row] = []
     shares = {

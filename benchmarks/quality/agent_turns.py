@@ -1,4 +1,4 @@
-"""Turns that were recorded while an agent worked on this repository, with three tools."""
+"""Recorded turns of an agent that worked on this repository with three tools."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Messages = list[dict[str, str]]
 
 
 def turns(trace: Path = TRACE) -> list[tuple[Messages, str]]:
-    """Reads what was said before each answer, and the answer, one conversation after the other.
+    """Reads each answer with the messages before it, one conversation after the other.
 
     Args:
         trace: JSON lines, each with the `messages` of a conversation, the last one an answer.
 
     Raises:
-        ValueError: a line is no such conversation.
+        ValueError: a line is not such a conversation.
     """
     found = []
     for number, line in enumerate(trace.read_text(encoding="utf-8").splitlines(), 1):

@@ -1,4 +1,4 @@
-"""What a policy's steps say beside those of dense attention, and how sure the counts are."""
+"""Compares a policy's steps with dense attention, with confidence intervals."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-MARGIN = 1.0  # of dense attention's logits, from which on a step counts as sure
+MARGIN = 1.0  # lead of dense attention's top logit from which a step counts as sure
 Z = 1.96
 
 
 def wilson(hits: int, count: int) -> tuple[float, float]:
-    """The range of a share that `hits` of `count` leave open, at 95%."""
+    """Returns Wilson's 95% interval for a share."""
     if count == 0:
         return 0.0, 1.0
     share, z2 = hits / count, Z * Z / count
@@ -23,9 +23,9 @@ def wilson(hits: int, count: int) -> tuple[float, float]:
 
 
 def mean_range(values: Sequence[float]) -> tuple[float, float]:
-    """The range of a mean that a sample of two values or more leaves open, at 95%: Student's.
+    """Returns Student's 95% interval for the mean of two values or more.
 
-    Student's quantile is that of Cornish and Fisher's expansion, 0.8% too low with 3 degrees of freedom.
+    The quantile is Cornish and Fisher's expansion, 0.8% too low with 3 degrees of freedom.
     """
     n, mean = len(values), sum(values) / len(values)
     v, z = n - 1, Z
@@ -36,16 +36,16 @@ def mean_range(values: Sequence[float]) -> tuple[float, float]:
 
 
 def mcnemar(lost: int, won: int) -> float:
-    """How probable so uneven a split of pairs that differ is, were both sides equally likely: exact, two-sided."""
+    """Returns the p-value of McNemar's exact two-sided test."""
     pairs = lost + won
     tail = sum(math.comb(pairs, i) for i in range(min(lost, won) + 1))
     return min(1.0, 2 * tail / 2**pairs)
 
 
 def paired(right: Sequence[bool], dense: Sequence[bool]) -> dict[str, Any]:
-    """Answers that are right, beside dense attention's to the same questions.
+    """Compares right answers with dense attention's to the same questions.
 
-    `lost`: only dense attention's is right; `won`: only the policy's.
+    `lost`: only dense attention is right; `won`: only the policy is.
     """
     hits = sum(right)
     lost = sum(theirs and not ours for ours, theirs in zip(right, dense, strict=True))
@@ -61,9 +61,9 @@ def paired(right: Sequence[bool], dense: Sequence[bool]) -> dict[str, Any]:
 
 
 def compare(logits: Tensor, dense: Tensor, targets: Tensor) -> dict[str, Any]:
-    """A policy's logits [n, steps, V] beside dense attention's, and the true next tokens [n, steps]."""
+    """Compares a policy's logits [n, steps, V] with dense attention's, given the true next tokens [n, steps]."""
     ours, theirs = (x.double().log_softmax(-1) for x in (logits, dense))
-    agrees = logits.argmax(-1) == dense.argmax(-1)  # of equals, which there are in bf16, both take the same
+    agrees = logits.argmax(-1) == dense.argmax(-1)  # ties, which occur in bf16, break the same way in both
     best = dense.topk(2, dim=-1).values
     margins = best[..., 0] - best[..., 1]
     sure = margins > MARGIN
@@ -88,5 +88,5 @@ def compare(logits: Tensor, dense: Tensor, targets: Tensor) -> dict[str, Any]:
 
 
 def common_prefix(ids: Tensor, others: Tensor) -> list[int]:
-    """Tokens of each row [n, steps] before the first that differs from the other's."""
+    """Returns the number of tokens in each row [n, steps] before the first difference."""
     return [int(same) for same in (ids == others).long().cumprod(1).sum(1)]

@@ -1,4 +1,4 @@
-"""Long prompts that a model goes on with: code it has not seen, a copy with edits, facts that are wanted in turn."""
+"""Long prompts for a model to continue: unseen code, an edited copy, facts to recall in turn."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ FACTS = 8
 
 @dataclass(frozen=True)
 class Continuation:
-    """A prompt and the turns behind it; in each the model says as many tokens.
+    """A prompt and the turns after it; the model generates the same number of tokens in each.
 
     Attributes:
         prompt: ids [n].
-        turns: ids [m] of what it is told before each of its turns; [0] where it just goes on.
+        turns: ids [m] appended before each of its turns; [0] if it just continues.
     """
 
     task: str
@@ -32,10 +32,10 @@ class Continuation:
 
 
 def code(tokenizer: Any, length: int, count: int) -> list[Continuation]:
-    """Texts of this repository's sources, evenly spread: they overlap where there are too few tokens.
+    """Returns evenly spread texts of this repository's sources, overlapping if tokens are too few.
 
     Raises:
-        ValueError: the sources have not so many tokens.
+        ValueError: the sources have fewer than `length` tokens.
     """
     ids = encode(tokenizer, "\n".join(haystacks.sources()))
     if len(ids) < length:
@@ -45,10 +45,10 @@ def code(tokenizer: Any, length: int, count: int) -> list[Continuation]:
 
 
 def copy(tokenizer: Any, length: int, count: int) -> list[Continuation]:
-    """A file at a depth of its own in other code, and at the end the beginning of its copy, a name replaced.
+    """Returns prompts with a file somewhere in other code, which end with the start of its copy, a name replaced.
 
     Raises:
-        ValueError: there are not so many files that fit.
+        ValueError: fewer than `count` files fit.
     """
     haystack = Haystack(tokenizer, "code", length)
     paths = sorted({path for folder in haystacks.SOURCES for path in folder.rglob("*.py")})
@@ -70,7 +70,7 @@ def copy(tokenizer: Any, length: int, count: int) -> list[Continuation]:
 
 
 def facts(tokenizer: Any, length: int, count: int) -> list[Continuation]:
-    """Numbered lines, in a part of the text each; a question about one of them comes before each turn."""
+    """Returns prompts with one numbered line in each part of the text; questions about them precede the turns."""
     haystack = Haystack(tokenizer, "code", length)
     full_stop = len(encode(tokenizer, "."))
     found = []

@@ -1,4 +1,4 @@
-"""Prompts that copy: a file, and the beginning of the same file with a name replaced, which the model goes on with."""
+"""Copy prompts: a file, and the beginning of the same file with a name replaced, for the model to continue."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 from launch.inputs.compose import ROOT
 
-LINES, GIVEN = 100, 30  # of a file; of its edited copy
+LINES, GIVEN = 100, 30  # lines of a file, and of its edited copy
 
 
 def copy_prompts(new_tokens: int, directory: Path = ROOT / "helix") -> list[dict[str, object]]:
-    """Prompts that ask for each Python file in a directory of LINES lines or more, edited; lines of a prompt file."""
+    """Returns prompt-file lines that ask for an edited copy of each Python file with at least LINES lines."""
     files = {
         str(file.relative_to(directory)): file.read_text(encoding="utf-8").splitlines()
         for file in sorted(directory.rglob("*.py"))
@@ -24,14 +24,14 @@ def copy_prompts(new_tokens: int, directory: Path = ROOT / "helix") -> list[dict
 
 
 def declared_names(lines: list[str]) -> list[str]:
-    """Names that the first LINES lines declare with a type, sorted."""
+    """Returns the names that the first LINES lines declare with a type, sorted."""
     return sorted({*re.findall(r"\b([a-z]\w{3,}): [a-zA-Z]", "\n".join(lines[:LINES]))})
 
 
 def edited_copy(lines: list[str]) -> tuple[str, str]:
-    """The first LINES lines of a file, and what follows them: how they are edited, and the first GIVEN of the copy.
+    """Returns the first LINES lines of a file, and what follows them: the edit, and the first GIVEN lines of the copy.
 
-    The edit renames what the file declares with a type and mentions most.
+    The edit renames the typed name that occurs most.
     """
     before = "\n".join(lines[:LINES])
     name = max(declared_names(lines), key=lambda n: len(re.findall(rf"\b{n}\b", before)))

@@ -1,4 +1,4 @@
-"""Layers that draft as they are trained: EAGLE-3, and for multi-token prediction (MTP)."""
+"""Draft layers in training: EAGLE-3 and multi-token prediction (MTP)."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from torch import Tensor, nn
 
 from helix.models.checkpoint import INDEX
 
-DraftKV = list[tuple[Tensor, Tensor]]  # keys and values that the model's states made, then each place's own
+DraftKV = list[tuple[Tensor, Tensor]]  # keys and values from the model's states, then from each draft position
 
-EXPERTS, TOP_K, SHARED = 4, 2, 12  # of MTP; those that are shared are together as wide as the model's MLP
-LIKE_GLM = ("llama", "qwen3")  # types of models that are GLM-4.5 without experts
+EXPERTS, TOP_K, SHARED = 4, 2, 12  # of MTP; the shared experts together are as wide as the model's MLP
+LIKE_GLM = ("llama", "qwen3")  # model types that equal GLM-4.5 without experts
 
 
 class DraftedLayer(nn.Module):
-    """Layer that drafts, with a checkpoint's names; heads and widths are the model's.
+    """A draft layer with a checkpoint's names; heads and widths are the model's.
 
     Attributes:
-        taps: the model's hidden states that it reads.
-        theta: of its RoPE.
+        aux_hidden_state_layers: layers of the model whose hidden states it reads.
+        theta: its RoPE base.
     """
 
     def __init__(self, config: Any, aux_hidden_state_layers: tuple[int, ...], theta: float) -> None:
@@ -37,26 +37,26 @@ class DraftedLayer(nn.Module):
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
 
     def begin(self, states: Tensor) -> Tensor:
-        """Computes what the first place takes [B, U, H] of the model's states [B, U, taps x H]."""
+        """Returns the first draft position's input [B, U, H] from the model's states [B, U, layers x H]."""
         raise NotImplementedError
 
     def next_input(self, embedded: Tensor, x: Tensor, angles: Tensor, causal: Tensor, cache: DraftKV) -> Tensor:
-        """Computes what the next place takes [B, U, H], and adds this one's keys and values to `cache`."""
+        """Returns the next position's input [B, U, H], and appends this one's keys and values to `cache`."""
         raise NotImplementedError
 
     def read(self, x: Tensor) -> Tensor:
-        """Computes what the model's head reads of it [B, U, H]."""
+        """Returns the input [B, U, H] of the model's head."""
         raise NotImplementedError
 
     def save(self, model: Path, window: int, to: Path) -> None:
-        """Writes a checkpoint of a layer for the model in a directory, trained on texts of `window` tokens."""
+        """Writes a checkpoint for the model in `model`, trained on texts of `window` tokens."""
         raise NotImplementedError
 
     def drafts(self, embedded: Tensor, states: Tensor, num_drafts: int) -> Iterator[Tensor]:
-        """Yields what the head reads [B, U, H] at each place, U = T - places, from every one of the first U tokens.
+        """Yields the head's input [B, U, H] at each draft position, from each of the first U = T - num_drafts tokens.
 
         Args:
-            embedded, states: [B, T, H] and [B, T, taps x H], of all tokens.
+            embedded, states: [B, T, H] and [B, T, layers x H], of all tokens.
         """
         U = embedded.shape[1] - num_drafts
         causal = torch.ones(U, U, dtype=torch.bool, device=embedded.device).tril()
@@ -77,7 +77,7 @@ class DraftedLayer(nn.Module):
             yield self.read(x)
 
     def attention_output(self, of: Any, inputs: Tensor, angles: Tensor, causal: Tensor, cache: DraftKV) -> Tensor:
-        """Computes what attention adds [B, U, H]: over the model's states, and over the places before."""
+        """Returns attention's output [B, U, H] over the model's states and earlier draft positions."""
 
         def heads(part: str, count: int) -> Tensor:  # [B, heads, U, D]
             found = of[f"{part}_proj"](inputs).unflatten(-1, (count, self.dim)).transpose(1, 2)
@@ -119,7 +119,7 @@ class DraftedLayer(nn.Module):
 
 
 class Eagle3(DraftedLayer):
-    """EAGLE-3 layer: reads the residual stream at three layers, and goes on from its own."""
+    """EAGLE-3 layer: reads hidden states of three layers, then its own output."""
 
     def __init__(self, config: Any) -> None:
         layers = config.num_hidden_layers
@@ -156,9 +156,9 @@ class Eagle3(DraftedLayer):
 
 
 class NextToken(DraftedLayer):
-    """Layer for multi-token prediction as GLM-4.5 has it: reads the normalised output, and goes on from its own.
+    """MTP layer as in GLM-4.5: reads the normalised output, then its own output.
 
-    The model's checkpoint becomes one of GLM-4.5 without experts, which computes the same; those of the layer are few.
+    The model's checkpoint is saved as GLM-4.5 without experts, which computes the same; the layer has few experts.
 
     Raises:
         ValueError: GLM-4.5 does not compute what the model does.

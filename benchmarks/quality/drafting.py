@@ -1,10 +1,10 @@
-"""Prompts that a model goes on with by drafts, several ways, each from the end of one prefill.
+"""Continues prompts with several draft configs, each from the end of the same prefill.
 
-Steps are the product's own: a way's drafter proposes, the model verifies, and what held is committed. Lengths are then
-set back, and what one way has appended the next overwrites. A sequence ends after its tokens and not at the end of a
-text, and all drafts of a step may count: the step that comes to the last token may go beyond it.
+Steps are the engine's: a config's drafter proposes, the model verifies, and accepted tokens are committed. Then lengths
+are reset, and the next config overwrites what this one appended. A sequence ends after its number of tokens, not at
+EOS, and all drafts of its last step count, even beyond that number.
 
-What a model is told between its turns comes as drafts that hold: verification reads it like any other text.
+Tokens between the model's turns are forced drafts: verification reads them like any other text.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ from helix.worker.sequence_observer import FirstTokenSampled, PrefillCommitted, 
 from helix.worker.step import DecodeState
 
 APPEND_BLOCK = 64
-PAGES = {"quest": 16}  # tokens of a page
+PAGES = {"quest": 16}  # tokens per page
 PAGE = 64
-NGRAM_MAX, SUFFIX_MAX = 3, 8  # final tokens that ngram looks for, and suffix
-SUFFIX_POOL_TOKENS = 1 << 16  # tokens of others: one prompt says nothing to another here
-LAYER_DRAFTERS = ("mtp", "eagle3")  # drafters with a layer of their own, of which a model has one
-SAMPLED = SamplingParams(top_k=20, top_p=0.95)  # of requests with a temperature
-POLICIES = {**{name: name for name in (*SCORED_QUERIES, "quest")}, "full": FULL}  # what speculation.policy is for each
-FORCED_STEP_TOKENS = 7  # tokens of a turn that one step takes, where nothing is drafted
+NGRAM_MAX, SUFFIX_MAX = 3, 8  # longest suffix that ngram and suffix look for
+SUFFIX_POOL_TOKENS = 1 << 16  # pool of other sequences; here prompts do not share it
+LAYER_DRAFTERS = ("mtp", "eagle3")  # drafters with their own layer; a model has at most one
+SAMPLED = SamplingParams(top_k=20, top_p=0.95)  # for requests with a temperature
+POLICIES = {**{name: name for name in (*SCORED_QUERIES, "quest")}, "full": FULL}  # speculation.policy of each policy
+FORCED_STEP_TOKENS = 7  # forced tokens per step when nothing is drafted
 DEADLINE_S = 6 * 3600.0
 
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """How drafts come about.
+    """How tokens are drafted.
 
     Attributes:
-        policy: one of DRAFTERS, or none: a token a step.
-        gamma: drafts of a step; 0 for none.
-        budget: which keys they read.
-        noise, temperature: how they and the tokens are drawn.
+        policy: one of DRAFTERS, or none.
+        gamma: drafts per step; 0 for none.
+        budget: which keys drafts read.
+        noise, temperature: how drafts and tokens are sampled.
     """
 
     policy: str
@@ -80,12 +80,12 @@ class DraftConfig:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a way made of one prompt.
+    """The result of one prompt.
 
     Attributes:
         tokens: [n] of all turns.
-        held: drafts that held in each step.
-        refused: of one rank, how probable the model with all its keys finds each first draft that did not hold.
+        accepted: accepted drafts of each step.
+        rejected_probs: on one rank, the model's probability of each first rejected draft.
     """
 
     tokens: list[int]
@@ -94,7 +94,7 @@ class Outcome:
 
 
 def _sparse(config: DraftConfig, runner: ModelRunner) -> Drafter:
-    # As many pages of a sequence as the runner has, whose room for drafts is that of any way.
+    # The same maximum pages per sequence as the runner, whose room for drafts is the maximum over configs.
     sizes = replace(runner.sizes, drafts=config.gamma, length=runner.sizes.length + runner.sizes.drafts - config.gamma)
     return SparseDrafter(runner.model, runner.cache, sizes, config.budget, config.noise)
 
@@ -108,16 +108,15 @@ def _suffix(config: DraftConfig, runner: ModelRunner) -> Drafter:
 
 
 class PrefilledLayerDrafter(LayerDrafter):
-    """Layer that drafts behind prompts which are in the cache but for their last tokens."""
+    """A draft layer for prompts that are cached except for their last tokens."""
 
     def start(self, tokens: Tensor, lengths: Tensor) -> None:
-        """Begins with the last tokens [n] of the prompts, behind so many others [n]."""
+        """Starts with the prompts' last tokens [n], after `lengths` [n] others."""
         slots = torch.arange(len(tokens), device=tokens.device)
         self.on_first_token(FirstTokenSampled(slots, tokens, lengths, self._prompt_states[: len(tokens)]))
 
 
 def _by_layer(config: DraftConfig, runner: ModelRunner) -> Drafter:
-    """The layer that has followed the prompts."""
     assert isinstance(runner.drafter, PrefilledLayerDrafter)
     runner.drafter.noise = config.noise
     return runner.drafter
@@ -129,7 +128,7 @@ DRAFTERS: dict[str, Callable[[DraftConfig, ModelRunner], Drafter]] = {
 
 
 class ForcedDrafter(Drafter):
-    """Proposes what is given, which holds whatever the model says; another drafter learns from its verification."""
+    """Proposes given tokens, which are always accepted; another drafter learns from their verification."""
 
     def __init__(self, tokens: Tensor, learner: Drafter) -> None:
         super().__init__(tokens.shape[1])
@@ -148,7 +147,7 @@ class ForcedDrafter(Drafter):
 
 
 class RecordingDrafter(Drafter):
-    """Proposes as another drafter does; and says how probable a refused proposal was."""
+    """Proposes like another drafter, and returns the probability of rejected proposals."""
 
     def __init__(self, drafter: Drafter, temperature: float) -> None:
         super().__init__(drafter.limit)
@@ -170,11 +169,11 @@ class RecordingDrafter(Drafter):
         self.drafter.on_step(step)
 
     def observe(self, slots: Tensor, positions: Tensor, logits: Tensor) -> None:
-        """Keeps a step's logits [n, V] over the whole vocabulary, of `positions` [n] of `slots` [n]."""
+        """Stores a step's logits [n, V] over the whole vocabulary, for `positions` [n] of `slots` [n]."""
         self.seen = slots, positions, logits
 
     def rejected_prob(self, slot: int, position: int, draft_index: int) -> float:
-        """Returns the probability of the draft at `draft_index` that was refused, of a token for `position`."""
+        """Returns the model's probability of the rejected draft `draft_index`, for the token at `position`."""
         assert self.seen is not None
         slots, positions, logits = self.seen
         (row,) = ((slots == slot) & (positions == position)).nonzero()[0].tolist()
@@ -184,10 +183,10 @@ class RecordingDrafter(Drafter):
 def run(
     setting: EvalSetup, continuations: Sequence[Continuation], new_tokens: int, configs: Sequence[DraftConfig]
 ) -> dict[DraftConfig, list[Outcome]]:
-    """What each way makes of the same prompts; progress goes to stderr.
+    """Runs each config on the same prompts; progress goes to stderr.
 
     Args:
-        new_tokens: of a prompt, the same number in each of its turns.
+        new_tokens: per prompt, split evenly over its turns.
     """
     layout = setting.layout
     room = max(len(c.prompt) + sum(map(len, c.turns)) for c in continuations) + new_tokens + MAX_QUERIES
@@ -210,10 +209,10 @@ def run(
                     if index == 0:
                         outcomes[config] += found
                         progress.advance(task)
-                del runner  # before the next cache is made
+                del runner  # free it before the next cache is made
 
     if setting.device == "cuda":
-        torch.cuda.empty_cache()  # what an earlier run has left counts as free
+        torch.cuda.empty_cache()  # return an earlier run's memory
     with Progress(console=Console(file=sys.stderr)) as progress:
         task = progress.add_task(f"{len(continuations)} x {room}, kvp={layout.kvp}", total=len(configs) * len(batches))
         run_ranks(layout.world_size, rank, DEADLINE_S, setting.device)
@@ -221,7 +220,6 @@ def run(
 
 
 def _layer(setting: EvalSetup, model: Decoder, comm: Communicator) -> DraftLayer | None:
-    """This rank's part of the layer that drafts; None where there is none."""
     if setting.layer is None or setting.layer.drafter == "mtp":
         return model.next_token
     return load_eagle3(setting.layer, model, setting.layout, comm)
@@ -236,7 +234,7 @@ def _runner(
     room: int,
     page: int,
 ) -> ModelRunner:
-    """A runner with the prompts in its cache, and bounds of their pages where some policy looks at them."""
+    """A runner with the prompts cached, and with page bounds if a policy needs them."""
     placement = KVPlacement(setting.layout, setting.layout.kvp_rank(comm.rank), APPEND_BLOCK, page)
     bounded, max_drafts = page != PAGE, MAX_QUERIES - 1
     prompts = [c.prompt for c in batch]
@@ -255,7 +253,6 @@ def _runner(
 
 
 def _decode(runner: ModelRunner, config: DraftConfig, batch: Sequence[Continuation], new_tokens: int) -> list[Outcome]:
-    """All turns of a batch, from the end of its prompts."""
     state, n, device, sampled = runner.state, len(batch), runner.device, config.temperature > 0
     drafter = DRAFTERS[config.policy](config, runner) if config.gamma else NoDrafts()
     params = [
@@ -275,7 +272,7 @@ def _decode(runner: ModelRunner, config: DraftConfig, batch: Sequence[Continuati
     for turn in range(max(len(c.turns) for c in batch)):
         live = [turn < len(c.turns) for c in batch]
         forced_ids = [c.turns[turn].tolist() if here else [] for c, here in zip(batch, live, strict=True)]
-        # The first token of a turn: behind what was told it is drawn already.
+        # The first token of a turn; the one after forced tokens is already sampled.
         first = state.lengths[:n] + torch.tensor([len(x) + 1 for x in forced_ids], device=device)
         _append_forced(runner, drafter, forced_ids, config)
         if first_chunks := [
@@ -284,7 +281,7 @@ def _decode(runner: ModelRunner, config: DraftConfig, batch: Sequence[Continuati
             slots = torch.tensor([chunk.slot for chunk in first_chunks], device=device)
             max_tokens, zero = max(len(chunk.tokens) for chunk in first_chunks), torch.zeros_like(slots)
             read = Span(state.block_tables[slots], state.starts[slots], zero, lengths[slots], max_tokens)
-            if not isinstance(drafter, PrefilledLayerDrafter):  # which has followed the prompts
+            if not isinstance(drafter, PrefilledLayerDrafter):  # it has observed the prompts
                 drafter.on_prefill(PrefillCommitted(first_chunks, read, ()))
         count = torch.tensor([new_tokens // len(c.turns) for c in batch], device=device)
         recorder = (
@@ -319,9 +316,9 @@ def _decode(runner: ModelRunner, config: DraftConfig, batch: Sequence[Continuati
 
 
 def _append_forced(runner: ModelRunner, drafter: Drafter, forced_ids: list[list[int]], config: DraftConfig) -> None:
-    """Appends what sequences are told, and draws the token behind it: all of them end with the same step.
+    """Appends forced tokens and samples the token after them: all sequences end with the same step.
 
-    For a sequence that is no part of a step nothing is chosen.
+    Sequences that are not part of a step have no forced tokens in it.
     """
     state, n, device = runner.state, len(forced_ids), runner.device
     left = {row: tokens for row, tokens in enumerate(forced_ids) if tokens}
@@ -342,6 +339,6 @@ def _append_forced(runner: ModelRunner, drafter: Drafter, forced_ids: list[list[
         group = [row for row in sizes if sizes[row] == size]
         step(group, size)
         slots, tokens = torch.tensor(group, device=device), torch.tensor([left[row][size] for row in group])
-        state.activate(slots, tokens.to(device), state.lengths[slots])  # in place of what was drawn
+        state.activate(slots, tokens.to(device), state.lengths[slots])  # replaces the sampled token
         left |= {row: left[row][size + 1 :] for row in group}
     step([*left], final)

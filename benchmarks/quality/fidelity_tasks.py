@@ -1,4 +1,4 @@
-"""Tasks of `helix fidelity`: each gives rows of one kind."""
+"""Tasks of `helix fidelity`; each returns rows of one kind."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from benchmarks.runner import Row
 from helix.kv_placement import BlockBudget
 
 FACTS = 4
-HOPS = 3  # lines of a chain
-DEPTHS = 10  # parts of the text by which hits are counted
+HOPS = 3  # lines in a chain
+DEPTHS = 10  # depth bins of the text
 RESIDENT_SHARES = (0.02, 0.05, 0.1, 0.2, 0.33, 0.5)  # shares of a text's blocks
-LATE = 640  # generated tokens from which on some of them are outside of the window of any policy that chooses
+LATE = 640  # generated tokens after which some are outside every selecting policy's window
 
 
 def blocks(topk: int, local: int = 4) -> BlockBudget:
+    """Returns a budget of one sink block, `local` window blocks and `topk` selected ones."""
     return BlockBudget(1, local, topk, 0)
 
 
 def parts(topk: int, candidates: int, tokens: int = 16) -> BlockBudget:
-    """Parts of `tokens` tokens among those of `candidates` blocks of 128."""
+    """Returns a budget of `topk` subblocks of `tokens` tokens among those of `candidates` blocks of 128."""
     return replace(blocks(topk), parts=128 // tokens, candidates=candidates)
 
 
 def policies() -> list[Policy]:
-    """Dense attention and what is compared with it: fewer bits; budgets of blocks, of a window, by each score."""
+    """Returns dense attention and the policies to compare: FP8, block budgets, windows, and each score."""
     return [
         Policy("dense"),
         *(Policy(f"dense-{kv}", kv=kv) for kv in ("fp8", "k16v8")),
@@ -45,16 +46,16 @@ def policies() -> list[Policy]:
     ]
 
 
-KEPT_UP = ("bounds-8", "bounds-32", "quest-64")  # the policies whose bounds are frozen in turn
+KEPT_UP = ("bounds-8", "bounds-32", "quest-64")  # policies that also run with frozen bounds
 
 
 @dataclass(frozen=True)
 class FidelityTask:
-    """What a task is given.
+    """What a task runs with.
 
     Attributes:
         policies: dense attention first.
-        count: texts, or prompts of a cell.
+        count: texts, or prompts, per cell.
     """
 
     setting: EvalSetup
@@ -67,6 +68,7 @@ class FidelityTask:
 
 
 def describe(task: FidelityTask, outcome: ForcedOutcome) -> Row:
+    """Returns the fields that identify a row."""
     policy = outcome.policy
     budget = None if policy.budget is None else asdict(policy.budget)
     kind = {name: getattr(policy, name) for name in ("keys", "page", "score", "choice", "frozen", "kv")}
@@ -74,7 +76,7 @@ def describe(task: FidelityTask, outcome: ForcedOutcome) -> Row:
 
 
 def text(task: FidelityTask) -> list[Row]:
-    """Every step beside dense attention's, on true text."""
+    """Compares every step with dense attention, with teacher forcing."""
     ids = source_windows(task.tokenizer, task.count, task.length)
     found, target_ids = _on_text(task, ids, task.policies)
     dense = found["dense"].logits
@@ -85,10 +87,10 @@ def text(task: FidelityTask) -> list[Row]:
 
 
 def generated(task: FidelityTask) -> list[Row]:
-    """The same with bounds of the text behind the prefill kept up, and not; `late` counts the steps from LATE on."""
+    """Compares generated text with and without updated bounds after the prefill; `late` counts steps from LATE on."""
     if task.steps <= LATE:
         raise ValueError(
-            f"steps={task.steps} must be more than {LATE}: only then is text behind the prefill outside of the window"
+            f"steps={task.steps} must be more than {LATE}: only then is text after the prefill outside of the window"
         )
     selected = [p for p in task.policies if p.name == "dense" or p.name in KEPT_UP]
     selected += [replace(p, name=f"{p.name}-frozen", frozen=True) for p in selected if p.budget is not None]
@@ -103,7 +105,7 @@ def generated(task: FidelityTask) -> list[Row]:
 
 
 def free(task: FidelityTask) -> list[Row]:
-    """Greedy text of each policy's own: how many tokens are dense attention's before the first that is not."""
+    """Counts the tokens of each policy's greedy output before it diverges from dense attention's."""
     ids = source_windows(task.tokenizer, task.count, task.length)
     found = run(task.setting, [*ids[:, : -task.steps]], task.steps, task.policies)
     dense = found["dense"].logits.argmax(-1)
@@ -117,27 +119,26 @@ def free(task: FidelityTask) -> list[Row]:
 
 
 def needles(task: FidelityTask) -> list[Row]:
-    """One numbered line in each prompt, whose number is wanted at the end."""
+    """Asks for the number of one hidden line per prompt."""
     return _questions(task, [[(i + 0.5) / task.count] for i in range(task.count)])
 
 
 def facts(task: FidelityTask) -> list[Row]:
-    """Numbered lines, in a part of the text each; their numbers are wanted in turn, the true ones before them given."""
+    """Asks in turn for the numbers of lines hidden in each part of the text, given the true earlier answers."""
     return _questions(task, _spread(task.count, FACTS))
 
 
 def hops(task: FidelityTask) -> list[Row]:
-    """Facts in a chain: a line is about the number of the one before it, so that an answer says what is wanted next."""
+    """Asks for facts in a chain: each line refers to the number of the one before it."""
     return _questions(task, _spread(task.count, HOPS), chained=True)
 
 
 def _spread(prompts: int, lines: int) -> list[list[float]]:
-    """Depths of a line in each of `lines` equal parts of the text, by prompt."""
     return [[(j + (i + 0.5) / prompts) / lines for j in range(lines)] for i in range(prompts)]
 
 
 def _questions(task: FidelityTask, depths: Sequence[Sequence[float]], chained: bool = False) -> list[Row]:
-    """Each answer counts as right where the likeliest tokens are all its own, the true ones before them."""
+    """An answer is right if its tokens are all top-1, given the true tokens before them."""
     haystack = Haystack(task.tokenizer, task.haystack, task.length)
     hidden = [haystack.hide(prompt_depths, task.length, seed, chained) for seed, prompt_depths in enumerate(depths)]
     expected_ids = torch.zeros(len(hidden), max(len(x.target_ids) for x in hidden), dtype=torch.int64)
@@ -165,7 +166,7 @@ def _questions(task: FidelityTask, depths: Sequence[Sequence[float]], chained: b
 
 
 def _distant(policy: Policy, span: range, length: int) -> bool:
-    """Whether a line is where a policy has to choose: behind the sink and before the window."""
+    """Whether a line is between sink and window, so that the policy has to select it."""
     if policy.budget is None:
         return True
     last = (length - 1) // policy.page - policy.budget.local_blocks + 1
@@ -178,7 +179,7 @@ def _right(logits: Tensor, expected_ids: Tensor, hidden: Sequence[NeedleQuestion
 
 
 def hits(task: FidelityTask) -> list[Row]:
-    """Chosen blocks of true text that a hot cache would have had, or a guess named, beside what the policy loses."""
+    """Counts selected blocks that a resident-block cache would hit, or a prefetch predict, with the fidelity."""
     selected = [
         replace(p, resident_shares=RESIDENT_SHARES) if p.budget is not None and p.budget.topk else p
         for p in task.policies
@@ -206,7 +207,7 @@ def _hits(
     predicted: int,
     selected: int,
 ) -> Row:
-    """Shares of what `HitMeter.hits` counts; `fetched_ahead` is what comes with guesses, over what comes without."""
+    """Shares of what `HitMeter.hits` counts; `fetched_ahead` is fetches with prefetch over fetches without."""
     return {
         "hits": resident / max(resident + fetched, 1),
         "hits_ahead": resident_with_prefetch / max(resident_with_prefetch + fetched_with_prefetch, 1),
@@ -216,7 +217,6 @@ def _hits(
 
 
 def _on_text(task: FidelityTask, ids: Tensor, selected: Sequence[Policy]) -> tuple[dict[str, ForcedOutcome], Tensor]:
-    """What policies make of the last `steps` tokens of texts, and these tokens."""
     target_ids = ids[:, -task.steps :]
     return run(task.setting, [*ids[:, : -task.steps]], task.steps, selected, target_ids), target_ids
 

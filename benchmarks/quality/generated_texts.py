@@ -1,4 +1,4 @@
-"""Texts that a model says itself, as answers to questions and as continuations of code: what its drafts will be of."""
+"""Texts that a model generates, as answers and as continuations of code: training data for draft layers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MAX_NEW_TOKENS = 512  # tokens of an answer at most
-TOGETHER = 1024  # answers
-BEGIN = 64  # tokens of code that are continued
+MAX_NEW_TOKENS = 512  # per answer
+TOGETHER = 1024  # answers per batch
+BEGIN = 64  # tokens of code to continue
 TEMPERATURE = 0.7
 QUESTIONS = (
     "Explain {} to a child.", "Write a short story about {}.", "What are the advantages and disadvantages of {}?",
@@ -30,10 +30,10 @@ SUBJECTS = (
 
 
 def prompts(tokenizer: Any, code: Tensor, count: int) -> list[list[int]]:
-    """Returns questions in the model's chat format, as many beginnings of code [n], and no questions without a format.
+    """Returns questions in the model's chat format and beginnings of code [n], alternating; only code without a format.
 
     Args:
-        count: of both.
+        count: of both together.
     """
     rng = random.Random(0)
     found = []
@@ -50,10 +50,10 @@ def prompts(tokenizer: Any, code: Tensor, count: int) -> list[list[int]]:
 
 @torch.no_grad()
 def generate(model: Any, prompts: Sequence[Sequence[int]], end: int) -> Tensor:
-    """Returns prompts and what a model of transformers says then, one behind the other [n] int64.
+    """Returns prompts with the output of a transformers model, concatenated, [n] int64.
 
     Args:
-        end: the token that ends an answer.
+        end: EOS token.
     """
     token_ids: list[int] = []
     for first in range(0, len(prompts), TOGETHER):

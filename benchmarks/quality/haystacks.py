@@ -24,15 +24,15 @@ PARAGRAPH = """
 
 @dataclass(frozen=True)
 class NeedleQuestions:
-    """A prompt that ends with a question, and what follows it: answers, and further questions between them.
+    """A prompt that ends with a question, and the tokens after it: answers, and further questions between them.
 
     Attributes:
         prompt: ids [n].
-        follows: ids [m] of the true continuation.
-        answers: where in `target_ids` each answer is.
+        target_ids: ids [m] of the true continuation.
+        answers: slice of `target_ids` of each answer.
         depths: of the lines that the questions are about, as shares of the text, in the order of the questions.
-        places: of these lines' tokens in the prompt.
-        question: tokens of the first question, at the end of the prompt.
+        spans: token ranges of these lines in the prompt.
+        question_tokens: tokens of the first question, at the end of the prompt.
     """
 
     prompt: Tensor
@@ -44,20 +44,21 @@ class NeedleQuestions:
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
+    """Tokenizes text without special tokens."""
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     return ids
 
 
 def sources() -> list[str]:
-    """Lines of this repository's Python files."""
+    """Returns the lines of this repository's Python files."""
     return source_lines([folder for part in SOURCES for folder in (part, *part.rglob("*/"))], seed=0)
 
 
 def source_windows(tokenizer: Any, windows: int, length: int) -> Tensor:
-    """Disjoint texts [windows, length] of this repository's sources.
+    """Returns disjoint texts [windows, length] of this repository's sources.
 
     Raises:
-        ValueError: there are not so many tokens.
+        ValueError: there are not enough tokens.
     """
     ids = encode(tokenizer, "\n".join(sources()))
     if len(ids) < windows * length:
@@ -69,10 +70,10 @@ def source_windows(tokenizer: Any, windows: int, length: int) -> Tensor:
 
 
 class Haystack:
-    """Text of one kind, of which prompts of up to `length` tokens are cut before tokens that begin a line.
+    """Text of one kind, to be cut into prompts of up to `length` tokens at line starts.
 
     Raises:
-        ValueError: the sources have not so many tokens, or no token begins with a line's end.
+        ValueError: the sources have too few tokens, or no token begins with a newline.
     """
 
     def __init__(self, tokenizer: Any, kind: str, length: int) -> None:
@@ -87,16 +88,16 @@ class Haystack:
         begins = {i for i in {*self.ids} if tokenizer.decode([i]).startswith("\n")}
         self.lines = [at for at, token in enumerate(self.ids) if token in begins]
         if not self.lines:
-            raise ValueError("no token of this model begins with a line's end: needles cannot be hidden in its text")
+            raise ValueError("no token of this model begins with a newline: needles cannot be hidden in its text")
 
     def hide(self, depths: Sequence[float], length: int, seed: int, chained: bool = False) -> NeedleQuestions:
-        """Lines at `depths`, ascending shares of the text, and questions about them in an order of their own.
+        """Hides lines at `depths`, ascending shares of the text, and asks about them in random order.
 
-        Prompt and what follows have at most `length` tokens, and as nearly that as whole lines allow. The seed fixes
+        Prompt and continuation have at most `length` tokens, and as nearly that as whole lines allow. The seed fixes
         words, numbers, the order of the questions and where in the haystack the text begins.
 
         Args:
-            chained: a line's number is what the next one is about, in place of a word.
+            chained: a line refers to the number of the one before it instead of a word.
         """
         rng = random.Random(seed)
         words = rng.sample(WORDS, len(depths))
@@ -121,7 +122,7 @@ class Haystack:
     def plant(
         self, pieces: Sequence[list[int]], depths: Sequence[float], length: int, rng: random.Random
     ) -> tuple[list[int], list[range]]:
-        """A text of whole lines, of `length` tokens at most, with pieces at `depths`, and their places."""
+        """Returns whole lines of at most `length` tokens with pieces at `depths`, and the pieces' ranges."""
         room = length - sum(map(len, pieces))
         begin = self._line(rng.randrange(max(1, len(self.ids) - length)))
         end = max(begin, self._line(begin + room + 1, before=True))
@@ -137,6 +138,6 @@ class Haystack:
         return encode(self.tokenizer, text)
 
     def _line(self, at: int, before: bool = False) -> int:
-        """The first place at or behind `at` where a line begins, or the last before it."""
+        """The first line start at or after `at`, or the last one before it."""
         i = bisect_left(self.lines, at)
         return self.lines[max(0, i - 1) if before else min(i, len(self.lines) - 1)]

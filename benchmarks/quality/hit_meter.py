@@ -1,7 +1,7 @@
-"""How many of the blocks that steps choose would be on the GPU already, were the cache in host memory.
+"""Counts how many selected blocks a resident-block cache would hit, if the cache were in host memory.
 
-The product's own `resolve` says so, of each layer and for several sizes of the hot cache, over what the policy chooses,
-and over what it guesses as well (`kv.offload_prefetch`); nothing moves, and tokens are those of a cache on the GPU.
+The engine's `resolve` counts them, for each layer and several cache sizes, over the policy's selections,
+and with its prefetches (`kv.offload_prefetch`); nothing is copied, and tokens are those of a cache on the GPU.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from helix.worker.step import Step
 from kernels.offload.resolve import resolve
 from kernels.resident_blocks import FetchList, QueryRanges, ResidentBlocks
 
-NO_PREFETCH, AFTER_PREFETCH, PREFETCH = range(3)  # choices, choices behind guesses, and the guesses
+NO_PREFETCH, AFTER_PREFETCH, PREFETCH = range(3)  # selections, selections after a prefetch, and the prefetches
 
 
 class HitMeter(BlockSparseAttention):
-    """Counts hits beside its choices.
+    """Block-sparse attention that counts hits.
 
     Args:
-        shares: of the pages that sequences have here, for which there are hot places; too few for one choice of all
-            sequences are left out.
+        shares: resident shares of the sequences' pages; those that cannot hold one selection of all sequences are
+            left out.
     """
 
     prefetches = True
@@ -43,14 +43,16 @@ class HitMeter(BlockSparseAttention):
     ) -> None:
         super().__init__(budget, placement, max_length, device, comm)
         self.shares = shares
-        self._guess: dict[int, Tensor] = {}  # by layer, until it chooses
-        self._resident: dict[tuple[int, float], ResidentBlocks] = {}  # without guesses, and with them
+        self._guess: dict[int, Tensor] = {}  # by layer, until it selects
+        self._resident: dict[tuple[int, float], ResidentBlocks] = {}  # without prefetch, and with it
         self._counts: dict[tuple[int, float], Tensor] = {}
         self._predicted: dict[int, Tensor] = {}
 
     def hits(self) -> dict[float, list[list[int]]]:
-        """By share, of each layer: blocks that had a place, and those that would have come; the same with guesses; of
-        the guesses; and blocks that a guess had named, of those that were chosen among more.
+        """Returns counts by share and layer.
+
+        Hits and misses without prefetch; both after prefetch; both of the prefetch itself; then, of blocks selected
+        from more than the budget, those that the prefetch predicted, and all.
         """
         return {
             share: [
@@ -79,14 +81,14 @@ class HitMeter(BlockSparseAttention):
         return table
 
     def _selected(self, table: Tensor, budget: BlockBudget, step: Step) -> Tensor:
-        """Pages of a table that were chosen among more, -1 in place of all others."""
+        """Keeps the pages of a table that were selected from more; -1 in place of the others."""
         first, last, *_ = (x[:, None, None] for x in self.ranges(step, budget))
         column = torch.arange(table.shape[2], device=table.device)
         inside = (column >= first) & (column < first + budget.topk) & (last - first > budget.topk)
         return torch.where(inside, table, -1)
 
     def _count(self, kind: int, table: Tensor, budget: BlockBudget, cache: LayerCache, step: Step) -> None:
-        """Looks up what is in a table, in every size of the hot cache that holds one."""
+        """Counts hits of a table, for every cache size that can hold one."""
         *_, held, hi, _ = self.ranges(step, budget)
         pages, heads = cache.keys.shape[0], table.shape[1]
         read = int(held.sum())

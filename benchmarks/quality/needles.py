@@ -1,16 +1,16 @@
-"""Needles in code: prompts that the demo model answers only if it finds one line among thousands.
+"""Needles in code: prompts that a model answers only if it finds one line among thousands.
 
   helix needles make length=32768 count=50 output=needles.jsonl
   helix needles score results.jsonl
 
-A prompt is Python source with the line `# The magic number for WORD is NNNNN.` at a depth of its own, and ends with the
-question. Its id holds the answer. `score` counts the needles found in a result file; exit code 1: none.
+A prompt is Python source with the line `# The magic number for WORD is NNNNN.` at its own depth, and ends with the
+question. Its id has the answer. `score` counts the needles found in a result file; exit code 1: none.
 
-  output     the file of JSON lines to write
-  length     tokens of prompt and answer (default 32768)
-  count      prompts; their needles lie at evenly spread depths (default 50)
+  output     JSON lines file to write
+  length     tokens of a prompt and its answer (default 32768)
+  count      prompts, with needles at evenly spaced depths (default 50)
   tokenizer  the model's tokenizer.json (default: the demo model's)
-  source     directories of Python files, separated by commas (default: helix, and Python's own library)
+  source     comma-separated directories of Python files (default: helix, and Python's standard library)
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ KEYS: dict[str, Any] = {
 DEFAULTS: dict[str, Any] = {
     "length": 32768, "count": 50, "tokenizer": ROOT / "assets/demo-model/tokenizer.json", "source": SOURCES
 }  # fmt: skip
-ANSWER_TOKENS = 8  # " 12345." and a little more
+ANSWER_TOKENS = 8  # " 12345." and some slack
 
 
 def source_lines(directories: Sequence[Path], seed: int) -> list[str]:
-    """Lines of the Python files in some directories, file after file in an order that the seed fixes."""
+    """Returns the lines of all Python files in `directories`, with the files in an order fixed by the seed."""
     files = [file for directory in directories for file in sorted(directory.glob("*.py"))]
     random.Random(seed).shuffle(files)
     return [line for file in files for line in file.read_text(encoding="utf-8", errors="ignore").splitlines()]
 
 
 def make(tokenizer_path: Path, directories: Sequence[Path], length: int, count: int) -> list[dict[str, object]]:
-    """`count` prompts of at most `length` tokens with their answer, and as near to that as whole lines allow."""
+    """Makes `count` prompts of at most `length` tokens with their answer, as long as whole lines allow."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(tokenizer_path))
@@ -73,14 +73,14 @@ def _prompt(tokenizer: Any, lines: list[str], seed: int, depth: float, length: i
 
 
 def score(lines: list[str]) -> tuple[int, int]:
-    """The number of needles found and of all, in result lines whose ids are those of `make`."""
+    """Returns the numbers of needles found and of all results, by the ids of `make`."""
     results = [json.loads(line) for line in lines]
     found = sum(result["text"].startswith(f" {result['id'].split('-')[1]}.") for result in results)
     return found, len(results)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Makes prompts, or scores results; a wrong value ends with what is known."""
+    """Makes prompts, or scores results; exits with a one-line error for a wrong value."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if handle_help(arguments or ["--help"], __doc__):
         return

@@ -1,4 +1,4 @@
-"""A checkpoint on ranks that are threads of this process, and prompts in its cache once for all that follows."""
+"""Loads a checkpoint on ranks that are threads of this process, and prefills prompts once for several policies."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from helix.worker.model_runner import ModelRunner
 from helix.worker.sequence_observer import PrefillCommitted
 from launch.inputs.compose import ROOT
 
-CHUNK = 1024  # prompt tokens of a sequence in one prefill step
-TOGETHER = 16  # sequences of one prefill step
-CACHE_SHARE = 0.5  # of free memory that the cache of one batch of prompts may take
+CHUNK = 1024  # prompt tokens per sequence and prefill step
+TOGETHER = 16  # sequences per prefill step
+CACHE_SHARE = 0.5  # share of free memory for the cache of one batch of prompts
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class EvalSetup:
 
     Attributes:
         device: cuda or cpu.
-        layer: what drafts with a layer of its own, mtp or eagle3; None: it has none.
+        layer: config of an mtp or eagle3 draft layer, if any.
     """
 
     path: Path
@@ -52,10 +52,10 @@ class EvalSetup:
 
     @classmethod
     def create(cls, model: str, kvp: int, dtype: str | None, layer: SpeculationConfig | None = None) -> EvalSetup:
-        """The demo model (`demo`) or a directory's, on a GPU where there is one.
+        """Uses the demo model (`demo`) or a directory's checkpoint, on a GPU if there is one.
 
         Args:
-            dtype: by its name in torch; None: the checkpoint's on a GPU, float32 on a CPU.
+            dtype: torch's name; None: the checkpoint's on a GPU, float32 on a CPU.
         """
         path = ROOT / "assets/demo-model" if model == "demo" else Path(model)
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -64,28 +64,28 @@ class EvalSetup:
         return replace(setting, dtype=getattr(torch, dtype or checkpoint_dtype))
 
     def spec(self) -> DecoderSpec:
-        """Raises ValueError where the layer is not for the model."""
+        """Returns the model's spec; raises ValueError if the draft layer does not match the model."""
         spec = spec_from_config(read_config(self.path))
         if self.layer is None:
             return spec
         return spec.with_mtp() if self.layer.drafter == "mtp" else with_eagle3(spec, make_eagle3(self.layer, spec))
 
     def load(self, comm: Communicator) -> Decoder:
-        """This rank's part of the model."""
+        """Loads this rank's shard of the model."""
         checkpoint = Checkpoint(self.path)
         model = Decoder(checkpoint.as_stored(self.spec()), self.layout, comm, self.dtype, comm.device)
         checkpoint.load(model.weights)
         return model
 
     def tokenizer(self) -> Any:
-        """Raises ValueError where there is none."""
+        """Loads the tokenizer; raises ValueError if there is none."""
         tokenizer = load_tokenizer(self.path)
         if tokenizer is None:
             raise ValueError(f"model={self.path} has no tokenizer.json")
         return tokenizer
 
     def fitting(self, length: int) -> int:
-        """Prompts of one batch: their cache has to fit."""
+        """Returns how many prompts form a batch whose cache fits."""
         spec = self.spec()
         cache_specs = spec.kv_cache_specs(self.layout, 0, dtype_name(self.dtype))
         token_kv_bytes = sum(map(token_bytes, cache_specs)) * self.layout.tpa
@@ -106,15 +106,15 @@ def prefilled(
     limit: int = 0,
     make_drafter: Callable[[KVCache, EngineSizes], Drafter] = lambda cache, sizes: NoDrafts(),
 ) -> ModelRunner:
-    """A runner whose cache holds the prompts [n] but for their last tokens, one a slot, with `room` tokens for each.
+    """Makes a runner that has prefilled all but each prompt's [n] last token, one per slot, with `room` tokens each.
 
     Args:
         max_length: of the runner.
-        kv: how keys and values are kept, as kv.dtype says.
-        bounded: with key bounds, which are not folded.
-        parts: of a page that have bounds of their own.
-        limit: most drafts of a step, for which there is room.
-        make_drafter: makes the drafter that follows the prompts.
+        kv: KV dtype, as kv.dtype.
+        bounded: with page bounds, which are not updated.
+        parts: subblocks per page with bounds of their own.
+        limit: maximum drafts per step, which room is left for.
+        make_drafter: makes the drafter that observes the prompts.
     """
     n, layout, dtype = len(prompts), placement.layout, dtype_name(model.weights.dtype)
     pages = n * placement.stripes.pages_for(room)

@@ -1,7 +1,7 @@
-"""Texts through a model under several attention policies, each going on from the end of one dense prefill.
+"""Runs texts through a model under several attention policies, each from the end of one dense prefill.
 
-A policy is given the true tokens behind a prompt, so that steps are judged one by one, or those that it prefers itself.
-What another policy has appended is overwritten.
+A policy gets the true next tokens (teacher forcing), so that steps are judged one by one, or its own greedy tokens.
+It overwrites what the policy before it appended.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from helix.worker.model_runner import ModelRunner
 from helix.worker.sequence_observer import Span
 
 Hits = dict[float, list[list[int]]]
-AT_ONCE = 64  # prompts of one batch: more would not make a step faster
+AT_ONCE = 64  # prompts per batch: more would not be faster
 DEADLINE_S = 6 * 3600.0
-NEVER = 1e30  # scores of pages without bounds are below all others, and finite
+NEVER = 1e30  # pages without bounds get scores below all others, and finite
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What a step reads: all keys, or by a budget of blocks of `page` tokens.
+    """What a step reads: all keys, or a budget of blocks of `page` tokens.
 
     Attributes:
-        score: bounds, or mean: of the policy of benchmarks.papers.policies.
-        choice: local or global, over the ranks of a kvp group.
-        frozen: pages that become full behind the prefill are never chosen; by bounds alone.
-        attends: a policy made by the caller, for one rank, in place of the budget.
-        hot: shares of the texts' blocks for which hits are counted, were so many on the GPU.
-        kv: auto, fp8 or k16v8, how keys and values are kept, from the prefill on.
+        score: bounds, or mean: the policy of benchmarks.papers.policies.
+        choice: local or global selection over the ranks of a kvp group.
+        frozen: pages that fill up after the prefill are never selected; with score=bounds only.
+        attends: a policy made by the caller, for one rank, instead of the budget.
+        resident_shares: shares of the texts' blocks that would be on the GPU, to count hits for.
+        kv: auto, fp8 or k16v8, from the prefill on.
     """
 
     name: str
@@ -60,20 +60,20 @@ class Policy:
 
     @property
     def keys(self) -> int | None:
-        """Keys that a query of a long sequence reads, at most; None for all."""
+        """Maximum keys that a query of a long sequence reads; None for all."""
         b = self.budget
         return None if b is None else (b.sink_blocks + b.local_blocks) * self.page + b.topk * (self.page // b.parts)
 
 
 @dataclass(frozen=True)
 class ForcedOutcome:
-    """What a policy made of all prompts.
+    """The result of a policy over all prompts.
 
     Attributes:
-        logits: [n, steps, V] fp32 on the CPU, behind the last prompt token and each token after it but the last.
-        blocks_read: blocks that a query has read of each KV head, on average, over all ranks of a kvp group, as counted
-            on the device; None where all keys were read.
-        hits: by share of `policy.resident_shares`, of each layer: what `HitMeter.hits` counts, over all ranks.
+        logits: [n, steps, V] fp32 on the CPU, after the last prompt token and each later one but the last.
+        blocks_read: mean blocks that a query read per KV head, over all ranks of a kvp group, as counted on the device;
+            None if all keys were read.
+        hits: by share of `policy.resident_shares` and layer: what `HitMeter.hits` counts, over all ranks.
     """
 
     policy: Policy
@@ -85,14 +85,14 @@ class ForcedOutcome:
 def run(
     setting: EvalSetup, prompts: Sequence[Tensor], steps: int, policies: Sequence[Policy], given: Tensor | None = None
 ) -> dict[str, ForcedOutcome]:
-    """What each policy makes of `steps` steps behind the same prompts, by its name; progress goes to stderr.
+    """Runs each policy for `steps` steps after the same prompts; returns outcomes by name. Progress goes to stderr.
 
     Args:
-        prompts: ids [length] int64 each; the last token is that of the first step.
-        given: true tokens [n, >= steps - 1] behind the prompts; None: each policy goes on with its likeliest.
+        prompts: ids [length] int64 each; the last token is the input of the first step.
+        given: true tokens [n, >= steps - 1] after the prompts; None: each policy decodes greedily.
 
     Raises:
-        RuntimeError: a policy that should leave blocks out has read them all.
+        RuntimeError: a sparse policy read all blocks.
     """
     at_once = min(AT_ONCE, setting.fitting(max(map(len, prompts)) + steps))
     layout, batches = setting.layout, range(0, len(prompts), at_once)
@@ -110,7 +110,7 @@ def run(
                     progress.advance(task)
 
     if setting.device == "cuda":
-        torch.cuda.empty_cache()  # what an earlier run has left counts as free
+        torch.cuda.empty_cache()  # return an earlier run's memory
     with Progress(console=Console(file=sys.stderr)) as progress:
         task = progress.add_task(f"{len(prompts)} x {len(prompts[0])}", total=len(policies) * len(batches))
         run_ranks(layout.world_size, rank, DEADLINE_S, setting.device)
@@ -126,7 +126,6 @@ def run(
 
 
 def _summed(counts: Sequence[Hits]) -> Hits:
-    """Counts of several ranks or batches together, where all of them have counted."""
     shares = [share for share in counts[0] if all(share in of for of in counts)]
     return {share: torch.tensor([of[share] for of in counts]).sum(0).tolist() for share in shares}
 
@@ -135,8 +134,7 @@ def _check(outcome: ForcedOutcome, blocks: float) -> None:
     policy, read = outcome.policy, outcome.blocks_read
     if policy.budget is not None and (read is None or read >= blocks):
         raise RuntimeError(
-            f"{policy.name} read {read} of the {blocks:.1f} blocks of a text, and nothing was left out: it is not what "
-            "its name says"
+            f"{policy.name} read {read} of the {blocks:.1f} blocks of a text: a sparse policy must leave some out"
         )
 
 
@@ -150,9 +148,9 @@ def _outcomes(
     policies: Sequence[Policy],
     given: Tensor | None,
 ) -> Iterator[tuple[Policy, Tensor, float | None, Hits]]:
-    """Each policy with its logits and the blocks it has read; those that read one cache come one after the other."""
+    """Each policy with its logits and blocks read, grouped by the cache that they share."""
     room = max(map(len, prompts)) + steps
-    max_length = max(room, model.spec.max_positions)  # the same kernels, once compiled, for texts of any length
+    max_length = max(room, model.spec.max_positions)  # compiles one set of kernels for texts of any length
     for (page, kv, parts), group in groupby(sorted(policies, key=_cache), key=_cache):
         placement = KVPlacement(layout, layout.kvp_rank(comm.rank), page, page)
         runner = prefilled(model, placement, comm, prompts, room, max_length, kv=kv, bounded=True, parts=parts)
@@ -165,7 +163,7 @@ def _outcomes(
                 rank_reads = comm.all_gather_object(attends.blocks_read() or 0.0)
                 read = sum(rank_reads[rank] for rank in layout.kvp_group(0))
             yield policy, logits, read, hits
-        del runner  # before the next cache is made
+        del runner  # free it before the next cache is made
 
 
 def _cache(policy: Policy) -> tuple[int, str, int]:
@@ -180,7 +178,7 @@ def _steps(
     steps: int,
     given: Tensor | None,
 ) -> Tensor:
-    """Logits [n, steps, V] of decode steps behind the prompts."""
+    """Logits [n, steps, V] of decode steps after the prompts."""
     state, cache, comm = runner.state, runner.cache, runner.comm
 
     def fold(span: Span) -> None:

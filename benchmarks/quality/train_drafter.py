@@ -1,16 +1,16 @@
-"""Training of a layer that drafts for a small model, on one GPU in minutes.
+"""Trains a draft layer for a small model, on one GPU in minutes.
 
   python -m benchmarks.quality.train_drafter to=DIR
   python -m benchmarks.quality.train_drafter to=DIR form=mtp
   python -m benchmarks.quality.train_drafter to=DIR model=MODEL texts=own minutes=2 places=7
-  helix run speculation=eagle3 speculation.path=DIR                      then drafts with it
-  helix run speculation=mtp model.path=DIR                               with one for multi-token prediction
+  helix run speculation=eagle3 speculation.path=DIR                      then draft with it
+  helix run speculation=mtp model.path=DIR                               with an MTP layer
 
-From every token of a text, a step drafts `num_drafts` tokens ahead as decoding does: the first draft reads the model's
-states, further ones the layer's own. Of texts that were not trained on it prints, for each place, how many drafts are
-the model's greedy tokens if those before are. A layer for multi-token prediction comes with links to the model's files.
+From every token of a text, a training step drafts `places` tokens ahead as decoding does: the first draft reads the
+model's states, later ones the layer's own. It prints the conditional acceptance rate of greedy drafts at each position
+on held-out texts. An MTP layer's directory links to the model's files.
 
-  to           directory of the checkpoint
+  to           directory of the checkpoint to write
   form         eagle3 (default), or mtp
   model        demo (default), or the directory of a checkpoint that transformers loads
   texts        sources: Python sources of what is installed here, not of this repository, which those not trained on are
@@ -54,14 +54,14 @@ KEYS: dict[str, Any] = {
     "minutes": float, "steps": int, "places": int, "batch": int, "length": int, "megabytes": float, "rate": float,
     "output": Path,
 }  # fmt: skip
-DISCOUNT = 0.8  # of a place's loss, to that of the place before
-WARM = 0.05  # share of the time in which the rate rises
-UNSEEN = 16  # texts that are not trained on
+DISCOUNT = 0.8  # weight of a position's loss relative to the one before
+WARM = 0.05  # share of the time with rate warm-up
+UNSEEN = 16  # held-out texts
 
 
 @dataclass(frozen=True)
 class Target:
-    """The model for which a layer drafts, frozen."""
+    """The frozen model that a layer drafts for."""
 
     model: Any
 
@@ -75,14 +75,14 @@ class Target:
 
     @torch.no_grad()
     def read(self, ids: Tensor, aux_hidden_state_layers: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns embeddings [B, T, H], states that a layer reads [B, T, taps x H], and logits [B, T, V] fp32."""
+        """Returns embeddings [B, T, H], states for the layer [B, T, layers x H], and logits [B, T, V] fp32."""
         found = self.model(ids, output_hidden_states=True, use_cache=False)
         states = torch.cat([found.hidden_states[i] for i in aux_hidden_state_layers], -1)
         return found.hidden_states[0].float(), states.float(), found.logits.float()
 
 
 def losses(target: Target, layer: DraftedLayer, ids: Tensor, num_drafts: int) -> tuple[Tensor, list[Tensor]]:
-    """Computes the loss against the model's distributions, and whether each place's draft is right [B, U] bool."""
+    """Returns the loss against the model's distributions, and whether each position's draft is right [B, U] bool."""
     embedded, states, logits = target.read(ids, layer.aux_hidden_state_layers)
     total, correct = torch.zeros((), device=ids.device), []
     for draft_index, normed in enumerate(layer.drafts(embedded, states, num_drafts)):
@@ -95,7 +95,7 @@ def losses(target: Target, layer: DraftedLayer, ids: Tensor, num_drafts: int) ->
 
 @torch.no_grad()
 def agreement(target: Target, layer: DraftedLayer, ids: Tensor, num_drafts: int) -> list[float]:
-    """Computes the share of right drafts at each place, where all before it are right, of texts [n, T]."""
+    """Returns the conditional acceptance rate at each position, over texts [n, T]."""
     counts = torch.zeros(2, num_drafts)
     for sequence in ids.split(1):
         all_accepted = torch.ones((), dtype=torch.bool, device=ids.device)
@@ -107,7 +107,7 @@ def agreement(target: Target, layer: DraftedLayer, ids: Tensor, num_drafts: int)
 
 
 def corpus(tokenizer: Any, megabytes: float) -> Tensor:
-    """Reads Python sources of what is installed here, in an order of their own [n] int64."""
+    """Returns Python sources of the installed packages as tokens [n] int64, in a fixed random order."""
     folders = {Path(sysconfig.get_paths()[name]) for name in ("stdlib", "purelib")}
     paths = sorted({path for folder in folders for path in folder.rglob("*.py") if ROOT not in path.parents})
     random.Random(0).shuffle(paths)
@@ -123,10 +123,10 @@ def corpus(tokenizer: Any, megabytes: float) -> Tensor:
 
 
 def train(values: dict[str, Any]) -> dict[str, Any]:
-    """Trains and saves a layer; returns how long, and its `agreement` on texts that were not trained on.
+    """Trains and saves a layer; returns the time, and its `agreement` on held-out texts.
 
     Raises:
-        ValueError: the texts are too few, or the model is none for this form.
+        ValueError: there are too few texts, or the model does not support this form.
     """
     from transformers import AutoTokenizer
 
@@ -150,7 +150,7 @@ def train(values: dict[str, Any]) -> dict[str, Any]:
         unseen = source_windows(tokenizer, UNSEEN, length)
     ids, unseen = ids.to(device), unseen.to(device)
     if len(ids) <= length:
-        raise ValueError(f"the texts have {len(ids)} tokens to train on, no more than length={length}")
+        raise ValueError(f"only {len(ids)} tokens to train on: more than length={length} are needed")
     optimizer = torch.optim.AdamW(layer.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
     began, step = time.perf_counter(), 0
     while (done := max((time.perf_counter() - began) / seconds, step / max_steps)) < 1:
@@ -174,7 +174,7 @@ def train(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Trains a layer; ends with the known values if a value is wrong."""
+    """Trains a layer; exits with a one-line error for a wrong value."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if handle_help(arguments or ["--help"], __doc__):
         return
@@ -190,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         about |= {"command": command, "texts": values.get("texts", "sources")}
         with values["output"].open("a", encoding="utf-8") as file:
             file.write(json.dumps(about | found) + "\n")
-    print("kept of each draft behind kept ones: " + " ".join(f"{share:.2f}" for share in found["kept"]))
+    print("acceptance rate of each draft after accepted ones: " + " ".join(f"{share:.2f}" for share in found["kept"]))
 
 
 if __name__ == "__main__":

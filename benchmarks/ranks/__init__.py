@@ -1,1 +1,1 @@
-"""Measurements inside the ranks of a job, by `bench.kind`."""
+"""Measurements inside the ranks of a job, selected by `bench.kind`."""

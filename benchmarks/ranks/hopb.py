@@ -1,10 +1,10 @@
-"""Times what HOP-B hides of the exchange, inside a job (`bench=hopb`).
+"""Times how much of the exchange HOP-B hides, inside a job (`bench=hopb`).
 
-Three kinds of rows. `ttl`: decode steps of a whole model with one exchange of all rows, in chunks, and with no exchange
-at all (each rank keeps its own partials of its own heads: wrong tokens, right shapes), and a step's exchanges alone.
-`mla`: messages of 128 heads of 512 beside a kernel that does nothing but take its time. `delay`: the paper's example,
-with delays for attention and exchange; its `timeline` rows say when each chunk ran. The share hidden is what chunks
-save, of the exchanges' time alone. Chunks draw the same tokens, but for rounding: each row says which share of them.
+Three kinds of rows. `ttl`: decode steps of a whole model with one exchange of all rows, in chunks, and without exchange
+(each rank keeps its partials of its own heads: wrong tokens, right shapes), and a step's exchanges alone.
+`mla`: messages of 128 heads of 512 next to a kernel that only spins. `delay`: the paper's example,
+with delays for attention and exchange; its `timeline` rows say when each chunk ran. The hidden share is the time that
+chunks save, relative to the exchanges alone. Chunks sample the same tokens up to rounding: each row has the share.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from launch.job.task import JobResult, Task
 
 STEPS = 32
 REPEATS = 10  # of a step whose tokens are compared
-REQUESTS, ATTENTION_UNITS, EXCHANGE_UNITS = 8, 2.0, 1.2  # of each request (Helix Parallelism, figure 3)
-EXPECTED_UNITS = {"off": 25.6, "on": 17.2}  # 8 * 2 + 8 * 1.2, and 8 * 2 with the last exchange behind
+REQUESTS, ATTENTION_UNITS, EXCHANGE_UNITS = 8, 2.0, 1.2  # per request (Helix Parallelism, figure 3)
+EXPECTED_UNITS = {"off": 25.6, "on": 17.2}  # 8 * 2 + 8 * 1.2, and 8 * 2 plus the last exchange
 PEER_MEMORY = "peer memory"
-UNIT_S = 200e-6  # long beside the launch of a kernel
+UNIT_S = 200e-6  # long compared with a kernel launch
 MLA_HEADS, MLA_DIM, MLA_BATCHES = 128, 512, (8, 64)
 
 
 def run(task: Task) -> JobResult:
-    """Rows of all kinds, the steps at each of `bench.points` that fits; a collective.
+    """Measures rows of all kinds, steps at each of `bench.points` that fits. Collective.
 
     Raises:
         ConfigError: the only point does not fit.
@@ -113,7 +113,7 @@ def _ttl(plan: CheckedRun, comm: Communicator, model: Decoder, batch: int, lengt
 
 @torch.inference_mode()
 def sampled_tokens(runner: ModelRunner, rows: int, chunks: int, times: int = REPEATS) -> list[Tensor]:
-    """The tokens that a step in so many chunks draws, each time from the same state: a race would change them."""
+    """Returns the tokens that a step in `chunks` chunks samples, each time from the same state: races would show."""
     state, found, graphs = runner.state, [], None if runner.graphs is None else StepGraphs()
     before = state.tokens.clone(), state.lengths.clone()
     kind = DecodeGraphKey(rows, runner.sizes.drafts, chunks=chunks)
@@ -127,12 +127,12 @@ def sampled_tokens(runner: ModelRunner, rows: int, chunks: int, times: int = REP
 
 
 def link() -> str:
-    """Names the link that the GPUs' messages cross."""
+    """Returns which link the GPUs' messages cross."""
     return "host memory" if p2p_disabled() else PEER_MEMORY
 
 
 def without_exchange(runner: ModelRunner, comm: Communicator, measure: Callable[[], float]) -> float:
-    """What `measure` gives while each rank keeps its part of the attention of its own heads."""
+    """Calls `measure` while each rank keeps its part of its own heads' attention instead of exchanging it."""
 
     def local_part(found: PartialAttention, shares: list[int]) -> Tensor:
         first = sum(shares[: comm.kvp_rank])
@@ -152,7 +152,7 @@ def without_exchange(runner: ModelRunner, comm: Communicator, measure: Callable[
 
 
 def _mla(comm: Communicator, batch: int) -> list[dict[str, Any]]:
-    """The exchange of MLA's latent outputs beside a busy kernel, as long as the paper's example has it."""
+    """Times the exchange of MLA's latent outputs next to a kernel that spins as long as in the paper's example."""
     ranks = len(comm.kvp_group)
     shares = [len(share(MLA_HEADS, ranks, k)) for k in range(ranks)]
     dtype = torch.bfloat16 if comm.capturable else torch.float32
@@ -194,7 +194,7 @@ def _mla(comm: Communicator, batch: int) -> list[dict[str, Any]]:
 
 
 def delays(device: torch.device) -> list[dict[str, Any]]:
-    """The paper's example: eight requests, 2 units of attention and 1.2 of exchange each, one by one or pipelined."""
+    """Times the paper's example: eight requests, 2 units of attention and 1.2 of exchange each, serial or pipelined."""
     pipeline, busy = Pipeline(device if device.type == "cuda" else None), _busy(device)
 
     def run(chunks: int, spans: list[tuple[str, int, TimedEvent, TimedEvent]] | None = None) -> None:
@@ -246,7 +246,7 @@ def _cut(rows: int, chunks: int) -> list[slice]:
 
 
 def _busy(device: torch.device) -> Callable[[float], None]:
-    """Takes a number of seconds on the current stream of a GPU, or on the host."""
+    """Returns a function that spins on the GPU's current stream, or sleeps on the host."""
     if device.type != "cuda":
         return time.sleep
 
@@ -258,7 +258,7 @@ def _busy(device: torch.device) -> Callable[[float], None]:
 
 @triton.jit(do_not_specialize=["ns"])
 def _busy_kernel(ns: int) -> None:
-    begin = globaltimer()  # not cycles: their rate falls on a GPU that does nothing else
+    begin = globaltimer()  # not cycles: the clock drops on an otherwise idle GPU
     while globaltimer() - begin < ns:
         pass
 

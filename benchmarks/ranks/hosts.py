@@ -1,7 +1,7 @@
 """Times what a decode step sends between hosts, and predicts it, inside a job (`bench=hosts`).
 
-Pings are all-to-alls of half and of twice a step's message: a line through both is the link's latency and bandwidth. An
-exchange is predicted as latency + bytes / bandwidth, and what packing and combining take where nothing is sent.
+Pings are all-to-alls of half and of twice a step's message: a line through both gives the link's latency and bandwidth.
+The predicted time of an exchange is latency + bytes / bandwidth, plus packing and combining without sending.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from launch.inputs.preflight import CheckedRun
 from launch.job.task import JobResult, Task
 
 EAGER = 60  # calls of each size on a CPU
-ROUNDS = 3  # in which all sizes are timed one after the other: a link shared with others changes
+ROUNDS = 3  # in each, all sizes are timed once: a shared link varies over time
 ALIGNED = 64  # bytes
 
 
 def run(task: Task) -> JobResult:
-    """Times the exchange at each of `bench.points`; a collective.
+    """Times the exchange at each of `bench.points`. Collective.
 
     Raises:
         ConfigError: the only point does not fit.
@@ -88,7 +88,6 @@ def _time_point(plan: CheckedRun, comm: Communicator, model: Decoder, batch: int
 
 
 def _exchanged(comm: Communicator, step: Callable[[], Any]) -> tuple[tuple[Tensor, Tensor, list[int]], int]:
-    """Runs a step; returns what its first exchange was given, and how many it has."""
     exchanges: list[tuple[Tensor, Tensor, list[int]]] = []
 
     def exchange(parts: PartialAttention, shares: list[int], result: Tensor | None = None) -> Tensor:
@@ -103,7 +102,6 @@ def _exchanged(comm: Communicator, step: Callable[[], Any]) -> tuple[tuple[Tenso
 
 @contextmanager
 def _replaced(comm: Communicator, name: str, call: Callable[..., Tensor]) -> Iterator[None]:
-    """Replaces an operation of a communicator during the context."""
     setattr(comm, name, call)
     try:
         yield

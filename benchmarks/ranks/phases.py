@@ -1,4 +1,4 @@
-"""What an iteration of drafts and verification consists of, by events inside its CUDA graph."""
+"""Breaks an iteration of drafting and verification into phases, by events inside its CUDA graph."""
 
 from __future__ import annotations
 
@@ -17,14 +17,11 @@ from helix.worker.graph_keys import DecodeGraphKey
 from helix.worker.model_runner import ModelRunner
 
 TIMES = 9
-STEPS = TIMES + 2  # that it takes
+STEPS = TIMES + 2  # steps that `phase_us` runs
 
 
 def phase_us(runner: ModelRunner, comm: Communicator, kind: DecodeGraphKey) -> dict[str, float]:
-    """Times each phase of a step: median microseconds, on the rank where it took longest.
-
-    A collective. The slots move on by these steps.
-    """
+    """Times each phase of a step in median microseconds, on the slowest rank. Collective; sequences advance."""
     kind = replace(kind, chunks=runner.chunks(kind.rows))
     graphs = StepGraphs() if runner.graphs is not None else None
     marks: list[tuple[str | None, torch.cuda.Event | float]] = []
@@ -47,7 +44,7 @@ def phase_us(runner: ModelRunner, comm: Communicator, kind: DecodeGraphKey) -> d
     runner.mark = mark
     try:
         for i in range(TIMES + 1):
-            if graphs is None or i == 0:  # the events of the graph that is captured here are those of every replay
+            if graphs is None or i == 0:  # a replay records the events that were captured with the graph
                 marks.clear()
             comm.barrier()
             step()
@@ -65,7 +62,6 @@ def phase_us(runner: ModelRunner, comm: Communicator, kind: DecodeGraphKey) -> d
 
 
 def _between(begin: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
-    """Microseconds."""
     if isinstance(begin, float) or isinstance(end, float):
         return 1e6 * (float(end) - float(begin))  # type: ignore[arg-type]
     return 1e3 * begin.elapsed_time(end)

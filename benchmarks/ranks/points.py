@@ -1,4 +1,4 @@
-"""The points of a benchmark (`bench.points`): an engine for each, and what becomes of those that do not fit."""
+"""The points of a benchmark (`bench.points`): an engine for each, and the error of those that do not fit."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from launch.inputs.preflight import CheckedRun
 
 
 def gammas(config: LabConfig) -> list[int]:
-    """Drafts of a step with which each point is timed."""
+    """Returns the numbers of drafts with which each point is timed."""
     return config.bench.gammas or [0 if config.speculation.drafter == "none" else config.speculation.gamma]
 
 
 def limit(config: Config, device: torch.device) -> None:
-    """Limits what this rank allocates of its GPU to `bench.gpu_bytes`, if called before the model is loaded."""
+    """Caps this rank's GPU memory at `bench.gpu_bytes`; call it before the model is loaded."""
     limit_bytes = lab(config).bench.gpu_bytes
     if limit_bytes is not None and device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / torch.cuda.mem_get_info(device)[1]), device)
 
 
 def used(device: torch.device) -> int | None:
-    """Bytes of a GPU that anybody uses, by its driver; None on a CPU."""
+    """Returns the GPU's bytes in use by all processes, from the driver; None on a CPU."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
@@ -47,9 +47,9 @@ def used(device: torch.device) -> int | None:
 def at_each(
     plan: CheckedRun, comm: Communicator, measure: Callable[[int, int], list[dict[str, Any]]]
 ) -> list[dict[str, Any]]:
-    """Rows of `measure(batch, length)` at each point, or one that says why the point `failed`.
+    """Returns the rows of `measure(batch, length)` at each point, or one with the reason why the point `failed`.
 
-    Rank 0 appends a point's rows to `bench.output` as it ends: they are kept, whatever becomes of the next one.
+    Rank 0 appends a point's rows to `bench.output` as it ends, so a later failure loses nothing.
 
     Raises:
         ConfigError: the only point does not fit.
@@ -59,7 +59,7 @@ def at_each(
     for batch, length in todo:
         try:
             rows = measure(batch, length)
-        except ConfigError as error:  # of several points, the others count
+        except ConfigError as error:  # with several points, go on with the others
             if len(todo) == 1:
                 raise
             rows = [{"batch": batch, "length": length, "failed": str(error)}]
@@ -83,13 +83,13 @@ def engine_at(
     draft: DraftModel | DraftLayer | None = None,
     hopb: HopBChunks | None = None,
 ) -> tuple[Engine, int]:
-    """An engine with room for `batch` sequences of `length` tokens and `steps` more steps; also the tokens of each.
+    """Makes an engine for `batch` sequences of `length` tokens and `steps` more steps; also returns the tokens of each.
 
     Args:
-        hopb: instead of hopb.chunks.
+        hopb: overrides hopb.chunks.
 
     Raises:
-        ConfigError: they are more than the model's context, or than memory holds.
+        ConfigError: they exceed the model's context, or memory.
     """
     config = lab(plan.config)
     reserved = length + steps * (1 + max(gammas(config)))
@@ -99,10 +99,10 @@ def engine_at(
             "set model.config.max_position_embeddings, or bench.points of fewer"
         )
     ranks = plan.layout.dp
-    tokens = -(-batch // ranks) * ranks * reserved  # of all ranks; in mode dp each has room for as many sequences
+    tokens = -(-batch // ranks) * ranks * reserved  # over all ranks; in mode dp all hold the same number
     sized = replace(
         config,
-        kv=replace(config.kv, tokens=tokens, prefix_cache=False),  # what is timed is computed
+        kv=replace(config.kv, tokens=tokens, prefix_cache=False),  # no prefix hits: compute what is timed
         hopb=replace(config.hopb, chunks=hopb or config.hopb.chunks),
     )
     engine = build_engine(plan.layout, model, sized, batch, tokens, draft=draft)

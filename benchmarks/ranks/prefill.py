@@ -21,19 +21,19 @@ from helix.worker.clock import time_each
 from helix.worker.warmup import fill
 from launch.job.task import JobResult, Task
 
-FOLLOW_UP = 100  # tokens of a message in a conversation
-LONG_S = 2.0  # of a chunk that is timed once
-SHORT = 256  # of a chunk that keeps others waiting for a moment only
+FOLLOW_UP = 100  # tokens of a follow-up message in a conversation
+LONG_S = 2.0  # a chunk that takes longer is timed once
+SHORT = 256  # a chunk that stalls decoding only briefly
 
 
 def run(task: Task) -> JobResult:
-    """Seconds from a prompt to its first token at each of `bench.points`, on rank 0, and its last tokens alone.
+    """Times each of `bench.points` from prompt to first token on rank 0, and the prompt's last tokens separately.
 
-    Of these: a turn of a conversation, a short chunk, the longest one and its kernels, and the short one's rate beside
-    the longest's.
+    The last tokens: a follow-up message, a short chunk, the longest chunk and its kernels, and the rate of the short
+    chunk relative to the longest.
 
     Raises:
-        ConfigError: the only point is beyond the model's context, or its cache does not fit.
+        ConfigError: the only point exceeds the model's context, or its cache does not fit.
     """
     plan, comm = task.plan, task.comm
     limit(plan.config, comm.device)
@@ -44,7 +44,7 @@ def run(task: Task) -> JobResult:
         engine, _ = engine_at(plan, comm, model, batch, length, 1)
         ids = torch.randint(0, model.spec.vocab, (batch, length), generator=generator)
         short = [Request("warm-up", tuple(ids[0, : min(length, 2 * engine.runner.sizes.chunk)].tolist()), 1)]
-        _serve(engine, short)  # compiles kernels, opens connections
+        _serve(engine, short)  # compile kernels, open connections
         _capture(engine, ids[0])
         requests = [Request(i, tuple(row), 1) for i, row in enumerate(ids.tolist())]
         with task.console.progress(f"prefill {batch} x {length:,}", batch * length) as advance:
@@ -70,7 +70,6 @@ def run(task: Task) -> JobResult:
 
 @torch.inference_mode()
 def _capture(engine: Engine, ids: Tensor) -> None:
-    """Captures the sizes of a prompt's chunks, as a server has them before its first request."""
     runner, each = engine.runner, engine.runner.sizes.chunk
     if not runner.pads_chunks or runner.graphs is None:
         return
@@ -84,9 +83,9 @@ def _capture(engine: Engine, ids: Tensor) -> None:
 
 @torch.inference_mode()
 def _last(engine: Engine, ids: Tensor, tokens: int) -> tuple[float, dict[str, Any]]:
-    """Seconds of the last tokens of prompts [B, L] in one chunk, on the slowest rank, and what they consist of.
+    """Times the last tokens of prompts [B, L] in one chunk, on the slowest rank, with a breakdown.
 
-    They are captured where a server's are.
+    The chunk is captured as a server's would be.
     """
     runner, (batch, length) = engine.runner, ids.shape
     fill(runner, batch, length)
@@ -95,7 +94,7 @@ def _last(engine: Engine, ids: Tensor, tokens: int) -> tuple[float, dict[str, An
     def run() -> None:
         runner.prompt_states(last)
 
-    run()  # compiles, where no chunk of this length has been yet
+    run()  # compile, if no chunk of this length has run yet
     while (size := runner.eager_size) is not None:
         runner.capture_chunk(size, num_cached_tokens=1)
     seconds = 0.0
@@ -109,7 +108,7 @@ def _last(engine: Engine, ids: Tensor, tokens: int) -> tuple[float, dict[str, An
 
 
 def _serve(engine: Engine, requests: list[Request], advance: Callable[[int], None] = lambda tokens: None) -> None:
-    """Raises RuntimeError where one is refused, whose time would count for nothing."""
+    """Serves requests; raises RuntimeError if one is refused, as its time would mean nothing."""
     prefilled: dict[str | int, int] = {}
     for update in chain.from_iterable(engine.serve(Inbox.of(requests))):
         if update.finish_reason == "error":

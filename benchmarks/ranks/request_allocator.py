@@ -1,4 +1,4 @@
-"""Sequences that get slots and pages without a scheduler: each its own pages, shared with nobody."""
+"""Assigns rows and pages to sequences without a scheduler; nothing is shared."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NO_TOKENS = np.empty(0, dtype=np.int32)
 
 
 class RequestAllocator:
-    """The free pages of a runner that serves nobody else."""
+    """The free pages of a runner without other requests."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._stripes, self._pool = runner.placement.stripes, PagePool(runner.cache.pages)
@@ -27,11 +27,11 @@ class RequestAllocator:
         limit: int | None = None,
         sampling: SamplingParams | None = None,
     ) -> NewRequest:
-        """A sequence with pages for `reserved` tokens, whose first block is on another kvp rank in each slot.
+        """Makes a sequence with pages for `reserved` tokens; its first block is on another kvp rank in each slot.
 
         Args:
             prompt: int32 [n].
-            limit: tokens in the cache at which it ends; None for `reserved`.
+            limit: number of cached tokens at which it ends; None: `reserved`.
         """
         return NewRequest(
             slot,

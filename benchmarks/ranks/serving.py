@@ -1,7 +1,7 @@
-"""Serves requests that come and go by the clock, inside a job (`bench=serve`).
+"""Serves requests that arrive by the clock, inside a job (`bench=serve`).
 
-Contexts are not computed: the cache is filled with random numbers, and rank 0 is told that they are those of some
-tokens. What comes behind them is computed, as it would be behind a turn before.
+Contexts are not computed: the cache is filled with random numbers, which rank 0 registers as the KV of some
+tokens. Everything after them is computed, as after an earlier turn of a chat.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from helix.worker.warmup import fill, step_seconds
 from launch.job.task import JobResult, Task
 
 K, M = 1 << 10, 1 << 20
-SMALLER = 256  # without a GPU, contexts are so many times shorter
+SMALLER = 256  # without a GPU, contexts are shorter by this factor
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request at a time, seconds from the beginning, and when it is aborted, if it is."""
+    """A request with its arrival time and optional abort time, in seconds from the start."""
 
     at: float
     request: Request
@@ -47,10 +47,10 @@ class Arrival:
 
 @dataclass
 class RequestTiming:
-    """What a client sees of one request, by the clock.
+    """What a client sees of one request, in seconds of the clock.
 
     Attributes:
-        came: of each token.
+        token_times: arrival of each token.
     """
 
     sent: float = 0.0
@@ -67,15 +67,15 @@ class RequestTiming:
         return self.gaps_between(0.0, math.inf)
 
     def gaps_between(self, begin: float, end: float) -> list[float]:
-        """Gaps that ended between two times."""
+        """Returns the gaps that ended between two times."""
         return [b - a for a, b in zip(self.token_times, self.token_times[1:], strict=False) if begin <= b <= end]
 
 
 class Client:
-    """Sends requests to an engine and notes what comes.
+    """Sends requests to an engine and records its updates.
 
     Args:
-        engine: whose cache holds numbers, whatever they are.
+        engine: its cache is already filled with random numbers.
     """
 
     def __init__(self, engine: Engine, seed: int) -> None:
@@ -85,11 +85,11 @@ class Client:
         self._sent = 0
 
     def tokens(self, count: int) -> np.ndarray:
-        """Random ones, int32 [count]; the same on every rank."""
+        """Returns random tokens, int32 [count]; the same on every rank."""
         return self.rng.integers(0, self.engine.runner.model.spec.vocab, count, dtype=np.int32)
 
     def context(self, count: int) -> np.ndarray:
-        """Tokens that are in the cache from now on, int32 [count]."""
+        """Returns new tokens int32 [count], registered as cached."""
         tokens = self.tokens(count)
         if self.leads:
             (tables,) = self.engine.tables
@@ -100,12 +100,12 @@ class Client:
         return tokens
 
     def request(self, context: np.ndarray, more: int, new: int) -> Request:
-        """A prompt of a context and `more` tokens behind it."""
+        """Makes a request: a context, then `more` random tokens."""
         self._sent += 1
         return Request(self._sent, np.concatenate((context, self.tokens(more))), new)
 
     def serve(self, arrivals: Sequence[Arrival], until: Request | None = None) -> dict[int, RequestTiming]:
-        """What becomes of the requests; on the other ranks nothing. All are aborted once `until` has ended."""
+        """Returns the timing of each request; empty on other ranks. Aborts all once `until` has ended."""
         inbox, seen = Inbox(), {int(a.request.id): RequestTiming() for a in arrivals}
         begin = perf_counter()
 
@@ -150,7 +150,7 @@ def _mean_gap_s(seen: Sequence[RequestTiming]) -> float:
 
 
 def streams(client: Client, small: int) -> Iterator[dict[str, Any]]:
-    """Time between tokens beside a step's own time, alone and with an arrival a second."""
+    """Measures time between tokens, and a step's time for comparison, alone and with an arrival each second."""
     new = 768 if small == 1 else 6
     for batch, length in ((1, 128 * K), (8, 32 * K)):
         length //= small
@@ -172,7 +172,7 @@ def streams(client: Client, small: int) -> Iterator[dict[str, Any]]:
 
 
 def first_tokens(client: Client, small: int) -> Iterator[dict[str, Any]]:
-    """A short prompt's first token, alone and beside long streams; the next turn behind a long context."""
+    """Measures a short prompt's first token, alone and next to long streams, and the next turn after a long context."""
     contexts = [client.context(128 * K // small) for _ in range(8)]
     for num_running in (0, 8):
         count = 24 if small == 1 else 4
@@ -210,8 +210,8 @@ def first_tokens(client: Client, small: int) -> Iterator[dict[str, Any]]:
 
 
 def beside_prefill(client: Client, small: int) -> Iterator[dict[str, Any]]:
-    """Streams and short prompts while a long prompt is computed, and that prompt alone."""
-    # One GPU takes a minute and a half for 512K tokens.
+    """Measures streams and short prompts during a long prefill, and that prefill alone."""
+    # One GPU would take a minute and a half for 512K tokens.
     length = (512 if client.engine.runner.layout.world_size > 1 and small == 1 else 128) * K // small
     contexts = [client.context(32 * K // small) for _ in range(4)]
     alone_s = 0.0
@@ -234,7 +234,7 @@ def beside_prefill(client: Client, small: int) -> Iterator[dict[str, Any]]:
 
 
 def offline(client: Client, small: int) -> Iterator[dict[str, Any]]:
-    """Requests of one size, all at once: the time of all of them."""
+    """Measures offline throughput: requests of one size, all at once, until the last has ended."""
     for count, length, new in OFFLINE_LOADS:
         if small > 1:
             count, length, new = min(count, 8), max(length // small, 4), min(new, 4)
@@ -255,9 +255,9 @@ def offline(client: Client, small: int) -> Iterator[dict[str, Any]]:
 
 
 def poisson(client: Client, small: int) -> Iterator[dict[str, Any]]:
-    """Requests of 1K to 32K at random times: the curve of tokens over rate, up to what the engine can do.
+    """Sends requests of 1K to 32K tokens at random times: throughput by arrival rate, up to the engine's capacity.
 
-    Most are short. How many come at each rate keeps the whole of it within a minute on one GPU.
+    Most are short. The number at each rate keeps the whole trace within a minute on one GPU.
     """
     rng = random.Random(7)
     capacity = 0.0
@@ -302,10 +302,10 @@ def run(task: Task) -> JobResult:
     plan, comm = task.plan, task.comm
     model, _ = task.load()
     small = 1 if comm.device.type == "cuda" else SMALLER
-    # All that memory holds, as a server does; without a GPU, what the traces need.
+    # All that memory holds, as for a server; without a GPU, what the traces need.
     wanted = 4 * M if small == 1 else 16 * M // small
     if unknown := set(traces := lab(plan.config).bench.traces) - set(TRACES):
-        raise ConfigError(f"bench.traces has {min(unknown)!r}: choose of {', '.join(TRACES)}")
+        raise ConfigError(f"bench.traces has {min(unknown)!r}: choose from {', '.join(TRACES)}")
     slots, auto = max_slots(plan.config, comm.device.type), plan.config.decode.max_batch == "auto"
     engine = build_engine(plan.layout, model, plan.config, slots, wanted, fewer=auto)
     apply_synthetic(engine.runner, lab(plan.config))

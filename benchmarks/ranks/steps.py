@@ -1,4 +1,4 @@
-"""Decode steps over a cache full of random data: what a step costs at a length that nobody wants to prefill first."""
+"""Times decode steps over a cache of random data, so that long contexts need no prefill."""
 
 from __future__ import annotations
 
@@ -37,16 +37,14 @@ from launch.job.report import Console, summary
 from launch.job.task import JobResult, Task
 
 WARM_UP = 4
-UNTIMED = WARM_UP + 1 + PHASED  # the one that is traced, and those whose phases are timed
+UNTIMED = WARM_UP + 1 + PHASED  # the traced step, and those whose phases are timed
 
 
 def run(task: Task) -> JobResult:
-    """Times `bench.steps` decode steps at each of `bench.points`.
-
-    At a point, with each of `bench.variants` of attention; in this, with each of `bench.gammas` drafts.
+    """Times `bench.steps` decode steps at each of `bench.points`, for each of `bench.variants` and `bench.gammas`.
 
     Raises:
-        ConfigError: the only point is beyond the model's context, or its cache does not fit.
+        ConfigError: the only point exceeds the model's context, or its cache does not fit.
     """
     plan, comm = task.plan, task.comm
     limit(plan.config, comm.device)
@@ -67,7 +65,6 @@ def _time_point(
     batch: int,
     length: int,
 ) -> list[dict[str, Any]]:
-    """What is measured at a point, for each count of drafts, always over the same cache."""
     config = lab(plan.config)
     layout = plan.layout
     dp_slots = [range(home, batch, layout.dp) for home in range(layout.dp)]  # sequences of each rank in mode dp
@@ -110,7 +107,6 @@ def _time_point(
 
 
 def _attend_as(runner: ModelRunner, config: LabConfig) -> None:
-    """Later steps choose their blocks as `config` says, in graphs of their own."""
     runner.close()
     policy = make_policy(config.attention, runner.placement, runner.sizes.length, runner.comm, config.kv)
     runner.policy = policy or runner.dense
@@ -122,9 +118,9 @@ def _attend_as(runner: ModelRunner, config: LabConfig) -> None:
 def _time_drafts(
     runner: ModelRunner, comm: Communicator, batch: int, length: int, gamma: int, steps: int
 ) -> tuple[Timings, dict[str, Any]]:
-    """Steps with `gamma` drafts, and what one of them consists of.
+    """Times steps with `gamma` drafts, and breaks one of them down.
 
-    A step counts with the time of its slowest rank; no rank waits for its host between steps.
+    A step counts as its slowest rank; no rank waits for its host between steps.
     """
     outcomes: list[Tensor] = []
     rows = -(-batch // runner.layout.dp)
@@ -161,20 +157,20 @@ def _time_drafts(
 
 
 def blocks_read(runner: ModelRunner, comm: Communicator) -> dict[str, Any]:
-    """Blocks that a query read of each KV head and layer, on each rank, counted on the device.
+    """Returns the blocks that a query read per KV head and layer, on each rank, counted on the device.
 
     Raises:
-        RuntimeError: no query has chosen: the steps that were timed were dense.
+        RuntimeError: no query selected blocks: the timed steps were dense.
     """
     assert isinstance(runner.policy, BlockSparseAttention)
     read = runner.policy.blocks_read()
     if read is None:
-        raise RuntimeError("steps that should have chosen the blocks they read have read all of them")
+        raise RuntimeError("block-sparse steps read all blocks: no query selected any")
     return {"blocks_read_per_rank": comm.all_gather_object(read)}
 
 
 def blocks_fetched(cache: OffloadedCache, comm: Communicator, steps: int) -> dict[str, Any]:
-    """What came over each rank's link in a step, guesses included, and the share of chosen blocks that were there."""
+    """Returns each rank's link bytes per step, prefetches included, and its hit rate."""
     (hits, misses), (_, prefetched) = cache.fetch_counts.tolist(), cache.prefetch_counts.tolist()
     block = cache.gpu_blocks[0, 0].numel() * cache.gpu_blocks.itemsize
     return {
@@ -186,14 +182,14 @@ def blocks_fetched(cache: OffloadedCache, comm: Communicator, steps: int) -> dic
 
 
 def fill(runner: ModelRunner, batch: int, length: int, reserved: int, seed: int) -> None:
-    """`batch` sequences of `length` tokens, whose keys and values are random."""
+    """Fills the cache with random keys and values for `batch` sequences of `length` tokens."""
     generator = torch.Generator(runner.device).manual_seed(seed)
     caches = [runner.cache, *([runner.drafter.cache] if isinstance(runner.drafter, ModelDrafter) else [])]
     for name, tensor in (named for cache in caches for group in cache.groups for named in group.tensors.items()):
         for layer in tensor:
             if name.endswith("_scales"):
                 layer.fill_(1)
-            elif layer.dtype == torch.float8_e4m3fn:  # which torch does not draw
+            elif layer.dtype == torch.float8_e4m3fn:  # torch has no random numbers in FP8
                 for pages in layer.split(1024):
                     pages.copy_(torch.randn(pages.shape, generator=generator, device=pages.device))
             else:
@@ -207,7 +203,7 @@ def fill(runner: ModelRunner, batch: int, length: int, reserved: int, seed: int)
 
 
 def rewind(runner: ModelRunner, batch: int, length: int) -> None:
-    """Takes the first `batch` sequences back to `length` tokens; what was appended behind is overwritten."""
+    """Rewinds the first `batch` sequences to `length` tokens; later steps overwrite what was appended."""
     slots = torch.arange(batch, device=runner.device)
     runner.state.activate(slots, torch.zeros_like(slots), torch.full_like(slots, length))
     if runner.drafter.observes_step(DecodeGraphKey(batch, runner.sizes.drafts)):

@@ -1,4 +1,4 @@
-"""Drafts and blocks that are kept at a set rate, whatever the model says: those of random weights mean nothing."""
+"""Fixed acceptance and block-reuse rates, for models with random weights."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from helix.worker.step import DecodeState, Step
 
 
 def apply_synthetic(runner: ModelRunner, config: LabConfig) -> None:
-    """Keeps drafts and blocks at the rates that `bench` sets."""
+    """Applies the rates that `bench` sets."""
     synthesize_acceptance(runner.drafter, config.bench.acceptance, config.seed, runner.model.spec.vocab)
     repeat_selected_blocks(runner, config.bench.repeat)
 
 
 def synthesize_acceptance(drafter: Drafter, acceptance: float | None, seed: int, vocab: int) -> None:
-    """Lets a drafter draft as ever, and other tokens, of a set fate, take the place of what it proposes.
+    """Lets a drafter draft as usual, then replaces its proposals by tokens of a predetermined outcome.
 
     Args:
-        acceptance: chance of each draft, given that those before it were kept; None: the model decides.
+        acceptance: chance of each draft, given that those before it were accepted; None: the model decides.
     """
     if acceptance is None:
         return
@@ -42,10 +42,7 @@ def synthesize_acceptance(drafter: Drafter, acceptance: float | None, seed: int,
 
 
 def repeat_selected_blocks(runner: ModelRunner, repeat: float | None) -> None:
-    """Lets block-sparse steps choose as ever, and then read a set share `repeat` of the last step's blocks.
-
-    None: what was chosen is read.
-    """
+    """Lets block-sparse steps select as usual, then read a share `repeat` of the last step's blocks; None: no-op."""
     if repeat is None:
         return
     policy = runner.policy

@@ -1,8 +1,8 @@
-"""Kernels of drafts and blocks that are kept at a set rate.
+"""Kernels for drafts and block selections at a fixed rate.
 
-A draft is kept or refused by its seed, row and position alone: it has the same fate however often it is drafted. Each
-of the `topk` entries of a table of blocks has its own range of the sequence's blocks, and walks through it; steps renew
-the entries in turn. Neither keeps a state between steps.
+A draft's outcome depends on seed, row and position only, so redrafting does not change it. Each
+of the `topk` entries of a block table steps through its own range of the sequence's blocks; steps renew
+the entries round robin. Neither keeps state between steps.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from kernels.tokens.reference import DRAFT, RECOVER
 from kernels.tokens.reference import uniform as reference_uniform
 from kernels.tokens.uniform import uniform
 
-FATE = RECOVER + 1  # the stream of verdicts on drafts
+FATE = RECOVER + 1  # the random stream of draft outcomes
 CHANCE_UNITS = 1 << 30  # probability 1: a kernel's argument is an integer or rounded to fp32
 SHARES = 1024  # a share of blocks is rounded to multiples of 1 / SHARES
-STRIDE = 7919  # a prime: steps by it visit every block of a range before any block again
+STRIDE = 7919  # a prime: this stride visits every block of a range before any block again
 
 _DRAFT, _FATE, _CHANCE_UNITS = tl.constexpr(DRAFT), tl.constexpr(FATE), tl.constexpr(CHANCE_UNITS)
 _SHARES, _STRIDE = tl.constexpr(SHARES), tl.constexpr(STRIDE)
@@ -44,16 +44,16 @@ def _replay_kernel(lengths, tokens, outcome, seed, chance, vocab, N, BLOCK: tl.c
 
 
 def synthetic_drafts(lengths: Tensor, drafts: int, acceptance: float, seed: int, vocab: int) -> tuple[Tensor, Tensor]:
-    """Draws random drafts and the tokens that count as drawn in their place: the draft with a set chance, else another.
+    """Makes random drafts, and the sampled tokens that accept them with a set probability.
 
     Args:
         lengths: position of the last token of each row [B] int64, contiguous; the drafts follow it.
-        drafts: n drafts per row, at least 1.
+        drafts: drafts per row, at least 1.
         acceptance: chance of each draft, in [0, 1], rounded to units of 2^-30.
         vocab: token ids are below it; at least 2.
 
     Returns:
-        Drafts and outcomes, [B, n] int64 each.
+        Drafts and outcomes, [B, drafts] int64 each.
     """
     if not dispatch.on_gpu(lengths):
         return reference_drafts(lengths, drafts, acceptance, seed, vocab)
@@ -68,7 +68,7 @@ def synthetic_drafts(lengths: Tensor, drafts: int, acceptance: float, seed: int,
 
 
 def reference_drafts(lengths: Tensor, drafts: int, acceptance: float, seed: int, vocab: int) -> tuple[Tensor, Tensor]:
-    """Does what `synthetic_drafts` does in plain torch."""
+    """Plain torch reference of `synthetic_drafts`."""
     slot = torch.arange(len(lengths), device=lengths.device)[:, None]
     position = lengths[:, None] + 1 + torch.arange(drafts, device=lengths.device)
     seeds = torch.full_like(position, seed)
@@ -99,15 +99,15 @@ def _repeat_blocks_kernel(
 def repeat_blocks(
     table: Tensor, block_table: Tensor, first: Tensor, last: Tensor, positions: Tensor, topk: int, repeat: float
 ) -> None:
-    """Overwrites chosen pages with others, so that consecutive positions have a share `repeat` of them in common.
+    """Overwrites selected pages so that consecutive positions have a share `repeat` of them in common.
 
-    Pages ascend and are distinct. A renewed page does not occur again until its whole range has occurred.
+    Pages ascend and are distinct. A renewed page does not recur before the rest of its range.
 
     Args:
         table: [N, Hkv, width] int32, contiguous, the result of `kernels.sparse.select_blocks`.
         block_table: [B, max_pages] int32, rows contiguous.
-        first, last: [N] int32, contiguous: candidates are `[first, last)` of a row of `block_table`; if they are fewer
-            than `topk`, nothing is overwritten.
+        first, last: [N] int32, contiguous: candidates are `[first, last)` of a row of `block_table`; with fewer
+            than `topk` candidates nothing is overwritten.
         positions: [N] int64, contiguous.
         topk: at least 1.
         repeat: share from 0 to 1, an average over steps.
@@ -128,14 +128,14 @@ def repeat_blocks(
 def reference_blocks(
     table: Tensor, block_table: Tensor, first: Tensor, last: Tensor, positions: Tensor, topk: int, repeat: float
 ) -> None:
-    """Does what `repeat_blocks` does in plain torch."""
+    """Plain torch reference of `repeat_blocks`."""
     renewed = round((1 - repeat) * topk * SHARES)
     lane = torch.arange(topk, device=table.device)
     head = torch.arange(table.shape[1], device=table.device)[:, None]
     for n in range(len(table)):
         begin, each = int(first[n]), (int(last[n]) - int(first[n])) // topk
         if each == 0:
-            continue  # all are chosen, or nearly so
+            continue  # all candidates are selected, or nearly so
         rotations = (int(positions[n]) * renewed // SHARES + topk - 1 - lane) // topk
         column = begin + lane * each + (rotations + lane + head) * STRIDE % each
         table[n, :, begin : begin + topk] = block_table[n * len(block_table) // len(table)][column]

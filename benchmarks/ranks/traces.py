@@ -1,4 +1,4 @@
-"""Profiles of decode steps and of chunks of prompts: the kernels that they consist of."""
+"""Profiles the kernels of decode steps and prompt chunks."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch.profiler import ProfilerActivity, profile
 
 from comm.base import Communicator
 
-NAME = 100  # characters of a kernel's name that are kept
-LONGEST = 6  # kernels whose times on all ranks, and from start to end, are kept
+NAME = 100  # maximum length of a kernel's name
+LONGEST = 6  # kernels whose times on all ranks, and from start to end, are recorded
 
 
 def trace(step: Callable[[], Any], layers: int, comm: Communicator) -> dict[str, Any]:
-    """Finds what a step consists of on this rank's GPU: launches a layer, the share of time without a kernel, kernels.
+    """Profiles a step on this rank's GPU: launches per layer, idle share, and kernels.
 
-    Kernels start while others run out, and wait as running ones: each counts from the end of those before it. Of the
-    longest, the times of all ranks tell who is waited for, and those from start to end what runs beside another.
+    A kernel may start while others drain, and waits as a running one, so each counts from the end of those before it.
+    For the longest kernels, the times of all ranks show who is waited for, and start-to-end times show overlap.
     """
     if comm.device.type != "cuda":
         step()
         return {}
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        comm.barrier()  # profilers take their time to start, and peers would wait inside the first kernels
+        comm.barrier()  # profilers start slowly, and peers would wait inside the first kernels
         step()
         torch.cuda.synchronize()
     kernels = [e for e in profiled.events() or [] if e.device_type == torch.autograd.DeviceType.CUDA]

@@ -1,8 +1,8 @@
-"""Measures ways to draft (`bench=tune`): one job, one model, one prefill, and a drafter after the other.
+"""Measures draft sources (`bench=tune`): one job, one model, one prefill, then one drafter after the other.
 
-Prompts are continued by decode steps as the engine runs them; a continuation ends with its last token, and the next way
-goes back to where the prompt ended. Where drafts are kept at a set rate (`bench.acceptance`), steps over random keys
-are timed instead. More prompts than slots take turns, and then each turn begins with its prefill.
+Prompts are continued by decode steps as in the engine; after the last token of a continuation, the next draft source
+rewinds to the end of the prompt. With a fixed acceptance rate (`bench.acceptance`), steps over random keys
+are timed instead. If there are more prompts than slots they run in batches, each of which starts with its prefill.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ from launch.job.task import JobResult, Task
 
 
 def candidates(config: LabConfig) -> TuningGrid:
-    """What the search may choose among, by a config."""
+    """Returns the search space of a config."""
     bench, speculation = config.bench, config.speculation
     forced = None if bench.acceptance is None else speculation.sparsity
     return TuningGrid(tuple(bench.sparsities), tuple(bench.gammas), speculation.gamma, forced, bench.grid)
 
 
 def run(task: Task) -> JobResult:
-    """Measures what the search asks for and `bench.output` does not hold; rank 0 adds it there.
+    """Measures what the search asks for and `bench.output` does not have yet; rank 0 appends it there.
 
     Raises:
         ConfigError: the prompts, or the point, do not fit.
@@ -101,10 +101,10 @@ def run(task: Task) -> JobResult:
 
 
 class _TuningSample:
-    """Sequences that are decoded in one way after the other.
+    """Sequences that are decoded with one draft source after the other.
 
     Args:
-        engine: with room for the most keys and drafts.
+        engine: has room for the largest sparsity and gamma.
     """
 
     def __init__(self, plan: CheckedRun, comm: Communicator, model: Decoder, engine: Engine) -> None:
@@ -113,7 +113,6 @@ class _TuningSample:
         self._drafts_with: tuple[str, float | None] = ("", None)
 
     def draft_with(self, source: DraftSource) -> None:
-        """Puts the drafter of a way in the place of the one before, behind the same keys."""
         kind = source.drafter, source.sparsity
         if source.drafter == "none" or kind == self._drafts_with:
             return
@@ -122,7 +121,7 @@ class _TuningSample:
         runner.close()
         runner.drafter, runner.graphs = NoDrafts(), None
         if self.comm.device.type == "cuda":
-            gc.collect()  # scores and tables of the one before make room
+            gc.collect()  # frees the previous drafter's scores and tables
             torch.cuda.empty_cache()
         runner.drafter = make_drafter(
             source.over(self.config.speculation), None, self.model, runner.cache, runner.sizes
@@ -133,19 +132,18 @@ class _TuningSample:
         runner.graphs = StepGraphs() if self.comm.capturable else None
 
     def slowest(self, seconds: list[float]) -> list[float]:
-        """Each step with its slowest rank."""
+        """Returns the slowest rank's time of each step."""
         self.comm.check()
         return [max(step) for step in zip(*self.comm.all_gather_object(seconds), strict=True)]
 
 
 def _widest(config: LabConfig) -> LabConfig:
-    """The config of an engine that has room for each way."""
     lacking_pages = max(*config.bench.sparsities, config.speculation.sparsity)
     return replace(config, speculation=replace(config.speculation, sparsity=lacking_pages))
 
 
 class RandomSample(_TuningSample):
-    """Random keys, and drafts that are kept at a set rate."""
+    """Random keys, and a fixed acceptance rate."""
 
     def __init__(self, task: Task) -> None:
         plan = replace(task.plan, config=_widest(lab(task.plan.config)))
@@ -170,13 +168,13 @@ class RandomSample(_TuningSample):
             step()
         self.comm.barrier()
         seconds = self.slowest(time_each(step, self.config.bench.steps, self.comm.device))
-        # Of few steps the tokens that came would be luck.
+        # Over few steps the measured tokens would be noise.
         tokens = Speculation(source.gamma, self.config.bench.acceptance or 0.0).tokens
         return Measurement(source, (tokens,), median(seconds)), {"steps": len(seconds)}
 
 
 class PromptSample(_TuningSample):
-    """Prompts, and drafts that are kept where the model says so."""
+    """Prompts, and drafts that the model accepts or rejects."""
 
     def __init__(self, task: Task) -> None:
         plan, comm = task.plan, task.comm
@@ -196,13 +194,13 @@ class PromptSample(_TuningSample):
         lacking = max(sum(stripes.pages_for(self._need(r)) for r in batch) - free for batch in self.batches)
         if (lacking_pages := max(comm.all_gather_object(lacking))) > 0:
             raise ConfigError(
-                f"decode.max_batch={config.decode.max_batch}: so many of the longest prompts "
-                f"lack {lacking_pages} pages of the "
-                "cache on a rank: take fewer at a time, shorter ones, or a larger layout.kvp"
+                f"decode.max_batch={config.decode.max_batch}: a batch of the longest prompts "
+                f"lacks {lacking_pages} pages of a "
+                "rank's KV cache: use a smaller decode.max_batch, shorter prompts, or a larger layout.kvp"
             )
         self.kind = DecodeGraphKey.of([r.sampling for r in requests])
         self.console = task.console
-        self.current_batch = -1  # that whose keys are in the cache
+        self.current_batch = -1  # the one whose keys are in the cache
         self.begin: tuple[Tensor, ...] = ()
 
     def _need(self, request: Request) -> int:
@@ -212,7 +210,7 @@ class PromptSample(_TuningSample):
     def measure(self, source: DraftSource) -> tuple[Measurement, dict[str, Any]]:
         timings = Timings(acceptance=Acceptance(self.drafts))
         tokens: list[float] = []
-        full: list[float] = []  # seconds of steps in which every slot had a sequence
+        full: list[float] = []  # seconds of steps with a full batch
         self.draft_with(source)
         for batch, requests in enumerate(self.batches):
             self._enter(batch)
@@ -224,7 +222,9 @@ class PromptSample(_TuningSample):
             if batch == 0:
                 full = [step_s for step_s, slot_tokens in zip(seconds, sampled, strict=True) if all(slot_tokens)]
         if not tokens:
-            raise ConfigError(f"{self.config.decode.prompts}: every prompt ends with its first token, without drafts")
+            raise ConfigError(
+                f"{self.config.decode.prompts}: every prompt ends with its first token: there is nothing to draft"
+            )
         by_position = zip(timings.acceptance.accepted, timings.acceptance.verified, strict=True)
         more: dict[str, Any] = {"steps": len(timings.ttl_s), "sequence_steps": timings.sequence_steps}
         more |= {
@@ -235,7 +235,7 @@ class PromptSample(_TuningSample):
         return Measurement(source, tuple(tokens), median(full)), more
 
     def _enter(self, batch: int) -> None:
-        """Brings the prompts of a turn into the cache, where others are; then state is as after their prefill."""
+        """Prefills a batch unless it is the one in the cache; restores the state after its prefill."""
         runner, requests = self.runner, self.batches[batch]
         if batch != self.current_batch:
             retire = tuple(runner.requests)
@@ -272,7 +272,7 @@ class PromptSample(_TuningSample):
         self.runner.check()
 
     def _rewind(self) -> None:
-        """Back to where the prompts ended; what was appended behind is overwritten."""
+        """Rewinds to the end of the prompts; later steps overwrite what was appended."""
         runner, state = self.runner, self.runner.state
         for tensor, value in zip((state.tokens, state.lengths), self.begin, strict=True):
             tensor.copy_(value)
@@ -285,7 +285,7 @@ class PromptSample(_TuningSample):
         return self.runner.decode(replace(self.kind, rows=rows, drafts=gamma))
 
     def _continue(self, gamma: int, requests: Sequence[Request]) -> tuple[list[float], list[list[list[int]]]]:
-        """Seconds of each step until all have their tokens, and what each sequence took in it."""
+        """Decodes until all sequences have their tokens; returns seconds and accepted tokens of each step."""
         seconds: list[float] = []
         sampled: list[list[list[int]]] = []
         runner, rows = self.runner, len(requests)
@@ -318,7 +318,7 @@ class PromptSample(_TuningSample):
         seconds: Sequence[float],
         sampled: Sequence[list[list[int]]],
     ) -> list[float]:
-        """Notes steps as the engine does, up to each sequence's end; tokens an iteration of those that took some."""
+        """Records steps as the engine does, up to each sequence's end; returns each sequence's tokens per iteration."""
         eos = set(self.model.spec.eos)
         first = self.begin[0][: len(requests)].tolist()
         left = [0 if token in eos else r.max_tokens - 1 for token, r in zip(first, requests, strict=True)]
@@ -337,14 +337,14 @@ class PromptSample(_TuningSample):
 
 
 def to_request(prompt: PromptLine, config: Config, tokens: ChatTokenizer) -> Request:
-    """Makes a request of a line; raises ValueError if its parameters are out of range."""
+    """Makes a request from a prompt line; raises ValueError if its parameters are out of range."""
     body = make_body(prompt, config.decode)
     ids = prompt.ids if prompt.ids is not None else tokens.encode(prompt.text or "", sys.maxsize)
     return Request(prompt.id, ids, body.max_tokens or 1, make_sampling_params(body, {}, sys.maxsize, 0))
 
 
 def _requests(task: Task) -> list[Request]:
-    """The prompts, on every rank.
+    """Returns the prompts, on every rank.
 
     Raises:
         ConfigError: one cannot be continued.

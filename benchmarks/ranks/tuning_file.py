@@ -1,4 +1,4 @@
-"""What tuning takes, checked before anything starts, and the file of what it has measured so far."""
+"""Checks tuning settings before anything starts, and stores what has been measured so far."""
 
 from __future__ import annotations
 
@@ -14,30 +14,28 @@ from helix.files import parse_json
 from launch.inputs.files import claim, replace
 from launch.inputs.prompt_files import PromptLine
 
-# What a line's figures do not depend on: how the search goes, where files are, how progress is shown.
+# Settings that a line's figures do not depend on: the search, file names, and display.
 FREE = {
     "record", "bench.kind", "bench.output", "bench.gammas", "bench.sparsities", "bench.grid", "comm.timeout_s",
     "decode.prompts", "decode.output", "decode.resume", "decode.stream", "speculation.drafter",
     "speculation.gamma", "speculation.sparsity", "speculation.adaptive",
 }  # fmt: skip
 
-# By which lines of a file are known: its first, and the others.
+# Keys by which the first line and the others are recognised.
 HEAD = {"settings", "device", "commit"}
 ROW = {"drafter", "gamma", "sparsity", "tokens_by_prompt", "step_us"}
 
 
 def check_tuning(config: LabConfig, prompts: Sequence[PromptLine]) -> None:
-    """Raises ValueError where there is nothing to tune, or nowhere to keep what is measured."""
+    """Raises ValueError if there is nothing to tune, or no file for the measurements."""
     bench, speculation = config.bench, config.speculation
     if speculation.drafter != "sparse":
         raise ValueError(f"bench=tune tunes speculation=sparse, not speculation.drafter={speculation.drafter}")
     if ":" in speculation.policy:
-        raise ValueError(
-            f"speculation.policy={speculation.policy} need not know a sparsity to tune: set another policy"
-        )
+        raise ValueError(f"speculation.policy={speculation.policy} has no sparsity to tune: set another policy")
     for key, values in (("gammas", bench.gammas), ("sparsities", bench.sparsities)):
         if not values or list(values) != sorted(set(values)) or values[0] <= 0:
-            raise ValueError(f"bench.{key}={values} must be a rising list of at least one number above 0")
+            raise ValueError(f"bench.{key}={values} must be an ascending list of at least one positive number")
     if bench.gammas[-1] > speculation.gamma:
         too_many = f"more than speculation.gamma={speculation.gamma}, the most drafts of a step"
         raise ValueError(f"bench.gammas has {bench.gammas[-1]}, {too_many}: raise it, or leave that out")
@@ -46,28 +44,28 @@ def check_tuning(config: LabConfig, prompts: Sequence[PromptLine]) -> None:
     if bench.output is None:
         raise ValueError("bench=tune keeps what it measures: set bench.output=FILE.jsonl, or use helix tune")
     if config.decode.output is not None:
-        raise ValueError(f"decode.output={config.decode.output}: tuning keeps no texts, leave it out")
+        raise ValueError(f"decode.output={config.decode.output}: tuning writes no texts: leave it out")
     if prompts:
         if bench.acceptance is not None or config.model.load == "random" or config.comm.backend == "emulated":
             raise ValueError(
-                "tuning on decode.prompts asks the model which drafts it keeps: leave out bench.acceptance, "
-                "model.load=random and comm.backend=emulated, or decode.prompts, and times of bench.points are tuned"
+                "tuning on decode.prompts needs the model's own acceptance: leave out bench.acceptance, "
+                "model.load=random and comm.backend=emulated, or decode.prompts, to tune on times of bench.points"
             )
         limits = [prompt.options.get("max_tokens", config.decode.max_tokens) for prompt in prompts]
         if any(not isinstance(limit, int) or limit < 2 for limit in limits):
             raise ValueError("tuning needs prompts with max_tokens of at least 2: set decode.max_tokens")
     elif bench.acceptance is None:
         raise ValueError(
-            "nothing to tune on: set decode.prompts=FILE.jsonl, or bench.acceptance=0.9 and bench.points=[1x128K], "
-            "and times alone are tuned, at that acceptance"
+            "nothing to tune on: set decode.prompts=FILE.jsonl, or set bench.acceptance=0.9 and bench.points=[1x128K] "
+            "to tune on times only, at that acceptance"
         )
     elif len(bench_points(bench)) != 1:
-        raise ValueError(f"bench.points={bench.points}: tuning takes one point, as many jobs as there are points")
+        raise ValueError(f"bench.points={bench.points}: tuning takes one point: start a job for each")
     read_measured(config, prompts)
 
 
 def settings(config: LabConfig, prompts: Sequence[PromptLine]) -> dict[str, Any]:
-    """What the figures in a file depend on, by key."""
+    """Returns the settings that the figures in a file depend on, by dotted key."""
     flat = _flat(asdict(config))
     if config.model.path is not None:
         flat["model.path"] = str(Path(config.model.path).resolve())
@@ -80,10 +78,10 @@ def settings(config: LabConfig, prompts: Sequence[PromptLine]) -> dict[str, Any]
 
 
 def read_measured(config: LabConfig, prompts: Sequence[PromptLine]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The first line of `bench.output`, which says where it was measured, and the rows of what was; both may be empty.
+    """Reads `bench.output`: its first line, which says where it was measured, and its rows; both may be empty.
 
     Raises:
-        ValueError: the file holds something else, or was measured with other settings.
+        ValueError: the file has other content, or was measured with other settings.
     """
     path = Path(str(config.bench.output))
     raw_lines = path.read_bytes().split(b"\n") if path.exists() else []
@@ -95,29 +93,31 @@ def read_measured(config: LabConfig, prompts: Sequence[PromptLine]) -> tuple[dic
                 raise ValueError
             lines.append(line)
         except ValueError:
-            if number == len(raw_lines):  # nothing, or what an interrupted run has left
+            if number == len(raw_lines):  # empty, or cut off by an interrupt
                 continue
-            raise ValueError(f"bench.output={path}, line {number}, is none of tuning: move the file away") from None
+            raise ValueError(
+                f"bench.output={path}, line {number}, is not a tuning record: move the file away"
+            ) from None
     if not lines:
         return {}, []
     theirs, ours = lines[0]["settings"], settings(config, prompts)
     if differing := [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]:
         key = differing[0]
         raise ValueError(
-            f"bench.output={path} was measured with {key}={theirs.get(key)}, not {ours.get(key)}: take another file "
-            "(benchmarks.tune: another name), or move it away"
+            f"bench.output={path} was measured with {key}={theirs.get(key)}, not {ours.get(key)}: use another file "
+            "(helix tune: another name), or move it away"
         )
     return lines[0], lines[1:]
 
 
 class MeasuredFile:
-    """Rows of what was measured, one after the other; no other run writes the file meanwhile.
+    """The file of measurements, locked against other runs.
 
     Args:
         about: where it is measured, for the first line.
 
     Raises:
-        ValueError: as `read_measured`; or the file was measured on another device.
+        ValueError: as for `read_measured`; or the file was measured on another device.
         OSError: it cannot be written.
     """
 
@@ -127,7 +127,7 @@ class MeasuredFile:
         head, self.rows = read_measured(config, prompts)
         if head and head["device"] != (device := about["device"]):
             where = f"was measured on {head['device']}, and this is {device}"
-            raise ValueError(f"bench.output={path} {where}: take another file")
+            raise ValueError(f"bench.output={path} {where}: use another file")
         head = head or {"settings": settings(config, prompts), **about}
         new = replace(path, "".join(json.dumps(line) + "\n" for line in (head, *self.rows)))
         self._file.close()
@@ -142,7 +142,6 @@ class MeasuredFile:
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values by dotted key."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}

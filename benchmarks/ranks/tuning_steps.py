@@ -1,7 +1,7 @@
-"""The search for the keys and drafts with which a model drafts for itself best (Vegas, arXiv:2602.07223, section 3.4).
+"""Searches for the best sparsity and gamma of self-speculation (Vegas, arXiv:2602.07223, section 3.4).
 
-It says what it wants to know next, and is told; it does not care where that comes from. So it goes on where another run
-stopped, and says the same of the same measurements.
+A generator yields what to measure next and is sent the measurement, whatever its origin. So a run can resume another,
+and the same measurements give the same result.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 from helix.config import SpeculationConfig
 
-MIN_GAIN = 0.02  # more accepted tokens that count, of those accepted; and more speed over plain decoding
-DEVIATIONS = 1.96  # of a mean: 95 of 100 lie within
-PATIENCE = 2  # values in a row that are no better, and a series ends
+MIN_GAIN = 0.02  # minimum relative gain that counts: in accepted tokens, and in speed over plain decoding
+DEVIATIONS = 1.96  # of a mean: a 95% interval
+PATIENCE = 2  # a series ends after this many values in a row that are no better
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class DraftSource:
 
     Attributes:
         drafter: none, ngram (lookup in the sequence itself) or sparse.
-        gamma: drafts of a step.
-        sparsity: of sparse.
+        gamma: drafts per step.
+        sparsity: share of the keys; sparse only.
     """
 
     drafter: Literal["none", "ngram", "sparse"]
@@ -34,7 +34,7 @@ class DraftSource:
     sparsity: float | None = None
 
     def over(self, config: SpeculationConfig) -> SpeculationConfig:
-        """Returns settings that draft so, as many as before."""
+        """Returns settings with this drafter and an unchanged gamma."""
         if self.drafter == "ngram":
             return replace(config, drafter="suffix", suffix_pool_tokens=0)
         return replace(config, drafter=self.drafter, sparsity=self.sparsity or config.sparsity)
@@ -48,11 +48,11 @@ class DraftSource:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What came of it.
+    """The result of one draft source.
 
     Attributes:
-        tokens: of an iteration, the mean of each prompt.
-        seconds: of an iteration.
+        tokens: per iteration, the mean of each prompt.
+        seconds: per iteration.
     """
 
     source: DraftSource
@@ -65,12 +65,12 @@ class Measurement:
 
     @property
     def rate(self) -> float:
-        """Tokens a second of one sequence."""
+        """Tokens per second of one sequence."""
         return self.mean / self.seconds
 
     @property
     def interval(self) -> float:
-        """Half of the interval that the mean lies in, over prompts; 0 of a single one."""
+        """Half-width of the mean's 95% interval over prompts; 0 for one prompt."""
         return half_interval(self.tokens)
 
     def row(self) -> dict[str, Any]:
@@ -79,10 +79,10 @@ class Measurement:
 
     @classmethod
     def of(cls, row: dict[str, Any]) -> Measurement:
-        """What `row` gave.
+        """Parses a row.
 
         Raises:
-            KeyError, TypeError, ValueError: it is none.
+            KeyError, TypeError, ValueError: it is not a measurement.
         """
         source = DraftSource(row["drafter"], row["gamma"], row["sparsity"])
         return cls(source, tuple(map(float, row["tokens_by_prompt"])), row["step_us"] / 1e6)
@@ -93,14 +93,13 @@ Search = Generator[DraftSource, Measurement, Measurement]
 
 @dataclass(frozen=True)
 class TuningGrid:
-    """What may be chosen.
+    """The search space.
 
     Attributes:
         sparsities, gammas: ascending.
-        most: drafts of a step while the sparsity is sought: many.
-        forced: drafts are kept at a set rate, so that fewer keys lose nothing: this sparsity is kept. None: the model
-            says which are kept.
-        grid: all pairs are measured in the end, for the map.
+        max_gamma: drafts per step during the search for the sparsity.
+        forced: use this sparsity, because a fixed acceptance rate would always favour fewer keys. None: search.
+        grid: measure all pairs in the end, for the map.
     """
 
     sparsities: tuple[float, ...]
@@ -112,12 +111,12 @@ class TuningGrid:
 
 @dataclass(frozen=True)
 class TuningResult:
-    """What the search has found.
+    """The result of the search.
 
     Attributes:
-        level: the sparsity at which accepted tokens level off; None: it was not sought.
-        levelled: a larger one was tried, and was no better.
-        sparse, ngram: the fastest of each; ngram is not tried where drafts are forced.
+        plateau: the sparsity at which accepted tokens level off.
+        reached_plateau: a larger one was tried, and was no better.
+        sparse, ngram: the fastest of each; ngram is not tried with forced sparsity.
     """
 
     plain: Measurement
@@ -128,13 +127,13 @@ class TuningResult:
 
     @property
     def fastest(self) -> Measurement:
-        """The fastest; plain decoding unless another is faster by what counts."""
+        """The fastest; plain decoding unless another is faster by MIN_GAIN."""
         best = max((m for m in (self.sparse, self.ngram) if m is not None), key=lambda m: m.rate)
         return best if best.rate > (1 + MIN_GAIN) * self.plain.rate else self.plain
 
 
 def search(candidates: TuningGrid) -> Generator[DraftSource, Measurement, TuningResult]:
-    """Yields what is to be measured, is sent what came of it, and returns what it has found."""
+    """Yields draft sources to measure, is sent their measurements, and returns the result."""
     c = candidates
     plain = yield DraftSource("none")
     plateau, reached_plateau = c.forced, True
@@ -157,7 +156,7 @@ def search(candidates: TuningGrid) -> Generator[DraftSource, Measurement, Tuning
 
 
 def run(candidates: TuningGrid, measure: Callable[[DraftSource], Measurement]) -> TuningResult:
-    """Searches with what `measure` says of a way; each way is measured once."""
+    """Runs the search with `measure`; calls it once per draft source."""
     measurements: dict[DraftSource, Measurement] = {}
     steps = search(candidates)
     source = next(steps)
@@ -172,9 +171,9 @@ def run(candidates: TuningGrid, measure: Callable[[DraftSource], Measurement]) -
 
 
 def plateau_index(curve: Sequence[Measurement]) -> int:
-    """The first value of a rising curve than which none behind it is better.
+    """Returns the first index of an ascending curve after which no value is better.
 
-    Better is: more tokens an iteration, by 2% and beyond the 95% interval of what the same prompts gain.
+    Better means more tokens per iteration, by 2% and by more than the paired 95% interval over the prompts.
     """
     return next(i for i, here in enumerate(curve) if not any(_better(here, more) for more in curve[i + 1 :]))
 
@@ -185,11 +184,11 @@ def _better(fewer: Measurement, more: Measurement) -> bool:
 
 
 def half_interval(values: Sequence[float]) -> float:
+    """Returns the half-width of the mean's 95% interval; 0 for one value."""
     return DEVIATIONS * stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
 
 
 def _fastest(sources: Iterable[DraftSource]) -> Search:
-    """The fastest of a series that rises and falls."""
     best, num_worse = None, 0
     for source in sources:
         found = yield source
@@ -201,7 +200,7 @@ def _fastest(sources: Iterable[DraftSource]) -> Search:
 
 
 def _nearby_sparsities(best: Measurement, sparsities: Sequence[float]) -> Search:
-    """From a sparsity on to fewer keys, or else to more, as long as that is faster."""
+    """From one sparsity, tries fewer keys, or else more, as long as that is faster."""
     assert best.source.sparsity is not None
     begin = sparsities.index(best.source.sparsity)
     for series in (sparsities[:begin][::-1], sparsities[begin + 1 :]):

@@ -1,4 +1,4 @@
-"""Settings of decode steps that a benchmark times one after the other, over the same cache (`bench.variants`)."""
+"""Settings of decode steps that a benchmark times in turn over the same cache (`bench.variants`)."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from benchmarks.schema import LabConfig
 from helix.checks import check
 from helix.schema import build
 
-# That do not change what the cache holds.
+# They do not change what the cache holds.
 KEYS = ("attention.num_blocks", "bench.repeat", "kv.offload_prefetch")
 
 
 def variants(config: LabConfig) -> dict[str, LabConfig]:
-    """The config of each variant, by its text; the config itself, by an empty one, where there are none.
+    """Returns the config of each variant by its text; without variants, the config itself under an empty one.
 
     Raises:
-        ValueError: a variant sets another key, a value out of its range, or more blocks than the cache has places for.
+        ValueError: a variant sets another key, a value out of range, or more blocks than the cache is made for.
     """
     found = {}
     for label in config.bench.variants or [""]:
@@ -39,5 +39,5 @@ def variants(config: LabConfig) -> dict[str, LabConfig]:
                 "attention.num_blocks to the most that a variant has"
             )
     if found and config.attention.policy == "dense" and config.bench.variants:
-        raise ValueError("bench.variants are of block-sparse steps: set attention=block_sparse, or leave them out")
+        raise ValueError("bench.variants need block-sparse steps: set attention=block_sparse, or leave them out")
     return found

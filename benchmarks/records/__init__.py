@@ -1,1 +1,1 @@
-"""Recorded results, read and shown."""
+"""Reads and shows recorded results."""

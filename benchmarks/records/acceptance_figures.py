@@ -1,4 +1,4 @@
-"""Figures of how many drafts hold."""
+"""Figures of acceptance rates."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ POLICIES: dict[str, Style] = {
     "weights": {"label": "weights", "color": SKY, "marker": "P"},
     "oracle": {"label": "oracle", "color": BLACK, "marker": "*"},
 }
-# By reach and recent: the product's, the paper's.
+# By reach and recent: Helix's default, the paper's.
 SPREADS: dict[tuple[int, float], Style] = {
     (8, 0.5): {"linestyle": "-", "label": "half recent, reach 8"},
     (0, 0.0): {"linestyle": "--", "label": "by score alone"},
@@ -31,9 +31,9 @@ SPREADS: dict[tuple[int, float], Style] = {
 
 
 def _drawn(rows: Sequence[Row]) -> list[Row]:
-    """Rows of the longest texts, the most prompts and the fewest drafts, of known policies and spreads.
+    """Selects the rows to draw: longest texts, most prompts, fewest drafts, known policies and spreads.
 
-    Blocks and shared choices are not drawn. A policy that does not read reach and recent has the product's.
+    Blocks and shared selections are left out. A policy without reach and recent gets Helix's defaults.
     """
     length = max((r["length"] for r in rows), default=0)
     rows = widest([r for r in rows if r["length"] == length])
@@ -51,7 +51,6 @@ def _drawn(rows: Sequence[Row]) -> list[Row]:
 
 
 def _figure(rows: list[Row], draw: Callable[[Axes, list[Row]], None], x: str, y: str, percent: bool = False) -> Figure:
-    """A panel for each task."""
     keys = [style for policy, style in POLICIES.items() if any(r["policy"] == policy for r in rows)]
     several = any(r["spread"] != next(iter(SPREADS)) for r in rows)
     return facets(
@@ -61,7 +60,7 @@ def _figure(rows: list[Row], draw: Callable[[Axes, list[Row]], None], x: str, y:
 
 
 def by_position(rows: list[Row]) -> Figure:
-    """Drafts that hold where all before them did, by place, with ranges; a panel for each task.
+    """Conditional acceptance rate by draft position, with intervals; one panel per task.
 
     Source: Vegas (arXiv:2602.07223), figure 4.
     """
@@ -85,7 +84,7 @@ def by_position(rows: list[Row]) -> Figure:
 
 
 def rejected(rows: list[Row]) -> Figure:
-    """Shares of refused tokens by how probable the model with all its keys found them; a panel for each task.
+    """Shares of rejected drafts by their probability under full attention; one panel per task.
 
     Source: Vegas (arXiv:2602.07223), figure 5.
     """
@@ -105,7 +104,7 @@ def rejected(rows: list[Row]) -> Figure:
 
 
 def sparsities(rows: list[Row]) -> Figure:
-    """Tokens an iteration over the share of keys that drafts read, of the length that has most; a panel for each task.
+    """Tokens per iteration by the share of keys that drafts read, at the length with most rows; one panel per task.
 
     Source: Vegas (arXiv:2602.07223), figure 8.
     """

@@ -1,4 +1,4 @@
-"""Cells of a table, its head first: for a page and for a terminal."""
+"""Formats cells of a table, headings first, for a page and for a terminal."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ Cells = Sequence[Sequence[str]]
 
 
 def page(table: Cells) -> list[str]:
-    """A page's lines."""
+    """Returns a table as Markdown lines."""
     head, *body = ("".join(f"| {cell} " if cell else "| " for cell in line) + "|" for line in table)
     return [head, "|---" * len(table[0]) + "|", *body]
 
 
 def terminal(table: Cells, title: str | None = None) -> Table:
+    """Returns a table for the terminal."""
     head, *body = table
     shown = Table(*head, title=title)
     for line in body:
@@ -25,7 +26,7 @@ def terminal(table: Cells, title: str | None = None) -> Table:
 
 
 def fill_tables(text: str, lines_of: Callable[[str], Sequence[str]]) -> str:
-    """A page's text, each table between `<!-- table NAME -->` and `<!-- end -->` anew."""
+    """Replaces each table of a page between `<!-- table NAME -->` and `<!-- end -->`."""
 
     def table(found: re.Match[str]) -> str:
         return "\n".join([f"<!-- table {found[1]} -->", *lines_of(found[1]), "<!-- end -->"])

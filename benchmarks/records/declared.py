@@ -1,7 +1,7 @@
-"""Tables as `benchmarks/tables.yaml` declares them: which rows of a record, and what each column says of a row.
+"""Tables declared in `benchmarks/tables.yaml`: rows of a record, and what each column shows.
 
-A column is an expression of a row's fields and of what is computed of them, with a format behind a colon, as in
-`ttl_p50_us:ms`, or a text with such expressions in braces. Where a row lacks a field, the cell is a dash.
+A column is an expression over a row's fields and the functions of COMPUTED, with an optional format after a colon, as
+in `ttl_p50_us:ms`, or a text with such expressions in braces. If a row lacks a field, the cell is a dash.
 """
 
 from __future__ import annotations
@@ -86,10 +86,10 @@ FUNCTIONS: dict[str, Any] = {
 
 
 class Scope(dict[str, Any]):
-    """The names of an expression: a row's fields, and what is computed of them.
+    """The names of an expression: a row's fields, and what is computed from them.
 
     Attributes:
-        lenient: whether a name that is nowhere is None, rather than an error.
+        lenient: whether an unknown name is None rather than an error.
     """
 
     lenient = False
@@ -103,6 +103,8 @@ class Scope(dict[str, Any]):
 
 
 class LenientScope(Scope):
+    """A scope in which unknown names are None."""
+
     lenient = True
 
 
@@ -113,7 +115,7 @@ def _code(expression: str) -> CodeType:
 
 @cache
 def _parts(template: str) -> list[tuple[str, str, str]]:
-    """Texts of a template, each with the expression behind it, "" for none, and its format."""
+    """Splits a template into (text, expression after it or "", format)."""
     rest, parts = template if "{" in template else f"{{{template}}}", []
     while rest:
         text, brace, rest = rest.partition("{")
@@ -132,11 +134,12 @@ def _parts(template: str) -> list[tuple[str, str, str]]:
 
 
 def value(expression: str, scope: Scope) -> Any:
+    """Evaluates an expression."""
     return eval(_code(expression), FUNCTIONS, scope)
 
 
 def render_cell(template: str, row: Row) -> str | None:
-    """What a column says of a row; None where the row has no such field, or no value in it."""
+    """Returns a column's text for a row; None if the row lacks a field or its value."""
     words, scope = [], Scope(row)
     for text, expression, spec in _parts(template):
         words.append(text)
@@ -157,10 +160,10 @@ def render_cell(template: str, row: Row) -> str | None:
 
 
 def cells(columns: Mapping[str, str], rows: Sequence[Row], failed: str | None = None) -> Cells:
-    """The cells of a table, its head first.
+    """Returns the cells of a table, headings first.
 
     Args:
-        failed: what a row of what failed says where it first lacks a value; then it says nothing. None: dashes.
+        failed: text for the first missing value of a row that failed; its later ones are empty. None: dashes.
     """
     table: list[Sequence[str]] = [[name.rstrip() for name in columns]]
     for row in rows:
@@ -173,19 +176,19 @@ def cells(columns: Mapping[str, str], rows: Sequence[Row], failed: str | None = 
 
 
 def columns_of(table: Table) -> dict[str, str]:
-    """The columns of a table; of a list of several sets, one behind the other."""
+    """Returns the columns of a table, joined if there are several sets."""
     sets = table["columns"] if isinstance(table["columns"], list) else [table["columns"]]
     return {name: template for columns in sets for name, template in columns.items()}
 
 
 def table_cells(name: str, rows: Sequence[Row]) -> Cells:
-    """Rows as a declared table says them."""
+    """Returns the cells of rows in a declared table."""
     table = declared()[name]
     return _pivoted(table, rows) if "across" in table else cells(columns_of(table), rows, table.get("failed"))
 
 
 def _pivoted(table: Table, rows: Sequence[Row]) -> Cells:
-    """A line for each value of `columns`, and a cell for each value of `across` that a row of it has."""
+    """Pivots: one line per value of `columns`, one column per value of `across`."""
     names: dict[Any, str] = {}
     found: dict[tuple[str, ...], dict[Any, str]] = {}
     for row in rows:
@@ -199,14 +202,13 @@ def _pivoted(table: Table, rows: Sequence[Row]) -> Cells:
 
 
 def _resolve(name: str) -> Callable[..., Any]:
-    """A function of a module of this package, `module.function`."""
     module, _, function = name.partition(".")
     found: Callable[..., Any] = getattr(MODULES[module], function)
     return found
 
 
 def rows_of(table: Table) -> list[Row]:
-    """The rows that a table shows, in its order."""
+    """Returns a table's rows in order."""
     rows = _resolve(table["rows"])(**table.get("with", {})) if "rows" in table else _recorded(table)
     for order in ("sort", "falling"):
         if order in table:
@@ -228,7 +230,7 @@ def _by(expression: str, row: Row) -> Any:
 
 
 def table_of(name: str) -> list[str]:
-    """A page's lines of a table; none where there are no rows. Rows of several commits are said to be."""
+    """Returns a table's Markdown lines; none without rows. Notes if rows are of several commits."""
     table = declared()[name]
     arguments = table.get("with", {})
     if "lines" in table:
@@ -246,13 +248,13 @@ def table_of(name: str) -> list[str]:
 
 
 def commits_of(rows: Iterable[Row]) -> list[str]:
-    """The commits of rows, and of the rows that each was made of, in `of`."""
+    """Returns the commits of rows, and of their source rows in `of`."""
     every = [part for row in rows for part in (row, *row.get("of", ()))]
     return list(dict.fromkeys(str(r["commit"])[:7] for r in every if isinstance(r, dict) and r.get("commit")))
 
 
 @cache
 def declared() -> dict[str, Table]:
-    """The declared tables, by name."""
+    """Returns the declared tables by name."""
     found: dict[str, Table] = yaml.safe_load(PATH.read_text(encoding="utf-8"))
     return {name: table for name, table in found.items() if not name.startswith(".")}

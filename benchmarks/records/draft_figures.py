@@ -1,4 +1,4 @@
-"""Figures of drafters beside each other in one engine."""
+"""Figures that compare drafters in one engine."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from benchmarks.records.rows import Row, grouped, kv
 from benchmarks.records.style import BLACK, COLOURS, Style, curves, facets, legend, panels
 
 DRAFTERS: dict[str, Style] = {**POLICIES, "ngram": {"label": "ngram", "color": BLACK, "marker": "P"}}
-BROKEN_DOWN = (112 << 10, 4)  # length and drafts
-SHOWN_BATCHES = (1, 4, 20)  # batches
+BROKEN_DOWN = (112 << 10, 4)  # KV length and number of drafts
+SHOWN_BATCHES = (1, 4, 20)
 
 
 def _newest_commit(rows: list[Row]) -> list[Row]:
-    """Keeps the rows of the commit that has the most drafters, of several the newest: others' times do not compare."""
+    """Keeps the rows of the newest commit with the most drafters: times of two commits do not compare."""
     by_commit: dict[str, list[Row]] = {}
     for r in rows:
         by_commit.setdefault(r["commit"], []).append(r)
@@ -25,7 +25,7 @@ def _newest_commit(rows: list[Row]) -> list[Row]:
 
 
 def gains(rows: list[Row]) -> Figure:
-    """Gains by measured acceptance over the length of sequences; a panel for each task and batch.
+    """Gains with measured acceptance by sequence length; one panel per task and batch.
 
     Source: Vegas (arXiv:2602.07223), figures 9 and 11.
     """
@@ -52,7 +52,7 @@ def gains(rows: list[Row]) -> Figure:
 
 
 def breakdown(rows: list[Row]) -> Figure:
-    """Times of an iteration's parts, at the longest length; a panel for each batch, a row for each drafter.
+    """Phases of an iteration at the longest length; one panel per batch, one bar per drafter.
 
     Source: Vegas (arXiv:2602.07223), figures 3 and 10b.
     """

@@ -1,4 +1,4 @@
-"""Gains of drafts: times of an iteration by one record, its tokens by another, of a trained model."""
+"""Gains of drafts: iteration times from one record, tokens from the record of a trained model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.records.rows import Row, check_commit, kv, shape
 from launch.inputs.compose import ROOT
 
 K = 1 << 10
-# As `speculation=sparse` drafts: what an option of the comparison alone changes is another drafter.
+# The settings of `speculation=sparse`: rows with other experimental options are other drafters.
 AS_SHIPPED = {"recent": 0.5, "reach": 8, "block": 1, "heads": "each", "kvp": 1, "temperature": 0.0}
 DEMO, REAL = "demo-model", "smollm2-135m-instruct"
 TASKS = ("code", "copy", "facts")
@@ -18,9 +18,9 @@ TASKS = ("code", "copy", "facts")
 
 @cache
 def accepted(policy: str, gamma: int) -> dict[str, float]:
-    """Reads tokens an iteration, by "model length task", of records with at least `gamma` drafts; the latest counts.
+    """Reads tokens per iteration by "model length task" from records with at least `gamma` drafts; the latest counts.
 
-    A draft counts if all before it held, so that those beyond `gamma` change nothing.
+    A draft counts if all before it were accepted, so drafts beyond `gamma` change nothing.
     """
     found = {}
     for file in sorted((ROOT / "benchmarks" / "results").glob("acceptance*.jsonl")):
@@ -35,10 +35,10 @@ def accepted(policy: str, gamma: int) -> dict[str, float]:
 
 
 def gains(row: Row, points: list[Row]) -> Row:
-    """Returns a row's time over a plain step's of the same point, and its gains by each measured acceptance.
+    """Returns a row's time relative to a plain step, and its gains with each measured acceptance.
 
     Args:
-        points: rows of the same job; without a plain step at the row's point, there is nothing to return.
+        points: rows of the same job; without a plain step at the row's point, returns {}.
 
     Raises:
         ValueError: the plain step is of another commit.
@@ -54,13 +54,13 @@ def gains(row: Row, points: list[Row]) -> Row:
 
 
 def gained(r: Row, model: str = DEMO, task: str = "") -> float | None:
-    """Returns the least gain of a row by a model's acceptance, over its lengths and tasks; None: none is recorded."""
+    """Returns the minimum gain of a row over a model's lengths and tasks; None: none is recorded."""
     found = [g for name, g in r.get("gain", {}).items() if name.startswith(model) and name.endswith(task)]
     return min(found, default=None)
 
 
 def best(found: list[Row], model: str = DEMO) -> list[Row]:
-    """Keeps of each shape, drafter, point and commit the number of drafts that gains the most on the worst task."""
+    """Keeps, for each shape, drafter, point and commit, the gamma with the best gain on its worst task."""
     best_rows: dict[tuple[str, ...], tuple[float, Row]] = {}
     for r in found:
         gain, name = gained(r, model), (shape(r), kv(r), r["drafter"], r.get("commit", ""))

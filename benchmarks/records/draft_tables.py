@@ -1,6 +1,6 @@
-"""Rows of drafts with few keys in one engine: time, gain by measured acceptance, and its price.
+"""Rows of sparse drafters in one engine: time, gain with measured acceptance, and overhead.
 
-With as many drafts, iterations of one commit differ by 2 to 5% between drafters, and those of two commits by up to 28%.
+At the same gamma, iterations of one commit differ by 2 to 5% between drafters, and those of two commits by up to 28%.
 So drafters are compared within a commit, and each commit has its own line.
 """
 
@@ -14,13 +14,13 @@ PHASES = ("draft", "verify", "choose", "accept")
 
 
 def timed(name: str = "drafters") -> list[Row]:
-    """Reads the steps of every drafter, the newest of each point and commit, and their gains; also what did not fit."""
+    """Reads the newest steps of every drafter, point and commit with their gains; also points that did not fit."""
     jobs = grouped(results(name, *KEY, kind="drafters"), "model", "layout", "drafter", "commit")
     return [r | gains(r, job) for job in jobs.values() for r in job]
 
 
 def compare_drafters(name: str, model: str) -> list[Row]:
-    """A row for each point and commit, with the least gain of each drafter by a trained model's acceptance."""
+    """Returns one row per point and commit, with each drafter's minimum gain with a trained model's acceptance."""
     found = timed(name)
     points = {_line(r): r for r in found if not r["gamma"]}
     shown = {line: dict(r) for line, r in points.items()}
@@ -31,20 +31,20 @@ def compare_drafters(name: str, model: str) -> list[Row]:
 
 
 def _line(r: Row) -> tuple[str, ...]:
-    """The shape, point and commit of a row; what does not fit is the same at all commits."""
+    """The shape, point and commit of a row; a point that does not fit is the same at all commits."""
     return shape(r), kv(r), "" if "failed" in r else r["commit"]
 
 
 def choice_over_rest(r: Row) -> float:
-    """Returns what the choice of keys adds to an iteration, over what it takes without."""
+    """Returns the time of selecting keys over the rest of an iteration."""
     return _ratio_to_rest(r, r["phase_us"].get("choose", 0.0))
 
 
 def selection_over_rest(r: Row, window: Row) -> float:
-    """Returns what the choice of keys and its scores add to an iteration, over what it takes without.
+    """Returns the time of selecting keys and writing scores over the rest of an iteration.
 
     Args:
-        window: a row of the same point and commit, whose verification keeps no scores.
+        window: a row of the same point and commit, whose verification writes no scores.
     """
     check_commit(r, window)
     scores = r["phase_us"]["verify"] - window["phase_us"]["verify"]
@@ -56,13 +56,13 @@ def _ratio_to_rest(r: Row, part_us: float) -> float:
 
 
 def adapted() -> list[Row]:
-    """Reads the jobs whose number of drafts was chosen while decoding, the newest of each point."""
+    """Reads the jobs with adaptive gamma, the newest of each point."""
     found = results("drafters", "model", "drafter", "batch", "length", kind="adaptive")
     return [r for r in found if "failed" not in r]
 
 
 def experts_over_inherent(*models: str) -> str:
-    """Says what a verified group of five rows takes over reading its distinct experts, by model."""
+    """Returns the time of a verified group of five rows relative to reading its distinct experts, by model."""
     rows = results("moe", "model", "tpf", "ep", "tokens", tpf=1, ep=1, tokens=5)
     found = {r["model"]: r for r in rows if r.get("inherent_us") and r["model"] in models}
     parts = (f"{model} {r['us'] / r['inherent_us']:.2f} x" for model, r in found.items())
@@ -70,6 +70,6 @@ def experts_over_inherent(*models: str) -> str:
 
 
 def by_point(rows: list[Row]) -> list[Row]:
-    """Rows of a point together, in the order of their drafts."""
+    """Groups rows by point, in the order of their gammas."""
     points = [(shape(r), kv(r)) for r in rows]
     return sorted(rows, key=lambda r: (points.index((shape(r), kv(r))), r["gamma"]))

@@ -1,4 +1,4 @@
-"""Rows and cells of what block-sparse attention changes of what a model says."""
+"""Rows and cells of the fidelity of block-sparse attention."""
 
 from __future__ import annotations
 
@@ -7,28 +7,29 @@ from collections.abc import Sequence
 from benchmarks.quality.agreement import MARGIN, wilson
 from benchmarks.records.rows import Row, results
 
-# What names a row among all that were recorded. Texts are this repository's sources, which change: each commit's count.
+# Fields that identify a row in the record. Texts are this repository's sources, which change: each commit counts.
 KEY = ("kind", "model", "length", "kvp", "choice", "policy", "haystack", "page", "score", "ranks", "hot", "commit")
 
 
 MATCHED = ["dense", "window-640", "window-4736", "quest-64", "parts-128-of-256"]
 MATCHED += [f"{score}-{k}" for score in ("bounds", "mean", "mean_std") for k in (8, 32)]
 POOLED = [name for name in MATCHED if name != "dense"]
-MAX_LENGTH = 32 << 10  # of the demo model's texts
+MAX_LENGTH = 32 << 10  # of texts for the demo model
 
 
 def spread(r: Row) -> str:
-    """A mean with the lowest and the highest of the texts."""
+    """Returns a mean with the texts' minimum and maximum."""
     windows = r.get("kl_by_window")
     return f"{r['kl']:.4f}" + (f" ({min(windows):.4f} to {max(windows):.4f})" if windows else "")
 
 
 def depths(by_depth: Sequence[tuple[int, int]]) -> str:
-    """Hits in each tenth of the text, from its beginning."""
+    """Returns the hits in each tenth of the text."""
     return " ".join(str(hits) for hits, count in by_depth if count)
 
 
 def balance(max_blocks: Sequence[float], share: Sequence[float]) -> str:
+    """Returns the maximum blocks of a rank over its even share."""
     return " ".join(f"{blocks:.1f}/{of}" for blocks, of in zip(max_blocks, share, strict=True))
 
 
@@ -37,7 +38,7 @@ def _single_rank() -> list[Row]:
 
 
 def matched() -> list[Row]:
-    """What dense attention and other policies find of facts, on one rank in code; with needles, and with texts."""
+    """Joins the facts, needles and texts of each policy and dense attention, on one rank in code."""
     recorded = [r for r in _single_rank() if r.get("haystack", "code") == "code"]
     with_facts = {r["commit"] for r in recorded if r["kind"] == "facts"}
     found = {(r["commit"], r["policy"], r["kind"], r["length"]): r for r in recorded if r["commit"] in with_facts}
@@ -53,11 +54,11 @@ def matched() -> list[Row]:
 
 
 def policies() -> list[Row]:
-    """Texts, the shortest and the longest, of two budgets of the product on one rank; with needles in code."""
+    """Returns texts, the shortest and the longest, for two budgets on one rank, joined with needles in code."""
     recorded = _single_rank()
     text_rows = [r for r in recorded if r["kind"] == "text" and r["policy"] in MATCHED]
     lengths = sorted({r["length"] for r in text_rows})
-    together = {r["commit"] for r in text_rows if r["policy"] != "dense"}  # texts on which these were compared
+    together = {r["commit"] for r in text_rows if r["policy"] != "dense"}  # commits whose texts compare policies
     in_code = [r for r in recorded if r["kind"] == "needles" and r["haystack"] == "code"]
     hits = {(r["commit"], r["length"], r["policy"]): r for r in in_code}
     return [
@@ -68,7 +69,7 @@ def policies() -> list[Row]:
 
 
 def pooled() -> list[Row]:
-    """Counts of each policy, all recorded texts of one rank together: steps, misses, and those where dense is sure."""
+    """Pools each policy's counts over all texts of one rank: steps, misses, and misses where dense is sure."""
     by_policy: dict[str, list[Row]] = {}
     for r in results("fidelity", *KEY):
         if r["kind"] == "text" and r["kvp"] == 1 and r["policy"] in POOLED:

@@ -2,7 +2,7 @@
 
 results=DIR names where the results are, figures=DIR where the figures go. Without a NAME all are drawn.
 
-Results are appended, so a file may hold a point several times: the last line of a point is the one drawn.
+Results are appended, so a file may hold a point several times: the last line of a point counts.
 """
 
 from __future__ import annotations
@@ -66,11 +66,10 @@ WORKLOADS: Style = {"linestyle": "", "label": "sequences x tokens:"}
 RATES = ("tokens_per_s_user", "tokens_per_s_gpu")
 SCORED = {"bounds": "bounds", "mean": "mean", "mean_std": "mean and deviation"}
 HAYSTACKS = {"code": "code", "loop": "looped paragraph"}
-MAX_MODELS = 4  # in the figure of baselines: those measured at most points
+MAX_MODELS = 4  # in the figure of baselines: those with the most points
 
 
 def _styles(rows: list[Row], field: str, label: str, **cycles: list[str]) -> dict[Any, Style]:
-    """A style and its label for each value of a field."""
     return {
         value: {
             **{name: cycle[i % len(cycle)] for name, cycle in cycles.items()},
@@ -85,7 +84,7 @@ def _workload(row: Row) -> str:
 
 
 def prefill(rows: list[Row]) -> Figure:
-    """Prefill attention as a share of what the matrix units can do."""
+    """Draws prefill attention as a share of peak FLOP/s."""
     figure, axes = panels(1, height=0.55 * len(rows))
     panel, cases = axes[0, 0], [row for same in grouped(rows, "heads", "length").values() for row in same]
     for i, row in enumerate(cases):
@@ -111,7 +110,7 @@ def _kvp(layout: str) -> int:
 
 
 def step(rows: list[Row]) -> Figure:
-    """Time per token of whole models over the ideal, in the best layout that splits the KV."""
+    """Draws time per token over the ideal, in the best layout that splits the KV."""
     models = grouped([row for row in rows if _kvp(row["layout"]) > 1], "model")
     columns, lines = square(len(models))
     max_rows = max(len(grouped(same, "batch", "length")) for same in models.values())
@@ -151,7 +150,7 @@ def _step_of_model(panel: Axes, workloads: dict[tuple[Any, ...], list[Row]]) -> 
 
 
 def grids(rows: list[Row]) -> Figure:
-    """Time per token of models with experts over `tpf x ep`, behind the same attention."""
+    """Draws time per token of MoE models by `tpf x ep`, with the same attention grid."""
     found = []
     for row in rows:
         widths = {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", row["layout"])}
@@ -174,7 +173,7 @@ def grids(rows: list[Row]) -> Figure:
 
 
 def baselines(rows: list[Row]) -> Figure:
-    """What one user sees and what one GPU yields, a curve over the batch for each way to divide the model."""
+    """Draws tokens/s per GPU against tokens/s per user, one curve over the batch per mode."""
     ran = [{**row, "mode": row["layout"].split()[0]} for row in rows if "failed" not in row]
     by_model = grouped(ran, "model")
     models = sorted(by_model, key=lambda model: -len(by_model[model]))[:MAX_MODELS]
@@ -204,11 +203,11 @@ def _user(row: Row) -> float:
 
 
 def timeline(rows: list[Row]) -> Figure:
-    """When each chunk is attended to and exchanged, the slowest regime above and what the others save of it.
+    """Draws when each chunk is attended and exchanged: the slowest regime on top, and what the others save.
 
     Source: Helix Parallelism, figure 3.
     """
-    looks = {"exchange": (ORANGE, BLACK), "attention": (BLUE, "white")}  # from the lower row up
+    looks = {"exchange": (ORANGE, BLACK), "attention": (BLUE, "white")}  # from the bottom row up
     starts = [min(span["start_us"] for span in row["spans"]) for row in rows]
     ends = [max(s["end_us"] for s in row["spans"]) - start for row, start in zip(rows, starts, strict=True)]
     longest = max(ends)
@@ -233,7 +232,7 @@ def timeline(rows: list[Row]) -> Figure:
 
 
 def speculate(rows: list[Row]) -> Figure:
-    """What drafts gain and what one user sees, a line for each batch and length."""
+    """Draws the gain of drafts and tokens/s per user, one line per batch and length."""
     rows = [{**r, "workload": _workload(r)} for r in rows if "failed" not in r]
     models = grouped(rows, "model")
     workloads = _styles(rows, "workload", "{}", color=COLOURS, marker=MARKERS)
@@ -257,7 +256,7 @@ def speculate(rows: list[Row]) -> Figure:
 
 
 def sparse_map(rows: list[Row]) -> Figure:
-    """Time of a dense step over that of a block-sparse one, by batch and length; projected without overhead as well.
+    """Draws the speed-up of block-sparse over dense steps by batch and length, also projected without overhead.
 
     Source: gather-decode (BRL-2026-07), figure 3.
     """
@@ -287,7 +286,7 @@ def sparse_map(rows: list[Row]) -> Figure:
 
 def _map(panel: Axes, ratios: dict[tuple[int, int], float], batches: list[int], lengths: list[int]) -> None:
     values = [[math.log2(ratios[b, n]) if (b, n) in ratios else math.nan for n in lengths] for b in batches]
-    panel.imshow(values, cmap="PuOr", vmin=-3, vmax=3, aspect="auto", origin="lower")  # the same either side of 1
+    panel.imshow(values, cmap="PuOr", vmin=-3, vmax=3, aspect="auto", origin="lower")  # symmetric around 1
     for (batch, length), ratio in ratios.items():
         at, ink = (lengths.index(length), batches.index(batch)), "white" if abs(math.log2(ratio)) > 1.7 else BLACK
         panel.text(*at, f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f}", ha="center", va="center", color=ink)
@@ -297,7 +296,7 @@ def _map(panel: Axes, ratios: dict[tuple[int, int], float], batches: list[int], 
 
 
 def needles(rows: list[Row]) -> Figure:
-    """Needles that are found outside of sink and window, over the keys that a step reads; a panel for each text."""
+    """Draws needles found outside of sink and window by keys read; one panel per haystack."""
     rows = [{**r, "share": r["distant_hits"] / r["distant"]} for r in rows if r["distant"] and r["kvp"] == 1]
     lines = _scored(SCORED) | {
         "quest-64": {"label": "pages of 16", "color": BLUE, "marker": "P", "linestyle": ""},
@@ -322,7 +321,7 @@ def needles(rows: list[Row]) -> Figure:
 
 
 def recall(rows: list[Row]) -> Figure:
-    """What choices find of the best blocks, and what of dense attention's weight is kept, over budget and length."""
+    """Draws the recall of the best blocks, and the attention weight kept, by budget and length."""
     labels = {"recall": "best blocks found", "kept": "weight kept"}
     rows = [
         {**r, "what": what, "budget": budget, "value": value}
@@ -347,7 +346,6 @@ def recall(rows: list[Row]) -> Figure:
 
 
 def _scored(labels: dict[str, str]) -> dict[str, Style]:
-    """A style for each score by which blocks are chosen."""
     return {
         score: {"label": label, "color": colour, "marker": marker}
         for (score, label), colour, marker in zip(labels.items(), COLOURS, MARKERS, strict=False)
@@ -371,7 +369,7 @@ DRAWINGS: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "benchmarks" / "fig
 
 
 def make_figure(name: str, rows: list[Row]) -> Figure:
-    """Draws rows as a figure is declared."""
+    """Draws rows as declared in figures.yaml."""
     of = DRAWINGS[name]
     if "draw" in of:
         return DRAW[of["draw"]](rows)
@@ -403,7 +401,6 @@ def make_figure(name: str, rows: list[Row]) -> Figure:
 
 
 def _named(look: Style) -> Style:
-    """A style with the colours, markers and dashes that its words name."""
     return {
         key: getattr(palette, word, word) if isinstance(word, str) and word.isupper() else word
         for key, word in look.items()
@@ -411,14 +408,14 @@ def _named(look: Style) -> Style:
 
 
 def rows_of(name: str, results: Path) -> list[Row]:
-    """The rows that a figure is drawn from; none where nothing was recorded."""
+    """Returns the rows of a figure; empty if nothing was recorded."""
     of = DRAWINGS[name]
     rows = newest(results / f"{of['record']}.jsonl", *of["key"].split(), **of.get("only", {}))
     return [row for row in rows if "needs" not in of or row.get(of["needs"])]
 
 
 def draw(name: str, results: Path, figures: Path) -> None:
-    """Draws one figure, at its foot what was measured where; says so where there are no results."""
+    """Draws one figure with its provenance at the bottom; prints a line if there are no results."""
     source, target = results / f"{DRAWINGS[name]['record']}.jsonl", figures / f"{name}.png"
     rows = rows_of(name, results)
     if not rows:
@@ -429,7 +426,7 @@ def draw(name: str, results: Path, figures: Path) -> None:
 
 
 def footer(rows: list[Row]) -> str:
-    """Which GPUs rows were measured or emulated on, and at which commits."""
+    """Returns on which GPUs, and at which commits, rows were measured or emulated."""
     commits: dict[str, dict[str, None]] = {}
     for row in rows:
         emulated_by = row.get("emulated_by")

@@ -1,4 +1,4 @@
-"""Fit of a hardware's constants to recorded decode steps."""
+"""Fits hardware constants to recorded decode steps."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from kernels.dense.linear_sm90 import MAX_ROWS, MIN_ROWS
 MAX_CHANGE, MIN_CHANGE = (
     0.32,
     0.0025,
-)  # first and last relative change of a constant that is tried; each is half the previous
+)  # relative changes of a constant to try, each half the previous
 PRODUCT_ROWS = (1, MIN_ROWS, MAX_ROWS)  # two constants, for two kernels
 
 
 @dataclass(frozen=True)
 class _Steps:
-    """Points of one model and length, which are predicted together, with the measured seconds [n] of their steps."""
+    """Points of one model and length, predicted as a batch, with the measured seconds [n] of their steps."""
 
     spec: DecoderSpec
     points: Points
@@ -50,16 +50,15 @@ def _errors(hardware: Hardware, steps: Sequence[_Steps]) -> Array:
 
 
 def errors(hardware: Hardware, cells: Iterable[Cell]) -> Array:
-    """Computes log(predicted / measured) of all cells."""
+    """Returns log(predicted / measured) of all cells."""
     return _errors(hardware, _together(cells))
 
 
 def fit(hardware: Hardware, cells: Iterable[Cell], source: str) -> Hardware:
-    """Fits the constants that no single kernel's timing shows, to minimise the mean of |log error|.
+    """Fits the constants that no single kernel shows, by minimising the mean |log error|.
 
-    These are the read rate, the time of a kernel beyond its bytes, and that of a projection, of one row and of several;
-    the library's time, for more rows, stays. Each is moved up and down in turn, by ever smaller steps: the result is
-    deterministic.
+    These are the read rate, a kernel's time beyond its bytes, and a projection's, for one row and for several;
+    cuBLAS's time, for more rows, is unchanged. Deterministic coordinate descent with shrinking steps.
     """
     steps = _together(cells)
 
@@ -110,6 +109,6 @@ def _products(row_range: range) -> Callable[[Hardware, float], Hardware]:
 
 
 def quantiles(sizes: Iterable[float]) -> tuple[float, float]:
-    """Computes the median and p90 of |predicted / measured - 1| from the results of `errors`."""
+    """Returns the median and p90 of |predicted / measured - 1| from the results of `errors`."""
     relative = np.abs(np.expm1(np.array(list(sizes))))
     return float(np.median(relative)), float(np.quantile(relative, 0.9))

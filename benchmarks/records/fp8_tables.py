@@ -1,4 +1,4 @@
-"""Rows and cells of weights, keys, values and latents in FP8 beside bf16."""
+"""Rows and cells that compare FP8 weights, keys, values and latents with bf16."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from helix.layout import HelixLayout
 
 
 def experts() -> list[Row]:
-    """Routed experts of a rank of eight in few bits, each with the time of those in bf16."""
+    """Returns low-bit routed experts of one rank of eight, each with its bf16 time."""
     point = "gpu", "model", "tpf", "ep", "tokens"
     found = results("fp8", *point, kind="moe")
     whole = {tuple(r[name] for name in point): r["us"] for r in found if " in " not in r["model"]}
@@ -21,15 +21,18 @@ def experts() -> list[Row]:
 
 
 def stored(dtype: str) -> str:
+    """Returns the name of a stored dtype."""
     return "bf16" if dtype == "auto" else dtype
 
 
 def layout(r: Row) -> str:
+    """Returns a row's layout, and whether it was emulated."""
     made = HelixLayout.create(**{k: v for k, v in r["layout"].items() if k != "world_size"})
     return f"{made}, emulated" if r["emulated"] else "one GPU" if made.world_size == 1 else str(made)
 
 
 def attention(r: Row) -> str:
+    """Returns a row's attention, with its variant."""
     sparse = "dense" if r["attention"] == "dense" else "32 blocks"
     variant = r["variant"]
     resident = f", {float(variant.rsplit('=', 1)[1]):.0%} of them hot" if "repeat" in variant else ""

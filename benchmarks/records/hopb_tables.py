@@ -1,4 +1,4 @@
-"""Tables of HOP-B: steps with it and without it, and the paper's ablation (its figure 7) beside ours."""
+"""Tables of HOP-B: steps with and without it, and the paper's ablation (its figure 7) compared with ours."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ SIMULATED = ROOT / "benchmarks" / "results" / "simulate" / "hopb-lost.csv"
 
 
 def timed(name: str) -> list[Row]:
-    """Timed steps of a record, the newest of each point; older lines do not say their layout and link."""
+    """Reads the newest timed steps of each point; fills in layout and link, which older lines lack."""
     kvp = {"hopb": 4}.get(name, 8)
     unsaid = {"link": PEER_MEMORY, "layout": f"helix kvp={kvp} tpa=1 -> tpf={kvp} ep=1"}
     return [unsaid | row | {"older": "link" not in row} for row in results(name, *POINT, kind="ttl")]
 
 
 def chunks() -> list[Row]:
-    """The first model's steps without HOP-B, and with the best of its chunk counts, over both backends."""
+    """Returns the first model's steps without HOP-B, and with its best chunk count, over both backends."""
     ttl = [row for row in timed("hopb") if row["model"] == "qwen2.5-7b" and row["older"]]
     rows = []
     for point in dict.fromkeys((r["batch"], r["length"]) for r in ttl):
@@ -35,12 +35,12 @@ def chunks() -> list[Row]:
 
 
 def links() -> list[Row]:
-    """Steps of every model, grid and link."""
+    """Returns the steps of every model, grid and link."""
     return [row for name in RECORDS for row in timed(name) if not row["older"]]
 
 
 def ablation() -> Cells:
-    """Lists the loss without HOP-B: in the paper (its figure 7), as simulated, and at most as measured on each link."""
+    """Tabulates the loss without HOP-B: in the paper (its figure 7), simulated, and at most measured on each link."""
     table = [["model", "where", "lost without HOP-B, at most", "there", "share hidden", "lost by auto, at most"]]
     with SIMULATED.open(encoding="utf-8") as file:
         simulated = grouped(csv.DictReader(file), "model")

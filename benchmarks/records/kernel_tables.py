@@ -1,4 +1,4 @@
-"""Tables of kernels whose rows stand for several records: correctness, verification, and cases within their targets."""
+"""Tables of kernels that summarise several records: correctness, verification, and cases within their targets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from launch.inputs.compose import ROOT
 
 
 def correctness() -> Cells:
-    """Tabulates needles that were found, and tokens that were those of one rank."""
+    """Tabulates needles found, and tokens equal to those of one rank."""
     found = [json.loads(line) for line in (ROOT / "benchmarks/results/correctness.jsonl").read_text().splitlines()]
     rows = []
     for r in found:
@@ -27,7 +27,7 @@ def correctness() -> Cells:
 
 
 def verify() -> Cells:
-    """Verification: the paper's findings beside ours, and the fused kernel's rows that are not the fastest."""
+    """Tabulates verification: the paper's findings and ours, and where the fused kernel is not the fastest."""
     found = results("verify", "kind", "batch", "gamma", "alpha", "kv_dim")
     scans = {(r["batch"], r["gamma"], r["alpha"]): r for r in found if r["kind"] == "scan"}
     packs = [r for r in found if r["kind"] == "pack"]
@@ -64,7 +64,7 @@ def verify() -> Cells:
 
 
 def kernels() -> Cells:
-    """Counts the cases of each kernel that are faster than their peers, and within their target."""
+    """Counts each kernel's cases that beat their peers, and that meet their target."""
     found = results("kernels", "kind", "heads", "batch", "length", "queries", "matrix", "rows")
 
     def rows_of_kind(kind: str) -> list[Row]:

@@ -1,4 +1,4 @@
-"""Rows of drafts of a layer, beside what the planner predicts of them, and of drafts by lookup beside vLLM's."""
+"""Rows of MTP and EAGLE-3 drafts compared with the planner, and of lookup drafts compared with vLLM."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ KEY = ("model", "layout", "drafter", "batch", "length", "gamma")
 
 
 def whole(rows: list[Row]) -> list[Row]:
-    """Iterations of a model with as many layers as it was measured with at most."""
+    """Keeps each model's rows with its largest number of layers."""
     max_layers = {model: max(r["layers"] for r in of) for (model,), of in grouped(rows, "model").items()}
     return [r for r in rows if r["layers"] == max_layers[r["model"]]]
 
 
 def compare_with_vllm() -> list[Row]:
-    """Tokens per second of both engines on copies of files, with drafts looked up in the text and without."""
+    """Returns tokens per second of both engines on copies of files, with and without lookup drafts."""
     found = {(r["engine"].split()[0], r["drafts"]): r for r in results("vllm-drafts", "engine", "model", "drafts")}
     rows = []
     for engine, label in (("helix", "Helix"), ("vllm", found["vllm", 0]["engine"].replace("vllm", "vLLM"))):
@@ -39,7 +39,7 @@ def compare_with_vllm() -> list[Row]:
 
 
 def predicted() -> Cells:
-    """Tabulates how far the planner's iterations with a layer for multi-token prediction are from recorded ones."""
+    """Tabulates the planner's error on recorded iterations with MTP drafts."""
     gammas = (0, 1, 2, 3, 4, 5, 7)
     table: list[tuple[str, ...]] = [("shape", "KV", "layout", *(f"{n} drafts" if n else "none" for n in gammas))]
     for name in ("layer-drafts", "layer-drafts.emulated-8"):
@@ -54,7 +54,6 @@ def predicted() -> Cells:
 
 
 def _error(row: Row, layout: str) -> str:
-    """Predicted over recorded time of an iteration, less one."""
     plain, layer, options = _planned(row["model"])
     drafts = Speculation(row["gamma"], 1.0, layer=layer) if row["gamma"] else None
     points = points_of({**row, "layout": layout})
@@ -62,12 +61,11 @@ def _error(row: Row, layout: str) -> str:
     return f"{1e6 * float(step.step_s[0]) / row['ttl_p50_us'] - 1:+.1%}"
 
 
-_hardware = cache(hardware_of)  # its files are read once
+_hardware = cache(hardware_of)  # reads each file once
 
 
 @cache
 def _planned(model: str) -> tuple[DecoderSpec, LayerDrafts | None, Options]:
-    """A model without the layer that drafts, that layer, and what else the planner is told."""
     config = compose_config([*named(model), *OPTIONS.get(model, []), "speculation=mtp", "speculation.gamma=7"])
     spec = make_spec(config)
     plain = replace(spec, layers=spec.stack, draft=None)

@@ -1,4 +1,4 @@
-"""Measured fronts of users against GPUs (`helix bench fronts`) beside the simulator's of the same hardware."""
+"""Compares measured Pareto fronts (`helix bench fronts`) with the simulator's for the same hardware."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ STYLES: dict[str, Style] = {
 
 
 def predicted_us(row: Row) -> float:
-    """Predicts the TTL (us) of a recorded point with the hardware it was measured on."""
+    """Predicts the TTL in us of a recorded point, with the hardware it was measured on."""
     hardware = replace(hardware_of(row["device"]), gpus=max(RANKS))
     return 1e6 * float(predict(load_spec(row["model"]), hardware, points_of(row), row["length"], FP8).ttl_s[0])
 
 
 @cache
 def simulated(model: str, device: str, length: int, mode: str) -> list[Row]:
-    """Computes the simulator's front of a mode, as rows; empty where nothing fits."""
+    """Returns the simulator's front of a mode, as rows; empty if nothing fits."""
     step = front(load_spec(model), hardware_of(device), length, mode)
     if step is None:
         return []
@@ -48,12 +48,12 @@ def simulated(model: str, device: str, length: int, mode: str) -> list[Row]:
 
 
 def on_gpus(r: Row) -> str:
-    """How many GPUs of which kind emulated a row's ranks; one alone has no link."""
+    """Returns how many GPUs of which kind emulated a row's ranks; one alone has no link."""
     return f"{r['emulated_by']} {r['device'].removeprefix('NVIDIA ').split()[0]}"
 
 
 def budgets() -> Cells:
-    """Tabulates the largest measured batch within a TTL, in any layout of a mode, and the simulated front's."""
+    """Tabulates the largest measured batch within a TTL over any layout of a mode, and the simulated front's."""
     table = [
         ("shape", "length", "emulated on", "mode", *(f"<= {budget} ms: measured (simulated)" for budget in BUDGETS_MS))
     ]
@@ -73,7 +73,7 @@ def budgets() -> Cells:
 
 
 def figure(rows: list[Row]) -> Figure:
-    """Draws one model's measured points beside the simulated fronts, a panel for each length and device."""
+    """Draws one model's measured points and the simulated fronts, one panel per length and device."""
     points = [{**r, "name": f"{r['layout'].split()[0]}, measured"} for r in rows if "failed" not in r]
     for model, length, device in grouped(points, "model", "length", "device"):
         for mode in TIMED:

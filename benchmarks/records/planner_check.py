@@ -1,4 +1,4 @@
-"""The planner's first choices beside what was measured."""
+"""Compares the planner's first choices with measurements."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from benchmarks.records.rows import Row
 from helix.planner.hardware import Hardware
 from launch.inputs.hardware import hardware_of, load_hardware
 
-WITHIN = 0.05  # of the best measured TTL: what counts as a good choice
+WITHIN = 0.05  # relative to the best measured TTL: what counts as a good choice
 
 
 def _short(layout: str) -> str:
-    """A layout without what the GPUs say anyway: experts' grid where they are spread."""
+    """Drops the FFN grid of a layout unless it has expert parallelism."""
     attention, _, ffn = layout.partition(" -> ")
     ep = ffn.partition("ep=")[2]
     return attention if ep in ("", "1") else f"{attention} ep={ep}"
 
 
 def regrets(cells: Sequence[Cell], describe: Callable[[str], Hardware] = hardware_of) -> list[Row]:
-    """For every workload that was measured in several layouts: the planner's choice of them against the best.
+    """Compares, for every workload measured in several layouts, the planner's choice with the best.
 
     Args:
-        describe: the hardware that a device's steps are predicted with.
+        describe: returns the hardware to predict a device's steps with.
 
     Raises:
-        ValueError: nobody has described the device of a cell.
+        ValueError: a device has no hardware description.
     """
     works: dict[tuple[Any, ...], list[Cell]] = {}
     for cell in cells:
@@ -57,10 +57,10 @@ def regrets(cells: Sequence[Cell], describe: Callable[[str], Hardware] = hardwar
 
 
 def drafted_errors(cells: Sequence[Cell], describe: Callable[[str], Hardware] = hardware_of) -> str | None:
-    """How far predictions of steps are off in which the model drafted for itself; None where none was recorded.
+    """Returns the prediction error of self-drafting steps; None if none are recorded.
 
     Raises:
-        ValueError: nobody has described the device of a cell.
+        ValueError: a device has no hardware description.
     """
     drafted = [cell for cell in cells if cell.drafts is not None and cell.drafts.sparsity is not None]
     if not drafted:
@@ -71,7 +71,7 @@ def drafted_errors(cells: Sequence[Cell], describe: Callable[[str], Hardware] = 
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """How many choices were good, and how many would have been if one and the same layout had always been taken."""
+    """Returns how many choices were good, and how many would be with one fixed layout."""
 
     def good(regrets: Sequence[float]) -> str:
         near = sum(regret <= WITHIN for regret in regrets)
@@ -80,7 +80,7 @@ def summary(rows: Sequence[Row]) -> str:
     if not rows:
         return "no workload was recorded in more than one layout"
     lines = [f"first choices: {good([row['regret'] for row in rows])}"]
-    # A yardstick counts only where its layout was measured: it has no choice to get wrong elsewhere.
+    # A fixed layout counts only where it was measured.
     for layout, count in Counter(layout for row in rows for layout in row["measured_us"]).most_common():
         if 2 * count > len(rows):
             of = [row["measured_us"][layout] / row["best_us"] - 1 for row in rows if layout in row["measured_us"]]
@@ -89,20 +89,20 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def page_of(records: str) -> list[str]:
-    """The sentences below the table of first choices."""
+    """Returns the sentences below the table of first choices."""
     return [f"- {line}" for line in summary(recorded(records)).splitlines()]
 
 
 @cache
 def recorded(records: str) -> list[Row]:
-    """The planner's first choice among recorded layouts, with the shipped description of an H200."""
+    """Returns the planner's first choice among recorded layouts, with the shipped description of an H200."""
     hardware = load_hardware("h200")
     cells = read_cells([RESULTS / f"{name}.jsonl" for name in records.split()])
     return regrets([cell for cell in cells if cell.device == hardware.name], lambda device: hardware)
 
 
 def errors() -> list[Row]:
-    """Errors of recorded steps that the shipped description of an H200 was not fitted on, dense ones and others."""
+    """Returns the errors on recorded steps that the shipped H200 description was not fitted on."""
     hardware, rows = load_hardware("h200"), []
     for where, suffix in (("over eight GPUs", ""), ("emulated on two GPUs", ".emulated-8")):
         cells = read_cells([RESULTS / f"{name}{suffix}.jsonl" for name in ("step", "baselines")])

@@ -1,4 +1,4 @@
-"""Recorded decode steps (`benchmarks/results/`) beside what the cost model predicts of them."""
+"""Recorded decode steps (`benchmarks/results/`), and the cost model's predictions of them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from launch.inputs.compose import ROOT
 from launch.inputs.shapes import spec_of
 
 RESULTS = ROOT / "benchmarks" / "results"
-# Of a cell that both hold, baselines' counts: the other layouts beside it were measured with the same code.
+# If both have a cell, the baselines' counts: its other layouts were measured with the same code.
 FILES = (RESULTS / "step.jsonl", RESULTS / "baselines.jsonl")
-DRAFTED = (RESULTS / "self-drafts.jsonl", RESULTS / "self-drafts.emulated-8.jsonl")  # nothing was fitted to these
+DRAFTED = (RESULTS / "self-drafts.jsonl", RESULTS / "self-drafts.emulated-8.jsonl")  # no constant was fitted to these
 RECORDED = Options(weights="bf16", kv="bf16", messages="bf16", hopb=False)
 
 
@@ -31,12 +31,12 @@ class Cell:
     """One recorded point.
 
     Attributes:
-        layers: of the model, as many as were measured; None: all.
+        layers: number of layers that were measured; None: all.
         layout: as helix/layout.py writes it.
         ttl_us: from one step to the next.
         sparse: what a block-sparse step read; None: everything.
-        emulated_by: how many GPUs emulated its ranks; None: each rank had its own.
-        drafts: of a step; None: there were none.
+        emulated_by: number of GPUs that emulated its ranks; None: each rank had its own.
+        drafts: per step; None: no drafts.
     """
 
     model: str
@@ -57,7 +57,7 @@ class Cell:
 
     @property
     def is_dense(self) -> bool:
-        """Whether neither experts, latents, blocks nor drafts are in it: what constants are fitted on."""
+        """Whether it has no experts, latents, sparse blocks or drafts: constants are fitted on such cells."""
         return (
             self.sparse is None
             and self.drafts is None
@@ -75,7 +75,7 @@ class Cell:
 
     @property
     def options(self) -> Options:
-        """What its step is predicted with."""
+        """Options to predict its step with."""
         return replace(RECORDED, sparse=self.sparse, speculation=self.drafts)
 
     @property
@@ -94,10 +94,10 @@ def _spec(model: str, layers: int | None) -> DecoderSpec:
 
 
 def read_cells(files: Sequence[Path] = FILES) -> list[Cell]:
-    """The newest line of each cell that was measured with today's kernels, in order of appearance.
+    """Returns the newest line of each cell that was measured with today's kernels, in order of appearance.
 
     Raises:
-        ValueError: a file cannot be read or a line is no recorded step.
+        ValueError: a file cannot be read, or a line is not a recorded step.
     """
     found: dict[tuple[Any, ...], Cell] = {}
     for path in files:
@@ -106,24 +106,24 @@ def read_cells(files: Sequence[Path] = FILES) -> list[Cell]:
         except (OSError, ValueError) as error:
             raise ValueError(f"{path} cannot be read: {error}") from error
         for number, row in enumerate(rows, 1):
-            if row.get("ttl_p50_us") is None or "superseded" in row:  # it did not fit, or kernels are others now
+            if row.get("ttl_p50_us") is None or "superseded" in row:  # did not fit, or has replaced kernels
                 continue
             try:
                 cell = cell_of(row)
                 found[cell.device, cell.layout, *cell.workload, cell.sparse, cell.drafts] = cell
             except KeyError as error:
-                raise ValueError(f"{path}, line {number}: no recorded step, it lacks {error}") from error
+                raise ValueError(f"{path}, line {number}: not a recorded step: {error} is missing") from error
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
     return list(found.values())
 
 
 def cell_of(row: dict[str, Any]) -> Cell:
-    """A recorded row as a cell.
+    """Makes a cell from a recorded row.
 
     Raises:
-        KeyError: it lacks something.
-        ValueError: its steps should have chosen what they read, and the device has counted that they read everything.
+        KeyError: a field is missing.
+        ValueError: a block-sparse step read everything, according to the device's count.
     """
     return Cell(
         row["model"], row.get("layers"), row["layout"], row["batch"], row["length"], row["device"],
@@ -132,7 +132,7 @@ def cell_of(row: dict[str, Any]) -> Cell:
 
 
 def _drafts(row: dict[str, Any]) -> Speculation | None:
-    """What a step verified; how much of it was kept makes no difference to the step."""
+    """What a step verified; acceptance does not change its time."""
     return Speculation(row["gamma"], 1.0, sparsity=row.get("sparsity")) if row.get("gamma") else None
 
 
@@ -144,12 +144,12 @@ def _sparse(row: dict[str, Any]) -> Sparse | None:
     num_blocks = row["length"] / sparse.block / kvp
     if read > num_blocks - 1 and sparse.blocks(np.array(kvp)) < num_blocks - 1:
         counted = f"blocks_read_per_rank={read:g} of some {num_blocks:g}"
-        raise ValueError(f"no block-sparse step, everything was read: {counted}; record it again")
+        raise ValueError(f"a block-sparse step read everything: {counted}; record it again")
     return sparse
 
 
 def compare(cell: Cell, hardware: Hardware) -> dict[str, Any]:
-    """A cell with its prediction; `error`: predicted / measured - 1."""
+    """Returns a cell with its prediction; `error` is predicted / measured - 1."""
     step = predict(cell.spec, hardware, cell.points, cell.length, cell.options)
     predicted = 1e6 * float(step.step_s[0])
     return {
@@ -160,9 +160,9 @@ def compare(cell: Cell, hardware: Hardware) -> dict[str, Any]:
 
 
 def halves(cells: Iterable[Cell]) -> tuple[list[Cell], list[Cell]]:
-    """Every other workload, in order of model, batch and length, to fit on; the others, to check on.
+    """Splits cells by workload, ordered by model, batch and length: every other one to fit on, the rest to check on.
 
-    All layouts of a workload are on one side: those that are checked have lengths and batches that were not fitted.
+    All layouts of a workload are on one side, so the check has lengths and batches that were not fitted.
     """
     cells = sorted(cells, key=lambda cell: (cell.workload, cell.layout))
     works = list(dict.fromkeys(cell.workload for cell in cells))

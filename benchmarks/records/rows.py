@@ -1,4 +1,4 @@
-"""Rows of `benchmarks/results/*.jsonl`, as tables and figures read them."""
+"""Reads rows of `benchmarks/results/*.jsonl` for tables and figures."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from launch.inputs.shapes import load_spec
 
 Row = dict[str, Any]
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-# Words, flags and whole numbers are settings, which say how a line was measured; but for these, which a run yields, and
-# those with a unit in their names.
+# Words, flags and integers are settings, which say how a line was measured, except for these results of a run and
+# fields with a unit in their names.
 YIELDED = frozenset(
     {
         "as_plain",
@@ -31,22 +31,22 @@ YIELDED = frozenset(
     }
 )
 UNIT = re.compile(r"_(?:us|ms|s|bytes|tokens|steps|per_rank|per_gpu)$")
-FRACTIONS = frozenset({"alpha", "repeat", "sparsity", "temperature"})  # settings that are fractions
-UNSAID = {"kv": "auto"}  # what the lines meant that are older than a setting
-WORKLOAD = ("model", "batch", "length", "layout")  # what names a point of a benchmark of decode steps
+FRACTIONS = frozenset({"alpha", "repeat", "sparsity", "temperature"})  # fractional settings
+UNSAID = {"kv": "auto"}  # values of settings in lines that are older than the setting
+WORKLOAD = ("model", "batch", "length", "layout")  # fields that identify a point of a decode benchmark
 
 
 def newest(path: Path, *key: str, free: Collection[str] = (), **only: object) -> list[Row]:
-    """The newest line of each point, points in the order of their first lines; none where there is no such file.
+    """Returns the newest line of each point, in the order of first lines; empty if the file does not exist.
 
     Args:
         path: JSON lines, oldest first.
-        key: the fields that name a point.
-        free: settings in which the lines of a point may differ, as a later line replaces an earlier one of another.
-        only: fields, and the value that a line must have in each.
+        key: fields that identify a point.
+        free: settings in which lines of a point may differ, so that a later line replaces an earlier one.
+        only: required values of fields.
 
     Raises:
-        ValueError: two lines of a point differ in a setting, so that one would be shown for the other.
+        ValueError: two lines of a point differ in a setting, so that one would replace the other.
     """
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     found: dict[tuple[Any, ...], Row] = {}
@@ -71,7 +71,7 @@ def newest(path: Path, *key: str, free: Collection[str] = (), **only: object) ->
 
 
 def _settings(row: Row) -> Row:
-    """The fields of a line that say how it was measured; a missing one agrees with any, unless `UNSAID` has it."""
+    """The fields of a line that say how it was measured; a missing one matches any value, unless `UNSAID` has it."""
     fields = {**UNSAID, **row}
     return {
         field: value
@@ -81,13 +81,13 @@ def _settings(row: Row) -> Row:
 
 
 def _natural(values: tuple[Any, ...]) -> list[list[tuple[int, str]]]:
-    """Sorts 8/1 before 28/4, and 128K before 1M."""
+    """Sort key that puts 8/1 before 28/4, and 128K before 1M."""
     parts = (re.findall(r"(\d+)([KMG]?)|(\D+)", str(value)) for value in values)
     return [[(int(number or 0) * UNITS[unit], text) for number, unit, text in part] for part in parts]
 
 
 def grouped(rows: Iterable[Row], *fields: str) -> dict[tuple[Any, ...], list[Row]]:
-    """Rows by the values of some fields, in natural order of these."""
+    """Groups rows by the values of fields, in natural order."""
     found: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         found.setdefault(tuple(row[field] for field in fields), []).append(row)
@@ -98,7 +98,7 @@ def check_commit(*rows: Row) -> None:
     """Checks that rows whose times are compared are of one commit.
 
     Raises:
-        ValueError: they are of several, so that a change of the code would look like a difference between the rows.
+        ValueError: they are of several, so that a code change would look like a difference between rows.
     """
     commits = dict.fromkeys(row.get("commit", "") for row in rows)
     if len(commits) > 1:
@@ -106,30 +106,30 @@ def check_commit(*rows: Row) -> None:
 
 
 def append(path: Path, rows: Sequence[Row]) -> None:
-    """Adds JSON lines to a file."""
+    """Appends JSON lines to a file."""
     with path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def results(name: str, *key: str, free: Collection[str] = (), **only: object) -> list[Row]:
-    """The newest line of each point of `benchmarks/results/NAME.jsonl`, as `newest` finds it."""
+    """Returns the newest line of each point of `benchmarks/results/NAME.jsonl`, see `newest`."""
     return newest(ROOT / "benchmarks" / "results" / f"{name}.jsonl", *key, free=free, **only)
 
 
 def tokens(count: int) -> str:
-    """A multiple of 1,024 in K or M; any other number as it is."""
+    """Formats a multiple of 1,024 in K or M, other numbers in full."""
     if count % (1 << 10):
         return f"{count:,}"
     return f"{count >> 20}M" if count >= 1 << 20 else f"{count >> 10}K"
 
 
 def kv(r: Row) -> str:
-    """Sequences of a row, and tokens of each."""
+    """Formats sequences and their length."""
     return f"{r['batch']} x {tokens(r['length'])}"
 
 
 def shape(r: Row) -> str:
-    """The model of a row; with its layers where it was cut."""
+    """Returns a row's model, with the number of layers if it was cut."""
     if "layers" in r and r["layers"] < (layers := len(load_spec(r["model"]).layers)):
         return f"{r['model']}, {r['layers']} of {layers} layers"
     return str(r["model"])

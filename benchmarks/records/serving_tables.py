@@ -1,4 +1,4 @@
-"""Rows of caches in host memory, and of crowds of requests beside vLLM's."""
+"""Rows of KV caches in host memory, and of offline throughput compared with vLLM."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ OFFLINE_LOAD = "engine", "model", "gpus", "goal", "requests", "length", "new"
 
 
 def _offline_load(r: Row) -> tuple[int, int, int]:
-    """Requests, tokens of each prompt up to a power of two, as other engines had a few less, and new tokens."""
+    """Requests, prompt tokens rounded up to a power of two (other engines had a few less), and new tokens."""
     return r["requests"], 1 << (r["length"] - 1).bit_length(), r["new"]
 
 
 def tier_steps() -> list[Row]:
-    """Reads steps over host memory, the newest of each point; `kv` is set in all."""
+    """Reads the newest steps over host memory of each point; all have `kv`."""
     key = "batch", "length", "topk", "repeat", "ahead"
-    # Older records have two ways more, `overlap` and `hopb_chunks`, which are gone: benchmarks/LOG.md says that they
-    # gained nothing.
+    # Older records also vary `overlap` and `hopb_chunks`, which were removed: benchmarks/LOG.md says that they gained
+    # nothing.
     every = results("tier-steps", "kv", *key, "overlap", "hopb_chunks", kind="tier-steps", tier="host")
     today = [r for r in every if not r.get("overlap") and r.get("hopb_chunks", 1) == 1]
     return list({(kv, *map(r.get, key)): r | {"kv": kv} for r in today for kv in (r.get("kv", "auto"),)}.values())
 
 
 def named(r: Row) -> str:
+    """Formats a load: requests, prompt tokens, new tokens."""
     requests, length, new = _offline_load(r)
     return f"{requests} x {length if length < 1 << 10 else tokens(length)}, {new}"
 
@@ -32,7 +33,7 @@ def _a_token(r: Row) -> float:
 
 
 def offline_vs_vllm(gpus: int) -> list[Row]:
-    """Seconds for all requests of a crowd by goal, vLLM's, and seconds for each token."""
+    """Returns the seconds of each load by goal, vLLM's, and the seconds per token."""
     found: dict[tuple[str, tuple[int, int, int]], Row] = {}
     for r in (r for r in results("crowds", *OFFLINE_LOAD) if r["gpus"] == gpus):
         name, key = r["goal"] or "vllm", (r["model"], _offline_load(r))

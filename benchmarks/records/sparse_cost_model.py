@@ -1,10 +1,9 @@
-"""The bill of a decode step, fitted on recorded ones: what it pays for bytes, for being a step, and for finding blocks.
+"""Cost model of a decode step, fitted to recorded ones: bytes, overhead, and block selection.
 
-A dense step takes `overhead + bytes / bandwidth`: both are fitted on dense steps alone. A block-sparse step reads fewer
-bytes and pays for finding them: once, for each sequence, and for bounds that it goes through more slowly than it reads.
-These are fitted on block-sparse steps. Bytes are counted by the cost model, on the rank that reads most.
-
-Source: gather-decode (BRL-2026-07), sections 2 and 9, where the price of finding is one number.
+A dense step takes `overhead + bytes / bandwidth`: both are fitted to dense steps only. A block-sparse step reads fewer
+bytes and pays for selection: a constant, a cost per sequence, and bounds that it reads at less than the bandwidth.
+These are fitted to block-sparse steps. The planner's cost model counts the bytes, on the rank that reads most.
+Source: gather-decode (BRL-2026-07), sections 2 and 9, where the cost of selection is one number.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from helix.planner.step import predict
 from launch.inputs.break_even import crossover
 from launch.inputs.hardware import load_hardware
 
-TARGETS = (0.03, 0.06)  # median and worst error of steps that were not fitted
+TARGETS = (0.03, 0.06)  # median and maximum error of held-out steps
 RECORDS = "helix bench sparse-steps"
 
 
 @dataclass(frozen=True)
 class StepReads:
-    """What the rank that reads most reads in a step: all bytes, those of bounds among them, of how many sequences."""
+    """What the rank that reads most reads in a step: all bytes, the bounds among them, the number of sequences."""
 
     size: float
     bounds: float
@@ -43,10 +42,12 @@ class StepReads:
 
 @dataclass(frozen=True)
 class SparseCostModel:
-    """Attributes:
-    selection_s: what a block-sparse step takes beyond its bytes and its overhead, in all layers.
-    sequence_s: what it takes besides for each sequence.
-    bounds_share: of the bandwidth, at which it goes through bounds.
+    """Constants of a step's cost.
+
+    Attributes:
+        selection_s: seconds of a block-sparse step beyond bytes and overhead, over all layers.
+        sequence_s: further seconds per sequence.
+        bounds_share: share of the bandwidth at which bounds are read.
     """
 
     bytes_per_s: float
@@ -56,24 +57,22 @@ class SparseCostModel:
     bounds_share: float = 1.0
 
     def selection_time(self, read: StepReads) -> float:
-        """Seconds of finding."""
         if not read.sparse:
             return 0.0
         slower = read.bounds / self.bytes_per_s * (1 / self.bounds_share - 1)
         return self.selection_s + read.sequences * self.sequence_s + slower
 
     def seconds(self, read: StepReads) -> float:
-        """A step's."""
         return self.overhead_s + read.size / self.bytes_per_s + self.selection_time(read)
 
 
 @dataclass(frozen=True)
 class CostFit:
-    """Dense steps of a model on a device in one layout, block-sparse ones of one budget beside them, and their bill.
+    """Dense steps of a model, device and layout, block-sparse steps of one budget, and the costs fitted to both.
 
     Attributes:
-        errors: |predicted / measured - 1| of the steps of one batch and of the longest length, by a bill fitted on the
-            others; empty where these are too few.
+        errors: |predicted / measured - 1| of the steps of one batch and of the longest length, by costs fitted on the
+            others; empty if there are too few.
     """
 
     dense_cells: list[Cell]
@@ -100,48 +99,48 @@ class CostFit:
 
     @property
     def held_out(self) -> str | None:
-        """Median and worst error of steps that were held out; None where there are too few."""
+        """Median and maximum error of held-out steps; None if there are too few."""
         of = self.errors
         return f"{median(of):.1%}, {max(of):.1%} of {len(of)}" if of else None
 
     @property
     def measured(self) -> dict[tuple[int, int], float]:
-        """Time of a dense step over that of a block-sparse one, by batch and length."""
+        """Measured speed-up of block-sparse over dense steps, by batch and length."""
         dense = {(cell.batch, cell.length): cell.ttl_us for cell in self.dense_cells}
         points = {(cell.batch, cell.length): cell.ttl_us for cell in self.sparse_cells}
         return {point: dense[point] / us for point, us in points.items() if point in dense}
 
     def predicted(self, batch: int, length: int, cost_model: SparseCostModel | None = None) -> float:
-        """The same at any point by a bill, its own unless another is given."""
+        """Returns the predicted speed-up at any point, by its own costs unless others are given."""
         cost_model, first = cost_model or self.costs, self.dense_cells[0]
         dense = cost_model.seconds(reads(first, batch, length, None))
         return dense / cost_model.seconds(reads(first, batch, length, self.sparse))
 
     def r2(self, cost_model: SparseCostModel | None = None) -> float:
-        """Share of the variance of `measured` that a bill explains; below 0 where their mean would do better."""
+        """Returns the share of the variance of `measured` that costs explain; below 0 if worse than the mean."""
         real = np.array(list(self.measured.values()))
         off = real - np.array([self.predicted(*point, cost_model) for point in self.measured])
         return float(1 - (off**2).sum() / ((real - real.mean()) ** 2).sum())
 
     @property
     def without_selection(self) -> SparseCostModel:
-        """The bill of two terms that the source predicted with, and that failed there."""
+        """The source's two-term costs, which failed there."""
         return SparseCostModel(self.costs.bytes_per_s, self.costs.overhead_s, 0.0)
 
     @property
     def with_constant_selection(self) -> SparseCostModel:
-        """The bill of three terms that the source amended its own to: one price of finding, whatever the step."""
+        """The source's amended three-term costs: a constant cost of selection."""
         plain, took = self.without_selection, np.array([cell.ttl_us / 1e6 for cell in self.sparse_cells])
         over = took - np.array([plain.seconds(read) for read in _reads(self.sparse_cells)])
         return replace(plain, selection_s=float((over / took**2).sum() / (1 / took**2).sum()))
 
     @property
     def without_overhead(self) -> SparseCostModel:
-        """A projection: of a runtime whose steps cost nothing but their bytes and finding them."""
+        """A projection: a runtime whose steps cost only bytes and selection."""
         return replace(self.costs, overhead_s=0.0)
 
     def pays_from(self, batch: int) -> int | None:
-        """Tokens from which on block-sparse steps take no longer, by the bill; None: nowhere in the model's context."""
+        """Returns the length from which block-sparse steps take no longer, as predicted; None: not in the context."""
         return crossover(lambda n: self.predicted(batch, n) - 1, self.dense_cells[0].spec.max_positions)
 
     @property
@@ -151,13 +150,13 @@ class CostFit:
 
 @cache
 def _any_hardware() -> Hardware:
-    """Bytes are the same on all."""
+    """Any hardware: bytes do not depend on it."""
     return load_hardware("h200")
 
 
 @cache
 def reads(like: Cell, batch: int, length: int, sparse: Sparse | None) -> StepReads:
-    """What a step of a cell's model and layout reads, at another point."""
+    """Returns what a step of a cell's model and layout reads at another point."""
     points, options = replace(like.points, batch=np.array([batch])), replace(RECORDED, sparse=sparse)
     phases = predict(like.spec, _any_hardware(), points, length, options).phases
     bounds = sum(float(phase.bytes[0]) for phase in phases if phase.name == "find blocks")
@@ -169,7 +168,7 @@ def _reads(cells: Iterable[Cell]) -> list[StepReads]:
 
 
 def fit(dense: Sequence[Cell], sparse_cells: Sequence[Cell]) -> SparseCostModel:
-    """The bill with the least squared relative error: of dense steps first, then of block-sparse ones."""
+    """Fits costs by least squares of the relative error: dense steps first, then block-sparse ones."""
     took = [cell.ttl_us / 1e6 for cell in dense]
     overhead_s, bytes_per_s = constants.line([read.size for read in _reads(dense)], took)
     plain, found = SparseCostModel(bytes_per_s, overhead_s, 0.0), _reads(sparse_cells)
@@ -181,7 +180,7 @@ def fit(dense: Sequence[Cell], sparse_cells: Sequence[Cell]) -> SparseCostModel:
 
 
 def account(dense: list[Cell], sparse_cells: list[Cell]) -> CostFit:
-    """Fits on all steps, and for the errors on those that are not held out: the largest batch but one, the longest."""
+    """Fits on all steps; `errors` come from a fit without the second largest batch and the longest length."""
     batches, longest = sorted({cell.batch for cell in dense}), max(cell.length for cell in dense)
     held_out = {cell for cell in (*dense, *sparse_cells) if cell.batch in batches[-2:-1] or cell.length == longest}
     fitted = [[cell for cell in cells if cell not in held_out] for cells in (dense, sparse_cells)]
@@ -194,7 +193,7 @@ def account(dense: list[Cell], sparse_cells: list[Cell]) -> CostFit:
 
 
 def accounts(cells: Iterable[Cell]) -> list[CostFit]:
-    """One for each model, device, layout and budget with block-sparse steps and at least two dense ones."""
+    """Returns a fit for each model, device, layout and budget with block-sparse steps and at least two dense ones."""
     machines: dict[tuple[object, ...], dict[Sparse | None, list[Cell]]] = {}
     for cell in cells:
         machine = machines.setdefault((cell.device, cell.emulated_by, cell.model, cell.layers, cell.layout), {})
@@ -208,7 +207,7 @@ def accounts(cells: Iterable[Cell]) -> list[CostFit]:
 
 
 def recorded() -> list[CostFit]:
-    """Accounts of `benchmarks/results/`; none where nothing was recorded."""
+    """Returns the fits of `benchmarks/results/`; empty if nothing was recorded."""
     return _accounts_of_files(*sorted(RESULTS.glob("sparse-steps*.jsonl")))
 
 
@@ -222,27 +221,27 @@ def _point(batch: int, length: int) -> str:
 
 
 def rows(found: Sequence[CostFit]) -> list[Row]:
-    """Accounts as the rows of tables."""
+    """Returns fits as table rows."""
     return [{"a": account} for account in found]
 
 
 def bills() -> list[Row]:
-    """Rows of what is recorded."""
+    """Returns the rows of recorded fits."""
     return rows(recorded())
 
 
 def rows_by_batch(found: Sequence[CostFit]) -> list[Row]:
-    """A row for each account at each batch that one of them has."""
+    """Returns a row for each fit and each batch of any fit."""
     batches = sorted({batch for a in found for batch in a.batches})
     return [{"a": a, "batch": batch} for a in found for batch in batches]
 
 
 def crossovers() -> list[Row]:
-    """Rows of what is recorded, by batch."""
+    """Returns the rows of recorded fits, by batch."""
     return rows_by_batch(recorded())
 
 
-PAPER = (  # machine, blocks, bandwidth, overhead, finding, R²: sections 8 and 9
+PAPER = (  # machine, blocks, bandwidth, overhead, selection, R²: sections 8 and 9
     ("the paper, one H100", "k=8", "3.05 TB/s", "3.2 ms", "1.7 ms", "0.998"),
     ("the paper, one H100", "k=32", "3.05 TB/s", "3.2 ms", "3.3 ms", "-"),
     ("the paper, one H200", "k=32", "4.5 TB/s", "-", "4.1 ms", "-"),
@@ -250,7 +249,7 @@ PAPER = (  # machine, blocks, bandwidth, overhead, finding, R²: sections 8 and 
 
 
 def three_terms() -> Cells:
-    """The source's bill of three terms beside ours of as many, and how well ours of five explains the same steps."""
+    """Tabulates the source's three-term fit, ours with as many terms, and the R² of our five terms."""
     table: list[Sequence[str]] = [
         ("bill of three terms", "blocks", "bandwidth", "overhead", "finding", "R²", "R² of five terms")
     ]
@@ -264,7 +263,7 @@ def three_terms() -> Cells:
 
 
 def summary(found: Sequence[CostFit]) -> str:
-    """The price of a layer, as `finding_s` has it, whether targets are met, and what a faster runtime would gain."""
+    """Returns the cost per layer, as in `finding_s`, whether targets are met, and the gain of a faster runtime."""
     if not found:
         return f"nothing to fit: it takes block-sparse steps, and two dense ones of the same layout (`{RECORDS}`)"
     lines = []

@@ -1,4 +1,4 @@
-"""The gates of a paper on block-sparse attention, and our own: each passed or failed by what is recorded.
+"""Criteria of a paper on block-sparse attention, and our own, each checked against records.
 
 Source:
     Attention Pays Its Bill (BRL-2026-07): H1 (section 5), GATE-3 (6), the thresholds of 8, H2 and H3 (9).
@@ -16,7 +16,7 @@ from benchmarks.records.rows import WORKLOAD, Row, check_commit, results, tokens
 
 K, M = 1 << 10, 1 << 20
 MODEL, HEADS = "qwen2.5-7b", "28/4"
-PREDICTED = {(1, 8 * K): 1.02, (1, 128 * K): 1.45, (1, M): 4.6, (4, 128 * K): 2.8, (8, 128 * K): 4.5}  # by its H2
+PREDICTED = {(1, 8 * K): 1.02, (1, 128 * K): 1.45, (1, M): 4.6, (4, 128 * K): 2.8, (8, 128 * K): 4.5}  # the paper's H2
 KEEPS, FAST = "parts-128-of-256", "bounds-32"  # the presets `attention=parts` and `attention=block_sparse`
 NAMES = {FAST: "32 blocks", KEEPS: "parts"}
 FEW, BLOCKS = "k=8 of 128", "k=32 of 128"
@@ -24,10 +24,12 @@ Verdicts = list[tuple[str, bool]]
 
 
 class Criterion(NamedTuple):
-    """Attributes:
-    name: the gate, and what it wants.
-    paper: what the paper says of itself.
-    ours: our figures, each with whether it passes.
+    """A criterion.
+
+    Attributes:
+        name: the criterion and its threshold.
+        paper: the paper's own result.
+        ours: our figures, each with whether it passes.
     """
 
     name: str
@@ -36,7 +38,7 @@ class Criterion(NamedTuple):
 
 
 def gates() -> Cells:
-    """Tabulates the gates; those without a record say so."""
+    """Tabulates the criteria, also those without a record."""
     table = [("gate", "paper", "here")]
     for name, paper, ours in listed():
         label = ", ".join(f"{figure}: {'pass' if passed else 'fail'}" for figure, passed in ours)
@@ -45,17 +47,17 @@ def gates() -> Cells:
 
 
 def at_least(minimum: float, *figures: tuple[str, float | None]) -> Verdicts:
-    """Figures that are recorded, in braces of their texts, each with whether it passes."""
+    """Formats the recorded figures, each with whether it passes."""
     return [(text.format(x), x >= minimum) for text, x in figures if x is not None]
 
 
 def at_most(maximum: float, *figures: tuple[str, float]) -> Verdicts:
-    """The same where less is better."""
+    """Formats figures where lower is better."""
     return [(text.format(x), x <= maximum) for text, x in figures]
 
 
 def over_dense(batch: int, length: int, blocks: str, name: str = "sparse-steps") -> float | None:
-    """Returns the time of a dense step over that of a sparse one; None where either is not recorded."""
+    """Returns the speed-up of a sparse over a dense step; None if either is not recorded."""
     took = {}
     for r in results(name, *WORKLOAD, "attention"):
         if (r["model"], r["batch"], r["length"]) == (MODEL, batch, length) and "failed" not in r:
@@ -67,7 +69,7 @@ def over_dense(batch: int, length: int, blocks: str, name: str = "sparse-steps")
 
 
 def parts_over_dense(batch: int, length: int) -> float | None:
-    """Returns the time of a dense step over that of one with parts, of one pair of jobs; None where not recorded."""
+    """Returns the speed-up of a step with subblocks over a dense one, from one pair of jobs; None if not recorded."""
     for r in results("sparse-costs", "model", "case", "batch", "length"):
         if (r["model"], r["case"], r["batch"], r["length"]) == (MODEL, "dense", batch, length):
             return float(r["step_us"] / r["plain_us"])
@@ -88,7 +90,7 @@ def _steps(minimum: float, length: int, *batches: int) -> Verdicts:
 
 
 def listed() -> list[Criterion]:
-    """Lists the gates in the paper's order, then ours."""
+    """Lists the paper's criteria in order, then ours."""
     ops = results("sparse", "length", kind="sparse", heads=HEADS, batch=1, topk=8)
     op = {r["length"]: r["best_dense_over_ours"] for r in ops}
     slower = max((length for length, over in op.items() if over < 1), default=0)
@@ -131,7 +133,6 @@ def listed() -> list[Criterion]:
 
 
 def _answer_criteria() -> list[Criterion]:
-    """Thresholds of fidelity, on the newest texts on which both presets were compared."""
     rows = [r for r in results("fidelity", *KEY) if r["kvp"] == 1 and r["length"] == MAX_LENGTH]
     both = [r["commit"] for r in rows if r.get("policy") == KEEPS]
     rows = [r for r in rows if r["commit"] in both[-1:] and r.get("haystack", "code") == "code"]

@@ -1,4 +1,4 @@
-"""Rows of whole steps with block-sparse attention beside dense ones."""
+"""Rows of whole steps with block-sparse and dense attention."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from benchmarks.records.rows import WORKLOAD, Row, check_commit, results
 
 
 def steps(name: str) -> list[Row]:
-    """Steps under every attention that was measured beside dense ones, and how many times as fast they are."""
+    """Returns the steps of every attention, with the speed-up over dense attention where both were measured."""
     found = [r for r in results(name, *WORKLOAD, "attention") if "failed" not in r]
     attentions = list(dict.fromkeys(r["attention"] for r in found))
     dense = {tuple(r[k] for k in WORKLOAD): r for r in found if r["attention"] == "dense"}

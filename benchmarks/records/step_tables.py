@@ -1,4 +1,4 @@
-"""Rows of decode steps of whole models: measured, emulated, and beside other layouts."""
+"""Rows of decode steps of whole models: measured, emulated, and compared with other layouts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from helix.planner.step import memory_of, predict
 from launch.inputs.hardware import load_hardware
 from launch.inputs.shapes import load_spec
 
-HEADLINE: dict[int, list[tuple[Any, ...]]] = {  # by GPUs
+HEADLINE: dict[int, list[tuple[Any, ...]]] = {  # by number of GPUs
     4: [("qwen2.5-7b", 1, 1 << 20, None)],
     8: [
         ("qwen2.5-7b", 1, 1 << 20, None),
@@ -27,7 +27,7 @@ HEADLINE: dict[int, list[tuple[Any, ...]]] = {  # by GPUs
         ("glm-5.2", 1, 1 << 20, "fp8"),
     ],
 }
-WHOLE = "fp8-steps"  # records of models that eight GPUs hold in FP8 alone
+WHOLE = "fp8-steps"  # models that eight GPUs hold in FP8 only
 OVER_TP = "qwen2.5-7b", "qwen3-30b-a3b", "deepseek-v2-lite", "llama-3.1-8b"
 POINTS = (1, 128 << 10), (1, 1 << 20), (8, 128 << 10), (8, 1 << 20)
 SPLITS = {32: "splits_32", 128: "splits_128", "helix kvp=1 tpa=1": "tp", "tp kvp=1 tpa=2": "tp"}
@@ -35,33 +35,35 @@ SPLITS |= {"helix kvp=2 tpa=1": "helix"}
 
 
 def ttl(r: Row) -> str:
-    """The time per token, with a mark where the kernels of that time have been replaced since."""
+    """Formats the time per token, marked if its kernels have been replaced since."""
     return "does not fit" if "failed" in r else f"{r['ttl_p50_us'] / 1e3:,.2f} ms" + " †" * ("superseded" in r)
 
 
 def grid(r: Row) -> str:
-    """The layout, with the grid of the FFN where there are experts to be shared in several ways."""
+    """Returns the layout; with the FFN grid for MoE models."""
     attention, ffn = r["layout"].split(" -> ")
     return f"{attention} {ffn}" if load_spec(r["model"]).experts is not None else attention
 
 
 def named(r: Row) -> str:
+    """Returns a row's model and weight dtype."""
     return f"{shape(r)}{', FP8' if r.get('weights') == 'fp8' else ''}"
 
 
 def widths(layout: str) -> dict[str, int]:
+    """Parses a layout's widths."""
     return {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", layout)}
 
 
 def points_of(r: Row) -> Points:
-    """The planner's point of a row."""
+    """Returns the planner's point of a row."""
     return Points.of(r["layout"].split()[0], r["batch"], **widths(r["layout"]))
 
 
 def ideal_us(r: Row) -> float:
-    """Returns the least time of a step: what reading takes, or where that is longer, the products of attention.
+    """Returns the minimum time of a step: reading, or attention's GEMMs where these take longer.
 
-    Records have the time of reading, `floor_us`.
+    Records have the reading time, `floor_us`.
     """
     of = widths(r["layout"])
     ranks = max(of.get("kvp", 1) * of.get("tpa", 1) * of.get("dp", 1), of["tpf"] * of["ep"])
@@ -74,7 +76,7 @@ def _key(r: Row) -> tuple[Any, ...]:
 
 
 def _fastest(mode: str, *names: str) -> dict[tuple[Any, ...], Row]:
-    """The fastest row of a mode at each workload; what does not fit counts where nothing does."""
+    """The fastest row of a mode at each workload; rows that do not fit count only if no other does."""
     found: dict[tuple[Any, ...], Row] = {}
     for r in (r for name in names for r in results(name, *WORKLOAD) if r["layout"].startswith(f"{mode} ")):
         found[_key(r)] = min(found.get(_key(r), r), r, key=lambda r: r.get("ttl_p50_us", float("inf")))
@@ -82,7 +84,7 @@ def _fastest(mode: str, *names: str) -> dict[tuple[Any, ...], Row]:
 
 
 def _times_by_point(mode: str, *names: str) -> Callable[[Row], str]:
-    """A mode's best time per token over eight GPUs at a row's workload, with a mark where it is of another commit."""
+    """A mode's best time per token over eight GPUs at a row's workload, marked if it is of another commit."""
     found = _fastest(mode, *names)
 
     def show(r: Row) -> str:
@@ -94,7 +96,7 @@ def _times_by_point(mode: str, *names: str) -> Callable[[Row], str]:
 
 
 def _lacks_memory(r: Row) -> bool:
-    """Whether plain TP over eight H200 does not hold a workload in FP8, by the planner."""
+    """Whether plain TP over eight H200 cannot hold a workload in FP8, by the planner."""
     spec = load_spec(r["model"])
     points = Points.crossed(layouts(spec, (8,), ("tp",), pp=False), np.array([r["batch"]]))
     memory = memory_of(spec, load_hardware("h200"), points, r["length"], FP8)
@@ -102,22 +104,22 @@ def _lacks_memory(r: Row) -> bool:
 
 
 def best(*names: str) -> list[Row]:
-    """The best Helix layout of each workload."""
+    """Returns the best Helix layout of each workload."""
     return [r for r in _fastest("helix", *names).values() if "failed" not in r]
 
 
 def best_steps(records: str, **modes: str) -> list[Row]:
-    """The same, each with the best times of other modes.
+    """Returns the best Helix layout of each workload, with the best times of other modes.
 
     Args:
-        beside: the record of each mode.
+        modes: the record of each mode.
     """
     shown = {mode: _times_by_point(mode, record) for mode, record in modes.items()}
     return [{**r, **{mode: show(r) for mode, show in shown.items()}} for r in best(*records.split())]
 
 
 def gap() -> list[Row]:
-    """What stands between the best steps of dense models and their floors, by the simulator's constants."""
+    """Explains the gap between the best steps of dense models and their ideals, by the simulator's constants."""
     rows, hardware = [], load_hardware("h200")
     options = Options(weights="bf16", kv="bf16", messages="bf16", hopb=False)
     for r in best("step"):
@@ -136,7 +138,7 @@ def gap() -> list[Row]:
 
 
 def headline() -> list[Row]:
-    """The best Helix layouts over two, four and eight GPUs, next to plain TP and vLLM on as many GPUs."""
+    """Returns the best Helix layouts over two, four and eight GPUs, with plain TP and vLLM."""
     rows = []
 
     def add(r: Row, gpus: int, *times: str) -> None:
@@ -156,7 +158,7 @@ def headline() -> list[Row]:
 
 
 def vllm_splits() -> list[Row]:
-    """Steps with one KV head a GPU: us of vLLM with 32 and 128 splits in its decode graphs, and of Helix."""
+    """Returns steps with one KV head per GPU: us of vLLM with 32 and 128 splits in its decode graphs, and of Helix."""
     key = "model", "gpus", "batch", "length"
     found = []
     for point, timed in grouped(results("vllm-splits", *key, "engine", "layout", "splits"), *key).items():
@@ -167,7 +169,7 @@ def vllm_splits() -> list[Row]:
 
 
 def over_tp() -> list[Row]:
-    """Plain TP's time over the best Helix layout's over eight GPUs, of the newest commit that has both."""
+    """Returns the best Helix layout's speed-up over plain TP on eight GPUs, by the newest commit that has both."""
     found: dict[tuple[Any, ...], dict[str, list[Row]]] = {}
     for r in (r for name in ("step", "baselines") for r in results(name, *WORKLOAD, "commit")):
         found.setdefault((r["model"], r["batch"], r["length"]), {}).setdefault(r["commit"], []).append(r)
@@ -180,7 +182,6 @@ def over_tp() -> list[Row]:
 
 
 def _over_tp(by_commit: dict[str, list[Row]]) -> tuple[str, Row]:
-    """The ratio, and the row of Helix that it is of."""
     both = [(best_step(rows, "helix"), best_step(rows, "tp")) for rows in by_commit.values()]
     over = [(f"{tp['ttl_p50_us'] / helix['ttl_p50_us']:.2f}", helix) for helix, tp in both if helix and tp]
     tried = any(r["layout"].startswith("tp ") for rows in by_commit.values() for r in rows)
@@ -188,7 +189,7 @@ def _over_tp(by_commit: dict[str, list[Row]]) -> tuple[str, Row]:
 
 
 def emulated_eight() -> list[Row]:
-    """Steps over eight GPUs, each with the same emulated on two with the same code, and how far apart they are."""
+    """Returns steps over eight GPUs, their emulation on two with the same code, and the difference."""
     names, key = ("step", "baselines", WHOLE), (*WORKLOAD, "commit")
     emulated = {tuple(r[k] for k in key): r for name in names for r in results(f"{name}.emulated-8", *key)}
     found = []
@@ -200,7 +201,7 @@ def emulated_eight() -> list[Row]:
 
 
 def agreement() -> list[Row]:
-    """How far emulated steps are from those over eight GPUs, by model."""
+    """Returns the difference between emulated steps and those over eight GPUs, by model."""
     models: dict[str, list[Row]] = {}
     for r in emulated_eight():
         models.setdefault(r["model"], []).append(r)
@@ -208,7 +209,7 @@ def agreement() -> list[Row]:
 
 
 def emulated_steps() -> list[Row]:
-    """Four ranks emulated on two GPUs and on one, and four GPUs; no commit was timed on four and emulated."""
+    """Returns four ranks emulated on two GPUs and on one, and four GPUs; no commit has both."""
     real = {tuple(r[k] for k in WORKLOAD): r for r in results("step.4gpu", *WORKLOAD)}
     key = "emulated_by", *WORKLOAD
     emulated = {tuple(r[k] for k in key): r for r in results("step.emulated-4", *key)}
@@ -223,7 +224,7 @@ def emulated_steps() -> list[Row]:
 
 
 def emulated_comm() -> list[Row]:
-    """Collectives of emulated ranks, beside those of as many GPUs."""
+    """Returns collectives of emulated ranks, and of that many GPUs."""
     key = "op", "ranks", "message_bytes"
     found = {(8, *(r[k] for k in key)): r["symm_us"] for r in results("comm", *key)}
     emulated = [r for n in (4, 8) for r in results(f"comm.emulated-{n}", "emulated_by", *key)]
@@ -238,12 +239,12 @@ def emulated_comm() -> list[Row]:
 
 
 def largest_batch(rows: list[Row], budget_us: float) -> int | None:
-    """The largest batch among measured `rows` of one layout whose TTL is within the budget; None: not one of them."""
+    """Returns the largest batch among `rows` of one layout whose TTL is within the budget; None if none is."""
     return max((r["batch"] for r in rows if "failed" not in r and r["ttl_p50_us"] <= budget_us), default=None)
 
 
 def budgets(record: str) -> list[Row]:
-    """The measured rows of each layout together."""
+    """Groups the measured rows by layout."""
     groups: dict[tuple[str, int, str], list[Row]] = {}
     for r in results(record, *WORKLOAD):
         groups.setdefault((r["model"], r["length"], r["layout"].split(" ->")[0]), []).append(r)
@@ -254,6 +255,6 @@ def budgets(record: str) -> list[Row]:
 
 
 def best_step(rows: list[Row], mode: str) -> Row | None:
-    """Finds the fastest of a mode among measured `rows`; None: none of them fits."""
+    """Returns the fastest row of a mode; None if none fits."""
     found = [r for r in rows if "failed" not in r and r["layout"].startswith(f"{mode} ")]
     return min(found, key=lambda r: float(r["ttl_p50_us"]), default=None)

@@ -1,4 +1,4 @@
-"""How every figure looks: as wide as GitHub shows a README, its text no smaller than small print there."""
+"""The style of all figures: as wide as a README on GitHub, and with text that stays legible there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import matplotlib as mpl
 
-mpl.use("Agg")  # before pyplot: there may be no display
+mpl.use("Agg")  # before pyplot, as there may be no display
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
@@ -21,16 +21,16 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLoca
 from benchmarks.records.rows import Row, grouped
 
 Style = dict[str, Any]
-WIDTH = 830 / 96  # inches: a README on GitHub is 830 pixels wide, an inch is 96
-TEXT = 9  # points; no text is smaller
-DPI = 150  # more than 96, for screens of finer pixels
+WIDTH = 830 / 96  # inches: a README on GitHub is 830 pixels wide, at 96 per inch
+TEXT = 9  # points; the smallest text
+DPI = 150  # more than 96, for high-density screens
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
 BLUE, ORANGE, GREEN, PURPLE, RED, SKY = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9"
 BLACK, GREY = "#000000", "#666666"
 COLOURS = [BLUE, ORANGE, GREEN, PURPLE, RED, SKY, BLACK]
 MARKERS = ["o", "s", "^", "D", "v", "P", "X"]
 DASHES = ["-", "--", ":", "-."]
-LEVEL: Style = {"color": BLACK, "linewidth": 1.0, "linestyle": ":"}  # a line to compare with: an ideal, a target
+LEVEL: Style = {"color": BLACK, "linewidth": 1.0, "linestyle": ":"}  # a reference line: an ideal, a target
 
 mpl.rcParams.update(
     {
@@ -53,38 +53,38 @@ mpl.rcParams.update(
 
 
 def panels(columns: int, rows: int = 1, height: float = 2.6, **shared: Any) -> tuple[Figure, Any]:
-    """A figure of `rows` x `columns` panels, each of `height` inches."""
+    """Makes a figure of `rows` x `columns` panels, each `height` inches high."""
     size = (WIDTH, height * rows + 0.8)
     return plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False, **shared)
 
 
 def in_a_row(count: int) -> tuple[int, int]:
-    """Columns and rows of `count` panels side by side."""
+    """Returns columns and rows of `count` panels side by side."""
     return count, 1
 
 
 def square(count: int) -> tuple[int, int]:
-    """Columns and rows of `count` panels: two in a row, or three of three."""
+    """Returns columns and rows of `count` panels: two columns, or three for three."""
     columns = count if count in (1, 3) else 2
     return columns, math.ceil(count / columns)
 
 
 def plain_ticks(axis: Axis) -> None:
-    """Plain numbers on a logarithmic axis."""
+    """Sets plain numbers on a logarithmic axis."""
     axis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
 
 
 def sizes(panel: Axes, base: int = 2) -> None:
-    """A logarithmic x axis of tokens or bytes, with ticks at powers of `base`, a power of two."""
+    """Sets a logarithmic x axis of tokens or bytes, with ticks at powers of `base`, a power of two."""
     panel.set_xscale("log", base=base)
     panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
     panel.xaxis.set_minor_locator(NullLocator())
 
 
 def short(number: float) -> str:
-    """65536 is 64K: tokens and bytes come in powers of two."""
+    """Formats tokens or bytes: 65536 is 64K."""
     for unit, size in (("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10)):
         if number >= size:
             return f"{number / size:g}{unit}"
@@ -92,7 +92,7 @@ def short(number: float) -> str:
 
 
 def line(panel: Axes, rows: Iterable[Row], x: str, y: str, style: Style) -> None:
-    """Draws a line through what rows have of two fields."""
+    """Draws a line through two fields of rows."""
     points = sorted((row[x], row[y]) for row in rows if row.get(y) is not None)
     panel.plot([p[0] for p in points], [p[1] for p in points], **style)
 
@@ -100,7 +100,7 @@ def line(panel: Axes, rows: Iterable[Row], x: str, y: str, style: Style) -> None
 def curves(
     panel: Axes, rows: Iterable[Row], x: str, y: str, over: Style | None = None, **styles: Mapping[Any, Style]
 ) -> None:
-    """Draws a line for each group of rows by the fields of `styles`, which say in which order and look; others not."""
+    """Draws a line per group of rows by the fields of `styles`, in their order; skips groups without a style."""
     groups = grouped(rows, *styles)
     for values in (values for values in product(*styles.values()) if values in groups):
         looks = [styles[field][value] for field, value in zip(styles, values, strict=True)]
@@ -112,16 +112,16 @@ def facets(
     title: Callable[..., str], x: str, y: str | None = None, *, level: str | None = None, base: int | None = None,
     percent: bool = False, across: Callable[[int], tuple[int, int]] = in_a_row, height: float = 2.6, **shared: Any,
 ) -> Figure:  # fmt: skip
-    """A panel for each group of rows, and a legend of `keys` over all.
+    """Makes a panel for each group of rows, and one legend of `keys`.
 
     Args:
-        title: of a panel, by the values that name its group.
-        x, y: names of the axes, at the outer panels; None: as drawn.
-        level: name of a line at 1, to compare with; one without a name is not in the legend.
-        base: of a logarithmic x axis, see `sizes`.
+        title: returns a panel's title, from the values that identify its group.
+        x, y: axis labels, on the outer panels; None: as drawn.
+        level: label of a reference line at 1; an empty one is not in the legend.
+        base: base of a logarithmic x axis, see `sizes`.
         percent: whether y is a share.
-        across: columns and rows, by the number of panels.
-        shared: axes that panels share, as `panels` takes them.
+        across: returns columns and rows, from the number of panels.
+        shared: axes that panels share, as for `panels`.
     """
     figure, axes = panels(*across(max(len(groups), 1)), height, **shared)
     for panel, (values, rows) in zip(axes.flat, groups.items(), strict=False):
@@ -143,15 +143,15 @@ def facets(
 
 
 def legend(figure: Figure, styles: Iterable[Style]) -> None:
-    """A legend in one line over the panels, which is read before them."""
+    """Adds a one-line legend above the panels."""
     handles = [Line2D([], [], **{"color": GREY, **style}) for style in styles]
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles))
 
 
 def save(figure: Figure, path: Path, footer: str) -> None:
-    """Writes a PNG with a line at its foot that says where its numbers come from, and closes the figure."""
+    """Writes a PNG with a line of provenance at the bottom, and closes the figure."""
     figure.supxlabel(footer, fontsize=TEXT, color=GREY)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Without the version of matplotlib in it, the same figure is the same file.
+    # Without matplotlib's version, so that the same figure gives the same file.
     figure.savefig(path, metadata={"Software": None})
     plt.close(figure)

@@ -1,9 +1,9 @@
 """Writes the tables of README.md and docs/ from `benchmarks/results/`, or prints whole ones.
 
-  helix tables              all pages; of a long table of results, eight rows that stand evenly in it
+  helix tables              all pages; long tables of results are sampled to eight rows
   helix tables NAME ...     these tables, with all rows
 
-A table stands between `<!-- table NAME -->` and `<!-- end -->`; of a point that was measured more than once, the newest
+Tables are between `<!-- table NAME -->` and `<!-- end -->`; if a point was measured more than once, the newest
 line counts.
 """
 
@@ -19,8 +19,8 @@ from helix.schema import unknown_message
 from launch.inputs.arguments import handle_help, need_checkout
 from launch.inputs.compose import ROOT
 
-ROWS, MAX_ROWS = 8, 12  # of a table of results on a page
-OF_PAPERS = ("docs/simulator.md",)  # which `helix papers` writes, as benchmarks/papers/README.md
+ROWS, MAX_ROWS = 8, 12  # rows to keep of a long table of results, and its maximum length
+OF_PAPERS = ("docs/simulator.md",)  # `helix papers` writes these, like benchmarks/papers/README.md
 TABLES: dict[str, Callable[[], list[str]]] = {name: partial(table_of, name) for name in declared()}
 PAGES = [
     "README.md",
@@ -33,7 +33,7 @@ PAGES = [
 
 
 def shorten_table(name: str, table: Sequence[str]) -> list[str]:
-    """Keeps eight rows of a table of more than twelve: the first, the last, and those evenly between."""
+    """Samples eight rows of a table of more than twelve: the first, the last, and evenly between."""
     head, rows = list(table[:2]), [line for line in table[2:] if line.startswith("|")]
     if len(rows) <= MAX_ROWS:
         return list(table)
@@ -43,7 +43,7 @@ def shorten_table(name: str, table: Sequence[str]) -> list[str]:
 
 
 def with_tables(name: str) -> str:
-    """Returns a page's text with its tables as the results have them."""
+    """Returns a page's text with its tables filled from the results."""
     whole = not name.startswith("docs/results/")
     return fill_tables(
         (ROOT / name).read_text(), lambda table: TABLES[table]() if whole else shorten_table(table, TABLES[table]())
@@ -51,7 +51,7 @@ def with_tables(name: str) -> str:
 
 
 def main() -> None:
-    """Writes all pages' tables, or prints those that are named."""
+    """Writes the tables of all pages, or prints the named ones."""
     if handle_help(names := sys.argv[1:], f"{__doc__}\ntables: {', '.join(TABLES)}"):
         return
     need_checkout("helix tables")

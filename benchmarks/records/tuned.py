@@ -1,4 +1,4 @@
-"""What tuning has found, as a table, as a map of gamma against sparsity, and as a file of `conf/speculation/`."""
+"""Writes the result of tuning: a table, a map of gamma against sparsity, and a config in `conf/speculation/`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from benchmarks.ranks.tuning_steps import Measurement, TuningResult
 from benchmarks.records.style import panels
 from helix.config import Config
 
-HEADER = "# @package _global_"  # which Hydra reads on the first lines alone
-WRITTEN = f"{HEADER}\n# Written by benchmarks.tune"  # how the files begin that it may overwrite
-WORDS = ("on", "off", "yes", "no", "true", "false", "null")  # which YAML takes for something else
+HEADER = "# @package _global_"  # Hydra reads it only on the first lines
+WRITTEN = f"{HEADER}\n# Written by benchmarks.tune"  # a config that starts like this may be overwritten
+WORDS = ("on", "off", "yes", "no", "true", "false", "null")  # YAML would not read these as strings
 OPTIONS = {
     "none": (),
     "suffix": ("gamma", "adaptive", "prompt_lookup_max", "suffix_pool_tokens"),
@@ -25,7 +25,7 @@ OPTIONS = {
 
 
 def table(measured: Sequence[Measurement], plain: Measurement) -> list[Sequence[str]]:
-    """Cells of a table, its head first."""
+    """Returns the cells of a table, headings first."""
     rows: list[Sequence[str]] = [("drafts", "tokens an iteration", "iteration", "tok/s/user", "over plain")]
     for m in measured:
         tokens = f"{m.mean:.2f}" + (f" +- {m.interval:.2f}" if m.interval else "")
@@ -34,7 +34,7 @@ def table(measured: Sequence[Measurement], plain: Measurement) -> list[Sequence[
 
 
 def summary_lines(tuned: TuningResult) -> list[str]:
-    """What came of it, a sentence each."""
+    """Returns the result, one sentence per line."""
     lines = []
     if tuned.plateau is not None:
         ends = "" if tuned.reached_plateau else ", the largest that was tried: more of them may keep more"
@@ -55,7 +55,7 @@ def summary_lines(tuned: TuningResult) -> list[str]:
 
 
 def as_yaml(config: Config, tuned: TuningResult, where: str) -> str:
-    """The file of `conf/speculation/` that speculates as chosen, with what else the config says of that drafter."""
+    """Returns the config of `conf/speculation/` for the fastest source, with the other settings of its drafter."""
     fastest = tuned.fastest
     speculation = replace(fastest.source.over(config.speculation), gamma=fastest.source.gamma)
     values = {key: getattr(speculation, key) for key in ("drafter", *OPTIONS[speculation.drafter])}
@@ -76,10 +76,10 @@ def _scalar(value: object) -> str:
 
 
 def check_name(name: str, directory: Path) -> Path:
-    """The file of a name.
+    """Returns the config file of a name.
 
     Raises:
-        ValueError: it is no name, or a file of it is not ours to overwrite.
+        ValueError: the name is invalid, or the file was written by something else.
     """
     path = directory / f"{name}.yaml"
     if not re.fullmatch(r"[A-Za-z][\w-]*", name, re.ASCII) or name.lower() in WORDS:
@@ -92,7 +92,7 @@ def check_name(name: str, directory: Path) -> Path:
 
 
 def heat_map(measured: Sequence[Measurement], tuned: TuningResult) -> Figure:
-    """Tokens/s of a user over plain decoding, for each pair of gamma and sparsity that was measured."""
+    """Maps tokens/s per user over plain decoding, for each measured pair of gamma and sparsity."""
     drafted = {(m.source.sparsity, m.source.gamma): m for m in measured if m.source.sparsity is not None}
     sparsities, gammas = (sorted({key[i] for key in drafted if key[i] is not None}) for i in (0, 1))
     gains = np.full((len(sparsities), len(gammas)), np.nan)

@@ -1,4 +1,4 @@
-"""Table of the drafts that tuning finds beside the best of a whole grid, and a map of the grid, from records."""
+"""Compares tuned drafts with the best of a whole grid, and maps the grid, from records."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ KEY = ("model", "batch", "length", "drafter", "gamma", "sparsity")
 
 
 def found(rows: list[Row]) -> tuple[list[Measurement], TuningResult, Measurement]:
-    """Returns what was measured of a model, what the search finds among it, and the fastest way of its grid.
+    """Returns a model's measurements, the search's result on them, and the fastest of the grid.
 
-    Where drafts are kept at a set rate, fewer keys lose nothing: the grid is then of one share of the keys.
+    With a fixed acceptance rate fewer keys are always better: the grid then has one sparsity.
     """
     check_commit(*rows)
     measured = [Measurement.of(r) for r in rows]
@@ -31,7 +31,7 @@ def found(rows: list[Row]) -> tuple[list[Measurement], TuningResult, Measurement
 
 
 def rows() -> list[Row]:
-    """The first row of each model, with the drafts that the search finds and those of the whole grid."""
+    """Returns the first row of each model, with the drafts that the search finds and the best of the grid."""
     found_of = []
     for same in grouped(results("tune", *KEY), "model", "batch", "length").values():
         _, tuned, best = found(same)
@@ -40,14 +40,14 @@ def rows() -> list[Row]:
 
 
 def worst() -> str:
-    """Says how far the search is behind the best of a grid, at most."""
+    """Returns how much slower the search's result is than the best of a grid, at most."""
     groups = grouped(results("tune", *KEY), "model", "batch", "length").values()
     losses = [1 - tuned.sparse.rate / best.rate for _, tuned, best in map(found, groups)]
     return f"{len(losses)} models, at most {max(losses):.1%} behind the best of a grid" if losses else "not recorded"
 
 
 def figure_of(rows: list[Row]) -> Figure:
-    """Maps drafts against the share of the keys, of the first model.
+    """Maps gamma against sparsity for the first model.
 
     Source: Vegas (arXiv:2602.07223), figure 13.
     """

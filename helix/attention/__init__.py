@@ -1,1 +1,1 @@
-"""Attention policies: the choice of keys that queries read."""
+"""Attention policies: which keys queries read."""

@@ -1,8 +1,8 @@
-"""The contract of an attention policy.
+"""The `AttentionPolicy` interface.
 
-A policy chooses which of this rank's keys each query reads, and returns a partial output over them. The exchange merges
-the keys that ranks attended to: so a policy may omit keys, but it must report the LSE of exactly the keys it read, and
-never depend on another rank's shard.
+A policy selects which of this rank's keys each query reads, and returns partial attention over them. The exchange
+merges the ranks' partials by LSE. So a policy may skip keys, but must report the LSE of exactly the keys it read, and
+must not depend on another rank's shard.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ from kernels.overlap import sm_count
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """Parameters of attention that all queries of a layer share.
+    """Attention parameters of a layer.
 
     Attributes:
-        window: its sliding window in tokens, or None.
+        window: sliding window in tokens, or None.
         scale: factor on q.k.
         latent: width of the values inside stored latents; None: keys and values are stored separately.
-        sinks: [Hq_local] fp32, or None: each head's score of an additional key of value 0 that every query reads; it is
-            part of the LSE. Given to only one rank of a kvp group.
-        reserved_sms: number of multiprocessors to leave to concurrent kernels.
-        chunk: index of the chunk of rows, whose attention directly follows that of the chunk before; its parts
-            stay until the next layer's attention of this chunk.
-        topk: tokens that a query reads where an indexer chose them (`Step.selected`); None: there is no indexer.
+        sinks: [Hq_local] fp32, or None: learned attention sinks, each head's score of an extra key of value 0. Part of
+            the LSE, so only one rank of a kvp group gets them.
+        reserved_sms: SMs to leave to concurrent kernels.
+        chunk: index of the HOP-B chunk; its splits stay unmerged until the next layer's attention of this chunk.
+        topk: tokens that the indexer selects per query (`Step.selected`); None: no indexer.
     """
 
     window: int | None
@@ -45,15 +44,14 @@ class LayerAttention:
     topk: int | None = None
 
     def sms(self, device: torch.device) -> int:
-        """Returns the number of multiprocessors for its kernels, at least one."""
         return max(1, sm_count(device) - self.reserved_sms)
 
 
 class AttentionPolicy(ABC):
-    """Choice of the keys that queries read.
+    """Decides which keys queries read.
 
     Attributes:
-        from_tokens: length from which on only a part of a sequence is read; None: always all that layers allow.
+        from_tokens: shortest sequence of which only a part is read; None: all keys are always read.
         prefetches: whether decode steps call `prefetch`.
     """
 
@@ -62,40 +60,38 @@ class AttentionPolicy(ABC):
 
     @abstractmethod
     def prepare(self, step: Step, windows: set[int | None]) -> None:
-        """Computes the data that all layers of a step share, before the first layer.
+        """Computes what all layers of a step share, before the first layer.
 
         Args:
-            windows: windows of the layers, None for those without one.
+            windows: the layers' windows, None for full attention.
         """
 
     @abstractmethod
     def attend(self, q: Tensor, cache: LayerCache, step: Step, layer: LayerAttention) -> PartialAttention:
-        """Attends with a step's queries to this rank's shard, to which the step's own keys are already appended.
+        """Attends a step's queries to this rank's KV shard, which already contains the step's own keys.
 
         Args:
-            q: [N, Hq_local, D], rotated.
-            cache: the layer's part of the cache; with latents, q is absorbed, [N, Hq_local, R + P].
-            step: the tokens' positions, bounds and block tables.
+            q: [N, Hq_local, D], rotated; with latents absorbed, [N, Hq_local, R + P].
 
         Returns:
-            A result whose `merge` gives the partial output [N, Hq_local, D or R] in q's dtype and its natural-log LSE
-            [N, Hq_local] fp32; for a query without keys here 0 and -inf (with sinks: the sink's score). It must be
-            merged, here or in the exchange, before the next attention of the same chunk.
+            Splits whose `merge_states` gives the partial output [N, Hq_local, D or R] in q's dtype and its natural-log
+            LSE [N, Hq_local] fp32; for a query without local keys 0 and -inf (with sinks: the sink's score). Merge
+            them, here or in the exchange, before the next attention of the same chunk.
         """
 
     def prefetch(self, queries: Callable[[], Tensor], cache: LayerCache, step: Step) -> None:
-        """Prepares a layer without a window while the layer before it computes; never changes results of `attend`.
+        """Prefetches for a layer without a window while the previous layer computes; does not change `attend`'s result.
 
         Args:
-            queries: computes the layer's queries [N, Hq_local, D] as if the layer before it added nothing. Its inputs
+            queries: computes approximate queries [N, Hq_local, D], as if the previous layer added nothing. Its inputs
                 stay alive until `attend` is called for the layer.
-            cache: the layer's part of the cache; the step's own keys are not appended yet.
+            cache: does not contain the step's own keys yet.
         """
         return
 
 
 def slice_step(step: Step, rows: slice) -> Step:
-    """Returns the part of a decode step with `rows` of its N tokens, whole sequences; shared tensors are cut alike."""
+    """Returns the part of a decode step with `rows` of its N tokens, which must be whole sequences."""
     each = len(step.tokens) // len(step.slots)
     sequences = slice(rows.start // each, rows.stop // each)
     return replace(

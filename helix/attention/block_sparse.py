@@ -1,9 +1,9 @@
-"""Block-sparse decode: each KV head reads the sequence's sink blocks, its latest blocks and the best-scored others.
+"""Block-sparse decode: each KV head reads the sink blocks, the latest blocks and the best-scoring others.
 
-A block is a page. Its key bounds are written once, when it is full of committed tokens (`KVCache.fold`), so a rejected
-draft leaves no trace; pages that are not full are always read. Where parts of blocks are chosen, the blocks with the
-best bounds are candidates, and the bounds of their parts decide. Each query chooses blocks of its own in each layer, so
-tokens depend neither on the rest of the batch nor on drafts. Prefill and layers with a window stay dense.
+A block is a page. Its key bounds are written once, when it is full of committed tokens (`KVCache.fold`), so rejected
+drafts have no effect; pages that are not full are always read. With subblocks, the blocks with the best bounds are
+candidates, and the bounds of their subblocks decide. Every query selects its own blocks in each layer, so tokens depend
+neither on the rest of the batch nor on drafts. Prefill and layers with a window stay dense.
 """
 
 from __future__ import annotations
@@ -27,19 +27,17 @@ from kernels.sparse.select_blocks import select_blocks
 
 
 class BlockSparseAttention(AttentionPolicy):
-    """Policy that reads a number of blocks bounded by a budget.
+    """Reads a limited number of blocks per query and KV head.
 
     Args:
-        budget: budget of a sequence over all ranks.
-        placement: placement of the cache that steps attend to.
+        budget: of a sequence over all ranks.
         max_length: most tokens of a sequence.
-        comm: communicator for one choice over all ranks of a kvp group; None: each rank chooses its share of `topk`
-            from its own blocks.
+        comm: for one selection over all ranks of a kvp group; None: each rank selects its share from its own blocks.
 
     Attributes:
-        cache: class of the cache on the GPU, which keeps what blocks are judged by.
-        local_budget: budget of a rank that chooses its share of `topk` from its own blocks.
-        counted: [2] int64, on the device: blocks read by all queries and KV heads, and number of choices.
+        cache: class of the cache on the GPU, which stores the blocks' key bounds.
+        local_budget: budget of a rank that selects its share from its own blocks.
+        counted: [2] int64, on the device: blocks read, summed over queries and KV heads, and number of selections.
     """
 
     cache: ClassVar[type[KVCache]] = KVCache
@@ -58,7 +56,7 @@ class BlockSparseAttention(AttentionPolicy):
         self.from_tokens = budget.from_tokens
         self.local_budget = budget.per_rank(kvp)
         self.budget = budget if self.comm else self.local_budget
-        assert budget.parts == 1 or self.comm is None, "each rank chooses parts of its own blocks"
+        assert budget.parts == 1 or self.comm is None, "each rank selects subblocks of its own blocks"
         self.width = placement.max_blocks(self.budget, max_length)
         if budget.parts > 1:
             self.max_candidates = placement.max_blocks(self.budget, max_length, self.budget.candidates)
@@ -67,7 +65,7 @@ class BlockSparseAttention(AttentionPolicy):
         self._uncounted = torch.zeros_like(self.counted)
 
     def blocks_read(self) -> float | None:
-        """Returns the average number of blocks read per query and KV head on this rank; None before any choice."""
+        """Returns the average number of blocks read per query and KV head on this rank; None before any selection."""
         read, choices = self.counted.tolist()
         return read / choices / self.budget.parts if choices else None
 
@@ -77,7 +75,7 @@ class BlockSparseAttention(AttentionPolicy):
             self.ranges(step)
 
     def ranges(self, step: Step, budget: BlockBudget | None = None) -> tuple[Tensor, ...]:
-        """Computes the bounds of what a step's queries choose among, once for all layers."""
+        """Returns `KVPlacement.block_ranges` of a step, computed once for all layers."""
         budget = budget or self.budget
 
         def make() -> tuple[Tensor, ...]:
@@ -97,7 +95,7 @@ class BlockSparseAttention(AttentionPolicy):
         return decode_parts(q[:, None], keys, sms=sms, early=True, lane=layer.chunk)
 
     def select(self, q: Tensor, cache: LayerCache, step: Step, sms: int) -> Tensor:
-        """Chooses blocks in one layer; returns each query's and KV head's table of pages or parts, [N, Hkv, width]."""
+        """Selects blocks in one layer; returns a table of pages or subblocks, [N, Hkv, width]."""
         local_candidates = None
         if self.comm is not None:
             shape = len(q), cache.bounds.shape[1], self.budget.topk, 2
@@ -110,17 +108,12 @@ class BlockSparseAttention(AttentionPolicy):
         return table
 
     def select_for_prefetch(self, q: Tensor, cache: LayerCache, step: Step, lane: int = 0) -> Tensor:
-        """Chooses blocks for a guess: like `select`, but uncounted, and each rank chooses its share of `topk`.
-
-        Args:
-            lane: see `select_blocks`.
-        """
+        """Selects blocks for approximate queries: like `select`, but local to the rank and not counted."""
         return self.select_local(q, cache, step, self.local_budget, self._uncounted, sm_count(q.device), lane=lane)
 
     def select_local(
         self, q: Tensor, cache: LayerCache, step: Step, budget: BlockBudget, counted: Tensor, sms: int, **more: Any
     ) -> Tensor:
-        """Chooses the blocks, or parts, that promise most to this rank, within a budget."""
         first, last, pages, _, _, *part_ranges = self.ranges(step, budget)
         blocks = q, cache.bounds, step.block_tables, first, last, pages
         if budget.parts == 1:

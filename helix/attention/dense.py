@@ -1,4 +1,4 @@
-"""Exact attention: every key that the model reads, by causality, by the layer's window and by its indexer."""
+"""Exact attention: all keys that the causal mask, the layer's window and its indexer allow."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kernels.paged_keys import PagedKeys
 
 
 class DenseAttention(AttentionPolicy):
-    """Policy that reads every key that the model reads, by causality, by the layer's window and by its indexer."""
+    """Reads all keys that the causal mask, the layer's window and its indexer allow."""
 
     def prepare(self, step: Step, windows: set[int | None]) -> None:
         for window in windows:
@@ -52,7 +52,7 @@ class DenseAttention(AttentionPolicy):
 
 
 def attend_selected(q: Tensor, keys: PagedKeys, *, prefill: bool, sms: int, lane: int) -> PartialAttention:
-    """Attends queries q [N, Hq, R + P] to latents of their own: row n of the keys' table [N, width]."""
+    """Attends each query of q [N, Hq, R + P] to its own latents: row n of the keys' table [N, width]."""
     if prefill:
         each = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
         return PartialAttention(*mla_prefill(q, keys, each, 1, keys.table.shape[1]))

@@ -1,8 +1,7 @@
-"""Block-sparse decode over a cache in host memory: a step chooses blocks, fetches them to the GPU and reads them there.
+"""Block-sparse decode over a KV cache in host memory: selects blocks, fetches them to the GPU and reads them there.
 
-Attention reads the same blocks as over a cache on the GPU, so tokens are the same. Prefill stays dense and exact: a
-chunk reads its own keys on the GPU, and earlier ones in pieces fetched from the host, whose partial outputs are merged
-by their LSE.
+It reads the same blocks as over a cache on the GPU, so tokens are the same. Prefill stays dense and exact: a chunk
+reads its own keys on the GPU, and earlier keys in pieces fetched from the host; partial outputs are merged by LSE.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ from kernels.resident_blocks import FetchList, QueryRanges
 class OffloadedAttention(BlockSparseAttention):
     """Policy of all steps over a cache in host memory, including short sequences and layers with windows.
 
-    Arguments and attributes as in `BlockSparseAttention`. With `prefetches` set, a layer's blocks are fetched while the
-    layer before it computes, by guessed queries.
+    Arguments and attributes as in `BlockSparseAttention`. With `prefetches`, it fetches the blocks that approximate
+    queries select while the previous layer computes.
     """
 
     def __init__(
@@ -47,16 +46,16 @@ class OffloadedAttention(BlockSparseAttention):
         comm: Communicator | None = None,
     ) -> None:
         super().__init__(budget, placement, max_length, device, comm)
-        self.from_tokens = 0  # sequences within the budget are fetched from the host too
+        self.from_tokens = 0  # short sequences are in host memory, too
         self.blocks = placement.max_blocks(self.budget, max_length)
         on_gpu = device.type == "cuda"
         self._side_stream = torch.cuda.Stream(device) if on_gpu else None
-        # Two streams in turn: one layer's guess is computed while another's blocks are fetched.
+        # Two alternating streams: one layer's selection runs while another's blocks are fetched.
         self._prefetch_streams = [torch.cuda.Stream(device) if on_gpu else None for _ in range(2)]
-        self._prefetch_queries: dict[int, Callable[[], Tensor]] = {}  # inputs of running guesses, by layer
+        self._prefetch_queries: dict[int, Callable[[], Tensor]] = {}  # of prefetches in flight, by layer
 
     def min_resident_blocks(self, drafts: int) -> int:
-        """Returns the hot places per KV head for all blocks that a sequence's queries of one step may read."""
+        """Returns the resident blocks per KV head that a sequence's queries of one step may need."""
         return self.blocks + drafts * self.budget.blocks
 
     def prepare(self, step: Step, windows: set[int | None]) -> None:
@@ -65,7 +64,7 @@ class OffloadedAttention(BlockSparseAttention):
             self.ranges(step, self.local_budget)
 
     def prefetch(self, queries: Callable[[], Tensor], cache: LayerCache, step: Step) -> None:
-        """Fetches the blocks that guessed queries choose; the layer's actual choice fetches what is still missing."""
+        """Fetches the blocks that approximate queries select; `attend` fetches what is still missing."""
         assert isinstance(cache, OffloadedLayer)
         lane = cache.lane
         self._prefetch_queries[cache.index] = queries  # keeps its inputs' memory allocated
@@ -90,7 +89,7 @@ class OffloadedAttention(BlockSparseAttention):
         return decode_parts(q[:, None], keys, sms=sms, early=True, lane=layer.chunk)
 
     def _fetch(self, table: Tensor, cache: OffloadedLayer, step: Step, budget: BlockBudget, misses: FetchList) -> None:
-        """Replaces the pages of a table by places on the GPU, and fetches the blocks that had none."""
+        # Replaces the pages of a table by resident blocks on the GPU, and fetches the missing ones.
         _, _, pages, hi, _, *part_ranges = self.ranges(step, budget)
         num_blocks, parts = part_ranges[-1] if part_ranges else pages, budget.parts
         readers = QueryRanges(hi, num_blocks, step.positions, step.starts, step.max_q, step.first)
@@ -100,14 +99,12 @@ class OffloadedAttention(BlockSparseAttention):
 
     @contextmanager
     def _on_stream(self, side: torch.cuda.Stream | None) -> Iterator[None]:
-        """Runs launches on a side stream, after all earlier launches; on a CPU, at once."""
         if side is not None:
             side.wait_stream(torch.cuda.current_stream(side.device))
         with torch.cuda.stream(side):
             yield
 
     def _wait_stream(self, side: torch.cuda.Stream | None) -> None:
-        """Makes later launches wait for a side stream."""
         if side is not None:
             torch.cuda.current_stream(side.device).wait_stream(side)
 
@@ -124,7 +121,7 @@ class OffloadedAttention(BlockSparseAttention):
         ]
 
         def fetch(i: int) -> None:
-            """Copies piece i; the stream waits for earlier launches, which read that half."""
+            # The side stream waits for earlier launches, which read that half of the buffer.
             with self._on_stream(self._side_stream):
                 copy_blocks(cache.host, cache.pieces, cache.blocks(pieces[i].pages, buffer_pages(i)))
 
@@ -145,7 +142,7 @@ class OffloadedAttention(BlockSparseAttention):
                 fetch(i + 1)
             at, tokens = piece.queries, len(piece.pages) * cache.block.page_size
             first = (lo[at] - piece.first).clamp(0, tokens)
-            last = (hi[at] - piece.first).clamp(0, tokens)  # fewer for recomputed queries before the piece's end
+            last = (hi[at] - piece.first).clamp(0, tokens)  # recomputed queries may lie before the piece's end
             keys = cache.fetched.paged(buffer_pages(i)[None], first, last, layer.scale, None)
             cu_q = to_device(torch.tensor([0, len(first)], dtype=torch.int32), q.device)
             flash_prefill(q[at], keys, cu_q, len(first), tokens, out=out[1, at], lse=lse[1, at])
@@ -157,15 +154,13 @@ class OffloadedAttention(BlockSparseAttention):
 
 @dataclass(frozen=True)
 class _Piece:
-    """Full pages before a part of a chunk, read by its `queries`: host `pages`, from local token `first` on."""
-
+    # Full pages before a part of a chunk, which its queries read.
     queries: slice
-    pages: Tensor
-    first: int
+    pages: Tensor  # in host memory
+    first: int  # local token
 
 
 def _prefix_pieces(part: ChunkPart, table: Tensor, page_size: int, max_pages: int) -> Iterator[_Piece]:
-    """Yields the full pages before a part of a chunk, in pieces of at most `max_pages` pages."""
     stop = part.begin // page_size
     for page in range(0, stop, max_pages):
         yield _Piece(part.queries, table[page : min(page + max_pages, stop)], page * page_size)

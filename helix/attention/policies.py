@@ -1,4 +1,4 @@
-"""Creation of the attention policy that a config names."""
+"""Creates the attention policy that a config names."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from kernels.sparse.select_blocks import MAX_PAGES
 
 
 def budget_of(config: AttentionConfig) -> BlockBudget:
-    """Returns the budget of a config, over all ranks."""
+    """Returns the block budget of a config, over all ranks."""
     read = config.sink_blocks, config.local_blocks, config.num_blocks
     return BlockBudget(*read, config.from_tokens, config.parts, config.candidate_blocks)
 
 
 def policy_of(config: AttentionConfig) -> type[BlockSparseAttention]:
-    """Returns the class of the policy of sparse steps over a cache on the GPU, which the config names."""
+    """Returns the policy class for sparse steps over a cache on the GPU."""
     if config.policy == "block_sparse":
         return BlockSparseAttention
     policy: type[BlockSparseAttention] = import_object("attention.policy", config.policy)
@@ -29,7 +29,7 @@ def policy_of(config: AttentionConfig) -> type[BlockSparseAttention]:
 def make_policy(
     config: AttentionConfig, placement: KVPlacement, max_length: int, comm: Communicator, kv: KVConfig
 ) -> BlockSparseAttention | None:
-    """Creates the policy of sparse decode steps for a config and a cache like `kv`; returns None if all are dense.
+    """Creates the policy of sparse decode steps; returns None if all steps are dense.
 
     Raises:
         ConfigError: sequences of `max_length` tokens have more pages than the selection kernel supports.
@@ -39,9 +39,9 @@ def make_policy(
     kvp, page = placement.layout.kvp, placement.page_size
     if max_length > MAX_PAGES * page * kvp:
         raise ConfigError(
-            f"attention.policy={config.policy} chooses among {MAX_PAGES} pages of a rank at most: sequences of "
-            f"{max_length} tokens have more, in pages of kv.page_size={page} over layout.kvp={kvp} ranks; set "
-            f"kv.page_size={-(-max_length // (MAX_PAGES * kvp))} or more, or decode.max_tokens lower"
+            f"attention.policy={config.policy} supports at most {MAX_PAGES} pages per sequence and rank, but sequences "
+            f"of {max_length} tokens have more with kv.page_size={page} and layout.kvp={kvp}: set "
+            f"kv.page_size={-(-max_length // (MAX_PAGES * kvp))} or more, or a lower decode.max_tokens"
         )
     global_comm = comm if config.choice == "global" else None
     given = budget_of(config), placement, max_length, comm.device, global_comm

@@ -1,4 +1,4 @@
-"""Attention of sparse drafts: over keys chosen beforehand and newer ones, and verification that scores every key."""
+"""Attention of sparse drafts, over keys selected before and all newer ones, and verification that scores every key."""
 
 from __future__ import annotations
 
@@ -18,19 +18,18 @@ from kernels.paged_keys import PagedKeys
 
 
 class SelectedAttention(AttentionPolicy):
-    """Policy that reads the cache slots in a table of each sequence and KV head: pages of one token.
+    """Reads the cache slots in a table per sequence and KV head, like pages of one token.
 
     Args:
         layers: indices of the layers that read whole sequences; layers with a window stay dense.
-        max_batch: number of slots.
         heads: KV heads of this rank.
         width: columns of the tables.
 
     Attributes:
-        tables: [layers, max_batch, heads, width] int32: the chosen cache slots in local order, then those of keys that
-            are newer than the candidates.
-        num_candidates: [max_batch] int32, number of local keys that were candidates.
-        counts: [max_batch] int32, number of chosen keys.
+        tables: [layers, max_batch, heads, width] int32: the selected cache slots in local order, then the slots of keys
+            that are newer than the candidates.
+        num_candidates: [max_batch] int32, number of local keys that the selection saw.
+        counts: [max_batch] int32, number of selected keys.
     """
 
     def __init__(self, layers: Sequence[int], max_batch: int, heads: int, width: int, device: torch.device) -> None:
@@ -45,14 +44,13 @@ class SelectedAttention(AttentionPolicy):
         self._read_ranges(step)
 
     def _read_ranges(self, step: Step) -> tuple[Tensor, ...]:
-        """Returns the columns [lo, hi) of each table row to read: the chosen keys and newer ones up to the query's."""
-
+        # Columns [lo, hi) of each table row: the selected keys, and newer ones up to the query's.
         def make() -> tuple[Tensor, ...]:
             n = len(step.block_tables)
             rows = slice(step.first, step.first + n)
             hi = step.bounds(None)[1].view(-1, n)  # of one step or several
             behind = hi - self.num_candidates[rows] + self.counts[rows]
-            # After steps without drafts, a sequence's newest keys may have no column until its next choice.
+            # After steps without drafts, a sequence's newest keys may have no column until the next selection.
             hi = torch.where(hi > 0, behind.clamp(0, self.tables.shape[3]), 0).flatten()
             return torch.zeros_like(hi), hi
 
@@ -71,11 +69,7 @@ class SelectedAttention(AttentionPolicy):
 
 
 class ScoringAttention(DenseAttention):
-    """Exact attention; layers without a window store the scores of their keys.
-
-    Args:
-        scores: buffers of the scores.
-    """
+    """Exact attention that stores the scores of all keys, in layers without a window."""
 
     def __init__(self, scores: ScorePages) -> None:
         self.scores = scores

@@ -1,1 +1,1 @@
-"""Rank 0 of an engine: schedules requests, decides what all ranks launch, and reports tokens."""
+"""Rank 0's side of the engine: schedules requests, decides what all ranks launch, and reports tokens."""

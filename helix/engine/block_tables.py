@@ -1,13 +1,9 @@
-"""Block tables of running sequences: allocation, prefix hits, and pages kept for later sequences.
+"""Block tables of running sequences, on rank 0's host: allocation, prefix sharing, pages cached for later sequences.
 
-A sequence's life, on rank 0's host: `admit`; before each chunk of its prompt `rematch`, after it `insert`; `grow` as it
-draws tokens; `end` when it has ended, was aborted or preempted. A sequence that returns with the same tokens resumes
-where it stopped. No cost grows with the context, except numpy passes over matched or entered tokens and over page
-numbers.
-
-One decision does these in the order end, grow, admit, advance, enter; a sequence that is preempted for one that grows
-ends there. Ranks then write the changed columns, copy pages in the order of admissions, and compute. Pages that a
-decision fills may be read and copied from the next decision on; columns that `insert` changed are written then.
+Order of calls within one batch: `end`, also of preempted sequences, `grow`, `admit`, `rematch`, `insert`. Ranks then
+write the changed columns, copy pages in the order of admissions, and compute. Pages that a batch fills may be read and
+copied from the next batch on; columns that `insert` changed are sent then. No cost grows with the context, except numpy
+passes over matched or inserted tokens and over page numbers.
 """
 
 from __future__ import annotations
@@ -30,10 +26,10 @@ class BlockTable:
     Attributes:
         start: kvp rank of its first block.
         pages: [n] int32, the same on every rank.
-        known: tokens found in the cache at admission; prefill continues after them.
+        num_cached_tokens: prefix hit at admission; prefill continues after it.
         copy_from, copy_to: pages to copy on every rank, in the order of admissions, before anything is computed.
-        entered: tokens in whole stripes that are in the tree; other sequences may share their pages.
-        node: the tree node at which these end.
+        num_inserted_tokens: tokens in whole stripes that are in the tree; other sequences may share their pages.
+        node: tree node at which these end.
     """
 
     cache_salt: Hashable
@@ -47,13 +43,11 @@ class BlockTable:
 
 
 class BlockTables:
-    """Allocator of pages to sequences, with prefix sharing.
+    """Allocates pages to sequences, with prefix sharing; a preempted sequence resumes from its cached pages.
 
     Args:
-        tree: index of cached pages by their tokens.
-        caching: whether pages are kept in the tree.
-        most: most pages of all tables together, a shared page counted once per table; None: no limit.
-        states: directory of snapshots of states; None: layers keep no states.
+        max_pages: maximum pages of all tables together, shared pages counted once per table; None: no limit.
+        snapshots: None if layers have no states.
     """
 
     def __init__(
@@ -73,9 +67,9 @@ class BlockTables:
         """Allocates pages for `reserved` tokens of a sequence, cached ones included; returns None if they do not fit.
 
         Args:
-            tokens: the prompt, int32 [n]; after a preemption, followed by the drawn tokens.
+            tokens: the prompt, int32 [n]; after a preemption, followed by the generated tokens.
             start: kvp rank of the first block if nothing is cached.
-            salt: only sequences of the same salt share pages.
+            cache_salt: only sequences with equal salts share pages.
         """
         hit = self.tree.match(tokens, cache_salt)
         count = self._stripes.pages_for(reserved)
@@ -83,7 +77,7 @@ class BlockTables:
         shared, source = self.tree.pages_of(hit)
         idle = self.pool.count_unused(shared)
         if fresh > self.pool.available - idle - self.pool.count_unused(source):
-            hit, source = replace(hit, copied=0, source=None), NO_PAGES  # without the copy, it may fit
+            hit, source = replace(hit, copied=0, source=None), NO_PAGES  # it may fit without the copy
         if fresh > self.pool.available - idle or count > self._pages_left:
             return None
         self._pages_left -= count
@@ -108,9 +102,6 @@ class BlockTables:
     def rematch(self, table: BlockTable, tokens: np.ndarray, num_computed_tokens: int) -> tuple[int, range]:
         """Shares pages of a prompt that other sequences have computed since.
 
-        Args:
-            done: tokens in its pages.
-
         Returns:
             The tokens in its pages now, and the changed columns of its table.
         """
@@ -125,10 +116,10 @@ class BlockTables:
         return table.node or (table.cache_salt, table.start), stripe.tobytes()
 
     def insert(self, table: BlockTable, tokens: np.ndarray) -> range:
-        """Adds the whole stripes of `tokens` to the tree: all tokens, int32 [n], in the pages after this decision.
+        """Adds the whole stripes of `tokens` to the tree: int32 [n], all tokens in its pages after this batch.
 
         Returns:
-            The changed columns of its table: those of stripes that another sequence computed before.
+            The changed columns of its table: stripes that another sequence computed first.
         """
         whole = len(tokens) // self._tokens * self._tokens
         if not self._enable_caching or whole <= table.num_inserted_tokens:
@@ -143,7 +134,7 @@ class BlockTables:
         return changed
 
     def grow(self, table: BlockTable, reserved: int) -> np.ndarray | None:
-        """Allocates further pages [n] int32, for `reserved` tokens in all; returns None if they do not fit."""
+        """Allocates pages [n] int32 until there is room for `reserved` tokens; returns None if they do not fit."""
         count = max(self._stripes.pages_for(reserved) - len(table.pages), 0)
         if count > min(self.pool.available, self._pages_left):
             return None
@@ -153,7 +144,7 @@ class BlockTables:
         return more
 
     def end(self, table: BlockTable, tokens: np.ndarray) -> None:
-        """Releases a sequence's pages when it ends, is aborted or preempted; their content stays in the tree.
+        """Releases the pages of a sequence that finishes, is aborted or preempted; the tree keeps their content.
 
         Args:
             tokens: all tokens in its pages, int32 [n].
@@ -171,11 +162,10 @@ class BlockTables:
             self.tree.touch(table.node)
 
     def _node(self, table: BlockTable) -> Node:
-        """Returns the tree node at which a sequence's entered stripes end."""
         return self.tree.root(table.cache_salt, table.start) if table.node is None else table.node
 
     def _take_over(self, table: BlockTable, node: Node, at: int) -> range:
-        """Replaces a sequence's own pages of the first `at` tokens by the tree's, which end in `node`."""
+        """Replaces a sequence's pages of the first `at` tokens by the tree's, which end in `node`."""
         if at == table.num_inserted_tokens:
             return range(0)
         node = self.tree.split_at(node, at)

@@ -1,9 +1,9 @@
-"""The engine: serves requests on all ranks, and reports their tokens.
+"""Engine: serves requests on all ranks and reports their tokens.
 
-One control plane: rank 0 decides, and broadcasts each decision on the CPU before any rank launches it. A decision
-covers a chunk of prompts and a run of decode steps. The next one is made and launched before it has ended, so that the
-device never idles between two. So a decision knows only an upper bound of the unread tokens, and tokens that a sequence
-draws after its end are discarded. No cost grows with the context.
+Rank 0 schedules. It broadcasts each `SchedulerOutput`, a chunk of prompts and a run of decode steps, on the CPU, and
+every rank launches it. Rank 0 schedules and launches the next batch while the current one still runs, so the device
+never idles in between. It therefore only knows an upper bound of the tokens in flight, and discards tokens sampled
+after the end of a sequence. No cost grows with the context.
 """
 
 from __future__ import annotations
@@ -37,23 +37,20 @@ from helix.worker.model_runner import ModelRunner
 from helix.worker.step_tokens import StepTokens
 from helix.worker.warmup import Mark, warmup
 
-LEAD_S = 0.004  # time before the predicted end of a run at which the next decision is made; more than one takes
-PAUSE_S = 0.5  # time without requests after which a size of chunks is captured: the next request waits for that
-POLL_S = 0.001  # polling interval for runs that end sooner than predicted
-HEARTBEATS = 4  # messages of an idle rank 0 within the time after which other ranks give up
+LEAD_S = 0.004  # time before the predicted end of a batch to schedule the next one; scheduling takes less
+PAUSE_S = 0.5  # idle time after which a prefill graph is captured: a request that arrives meanwhile waits for it
+POLL_S = 0.001  # for runs that end sooner than predicted
+HEARTBEATS = 4  # messages that an idle rank 0 sends per `timeout_s`
 
 
 @dataclass
 class InFlightBatch:
-    """A launched decision whose tokens are not all read.
+    """A launched batch with tokens that rank 0 has not read yet.
 
     Attributes:
-        rows: requests by slot.
-        steps: steps whose tokens are not read yet; that of the prompt chunk, if any, comes first.
-        limits: most drafts verified per slot, if limited.
-        begin: time of its launch.
-        defers_sampling: its step is held: the tokens come with the next decision.
-        prefill_unread: the tokens of its prompt chunk are not read yet.
+        steps: unread steps in order; the prefill step, if any, comes first.
+        draft_limits: maximum drafts to verify by slot; empty: no limit.
+        defers_sampling: the tokens of its decode step come with the next batch.
     """
 
     scheduler_output: SchedulerOutput
@@ -68,24 +65,20 @@ class InFlightBatch:
 
     @property
     def num_unread(self) -> int:
-        """Number of steps still to be read."""
         return len(self.steps) + self.defers_sampling
 
 
 class Engine:
-    """Server of requests on all ranks of a layout; every rank builds one and calls `serve` alike.
+    """Serves requests on all ranks of a layout; every rank creates one and calls `serve`.
 
     Args:
-        runner: executes decisions on this rank.
-        schedule: how requests share the ranks.
-        adaptive: whether rank 0 chooses the drafts of each step, up to the drafter's limit; else all have the limit.
-        prefix_cache: whether pages are kept for prompts with the same prefix.
-        timeout_s: time that the other ranks wait for a message of rank 0.
+        adaptive: rank 0 chooses the number of drafts of each step, up to the drafter's limit; otherwise always the
+            limit.
+        timeout_s: how long other ranks wait for a message of rank 0.
 
     Attributes:
-        draft_sizes: numbers of drafts that a step may have.
-        timings: statistics of the last call, on rank 0.
-        tables: allocators of pages, on rank 0: one, or in mode dp one for each rank.
+        timings: statistics of the last `serve` call, on rank 0.
+        tables: page allocators, on rank 0: one, or one per DP rank.
     """
 
     def __init__(
@@ -102,53 +95,51 @@ class Engine:
         self.timeout_s = timeout_s
         self.timings = Timings()
         self._prefix_cache = prefix_cache
-        self._broken: str | None = None  # the error that broke it
+        self._broken: str | None = None  # the error that broke the engine
         self._serving = False
-        self._slots_in_use: set[int] = set()  # slots in use on all ranks
+        self._slots_in_use: set[int] = set()
         self._times = PrefillTime(doubling_depth(runner.model.spec))
-        # On a GPU, of decisions with a prompt chunk: it admits requests, and may be launched kernel by kernel.
+        # Measured on GPUs for batches with a prefill chunk: these admit requests and may launch kernel by kernel.
         self._chunk_launch_s = 0.0
         self._reset()
 
     def _reset(self) -> None:
-        """Drops all requests and the prefix cache; makes allocators, draft policy and scheduler anew."""
         self.tables = [self._empty_tables() for _ in range(self.runner.layout.dp)]
         self._policy = DraftPolicy(self.draft_sizes, self.runner.step_seconds)
         self._scheduler = Scheduler(self.tables, self._times, self.runner, self.schedule, self._policy.plan_steps)
         self._batches: deque[InFlightBatch] = deque()
         self._draft_limits: tuple[int, ...] = ()
-        self._read_at = 0.0  # time at which the last tokens that were read were there
+        self._read_at = 0.0  # `perf_counter` when the last tokens arrived
 
     def _empty_tables(self) -> BlockTables:
         runner, times, stripes = self.runner, self._times, self.runner.placement.stripes
         pages = runner.sizes.pages
-        # A draft model's windows would lack what lies before a snapshot.
+        # A draft model with windows cannot resume from a snapshot: its windows lack the tokens before it.
         caches_states = self._prefix_cache and not runner.drafter.recomputed_tokens
         snapshot_counts = (runner.cache.snapshots, runner.cache.host_snapshots) if caches_states else (0, 0)
         tree = PrefixTree(PagePool(pages), stripes, times.cost)
         states = StateSnapshots(*snapshot_counts, stripes.tokens, times.work)
         return BlockTables(tree, self._prefix_cache, pages if runner.drafter.has_own_pages else None, states)
 
-    @torch.inference_mode()  # around each resumption: the caller's code between two updates is not in it
+    @torch.inference_mode()  # entered at each resumption: the caller's code between two updates runs outside
     def serve(self, inbox: Inbox | None) -> Iterator[list[RequestUpdate]]:
         """Serves an inbox until it is closed and all requests have ended; a collective call.
 
-        The caller on rank 0 must iterate without delay: no further run is launched before it has taken the updates.
-        The other ranks give up after `timeout_s` without a message of rank 0.
+        The caller on rank 0 must iterate without delay: the next batch is launched only after it has taken the updates.
+        Other ranks give up after `timeout_s` without a message of rank 0.
 
-        An error on rank 0 between steps, or a stop by the caller, ends the call on all ranks and frees all slots. An
-        error of any rank in a step, as `observer` may raise, breaks the engine on all of them, since others are waiting
-        in that step: new communicators and a new engine are needed.
+        If rank 0 fails between steps, or the caller stops iterating, the call ends on all ranks and all slots are
+        freed. If a rank fails in a step, for example in `logits_hook`, other ranks wait in that step, so the engine is
+        broken on all of them: create new communicators and a new engine.
 
         Args:
-            inbox: that of rank 0 is served, other ranks' are ignored.
+            inbox: used on rank 0 only.
 
         Yields:
-            On rank 0, updates of requests, a step's together: new tokens, prefill progress, or the end. On the other
-            ranks nothing, but they must iterate as well.
+            Lists of updates on rank 0, one per step. Other ranks yield nothing, but must iterate too.
 
         Raises:
-            RuntimeError: the model gave NaN, a rank failed, the engine is broken, or another call is under way.
+            RuntimeError: the logits are NaN, a rank failed, the engine is broken, or it is already serving.
         """
         with self._call():
             if self.comm.rank > 0:
@@ -169,7 +160,7 @@ class Engine:
                     while len(self._batches) > 1 or self._is_early(inbox):
                         yield self._read()
                 elif self._batches:
-                    updates = self._read()  # reported once the next decision is launched
+                    updates = self._read()  # reported after the next batch is launched
                 elif inbox.ended:
                     return
                 elif not inbox.wait(
@@ -178,7 +169,7 @@ class Engine:
                     self._send(SchedulerOutput.empty(capture_graph=capture_graph))
 
     def refusal(self, request: Request) -> str | None:
-        """Returns the reason why this engine can never serve a request; None if it can."""
+        """Returns why this engine can never serve a request, or None if it can."""
         spec, limit = self.runner.model.spec, self.runner.sizes.length
         if len(request.prompt) == 0:
             return "the prompt is empty"
@@ -193,13 +184,13 @@ class Engine:
         length = len(request.prompt) + request.max_tokens
         if length > spec.max_positions:
             return (
-                f"prompt of {len(request.prompt)} tokens and {request.max_tokens} new ones exceed the model's "
+                f"prompt of {len(request.prompt)} tokens plus max_tokens={request.max_tokens} exceeds the model's "
                 f"{spec.context}"
             )
         if length > limit:
             return (
-                f"prompt of {len(request.prompt)} tokens and {request.max_tokens} new ones are {length} tokens of "
-                f"KV, and a sequence may have max_length={limit} ({self.runner.cache.remedy})"
+                f"prompt of {len(request.prompt)} tokens plus max_tokens={request.max_tokens} needs {length} tokens "
+                f"of KV, but max_length={limit} ({self.runner.cache.remedy})"
             )
         return None
 
@@ -207,14 +198,14 @@ class Engine:
         self, kinds: Iterable[DecodeGraphKey], later: Iterable[DecodeGraphKey] = (), mark: Mark = lambda phase: None,
         *, chunks: bool = False,
     ) -> None:  # fmt: skip
-        """Compiles kernels and captures the steps of every batch size, so that no request waits for that; a collective.
+        """Compiles kernels and captures decode steps of every batch size before the first request; a collective.
 
         Args:
-            kinds: kinds of sampling to capture; the same on every rank.
-            later: kinds of sampling whose kernels are compiled now; their steps are captured when they run for the
-                second time, which delays that step by about two launches.
-            mark: called at the end of each phase, with its name.
-            chunks: whether the common sizes of prompt chunks are captured, too.
+            kinds: decode steps to capture; the same on every rank.
+            later: decode steps to compile only. They are captured when they run for the second time, which delays that
+                step by about two launches.
+            mark: called with the name of each phase when it ends.
+            chunks: also capture the common sizes of prefill chunks.
         """
         runner, first = self.runner, self.runner.policy.from_tokens
         sparse = [False] if first is None else [True] if first == 0 else [False, True]
@@ -223,20 +214,19 @@ class Engine:
             for of in (kinds, later)
         )
         self._times = PrefillTime(doubling_depth(runner.model.spec))
-        # Else the first requests would come in chunks of few tokens, as if these took long. The shallowest is last.
+        # Without these times, the first prompts would be prefilled in needlessly small chunks.
         for tokens, seconds in warmup(runner, now, then, mark, chunks=chunks):
             self._times.observe(self._times.work(0, tokens), seconds)
         self._reset()
 
     def close(self) -> None:
-        """Frees captured steps and host memory; to be called before the communicator is closed."""
+        """Frees captured graphs and host memory; call it before closing the communicator."""
         self.runner.close()
         self.runner.cache.close()
 
     # ---- the loop of rank 0
 
     def _admit(self, inbox: Inbox) -> list[RequestUpdate]:
-        """Submits new requests and aborts to the scheduler; returns an update for each that is aborted or refused."""
         updates = []
         for item in inbox.drain():
             if isinstance(item, Abort):
@@ -245,8 +235,8 @@ class Engine:
                 continue
             try:
                 reason = self.refusal(item) or self._scheduler.submit(item, perf_counter())
-            except Exception as error:  # no other rank knows the request yet, so the call goes on
-                reason = f"it could not be read: {type(error).__name__}: {error}"
+            except Exception as error:  # no other rank knows the request yet, so serving goes on
+                reason = f"could not read the request: {type(error).__name__}: {error}"
             if reason:
                 updates.append(RequestUpdate(item.id, len(item.prompt), finish_reason="error", reason=reason))
         return updates
@@ -261,12 +251,12 @@ class Engine:
         return scheduler_output
 
     def _launch(self, scheduler_output: SchedulerOutput, since: float) -> list[RequestUpdate]:
-        """Launches a decision, on which work began then; returns updates of the requests that it admits."""
+        """Launches a batch whose scheduling began at `since`; returns updates of the requests that it admits."""
         rows = dict(self._scheduler.running)
         for admission in scheduler_output.new_requests:
             rows[admission.slot].record_admission(admission, self.runner.model.spec.eos)
         self._draft_limits = scheduler_output.draft_limits or self._draft_limits
-        self._predict_chunk_s(scheduler_output)  # before the launch, which on a CPU takes as long as the chunk
+        self._predict_chunk_s(scheduler_output)  # before the launch, which on a CPU runs the whole chunk
         begin = perf_counter()
         steps = deque(self._send(scheduler_output))
         if self._batches and self._batches[-1].defers_sampling:
@@ -283,7 +273,7 @@ class Engine:
         return [rows[admission.slot].update() for admission in scheduler_output.new_requests]
 
     def _is_early(self, inbox: Inbox) -> bool:
-        """Returns whether the next decision can wait for the current run; sleeps until the time to make it."""
+        """Returns whether to read the current batch before scheduling the next; sleeps until it is time to schedule."""
         if not self._batches or inbox.pending:
             return False
         batch = self._batches[0]
@@ -294,18 +284,17 @@ class Engine:
         )
         left_s += steps_s - (now - max(batch.begin, self._read_at))
         lead_s = LEAD_S + (self._chunk_launch_s if self._scheduler.expects_chunk else 0.0)
-        # Who waited for a chunk would come too late if the steps behind it take less than the next launch.
+        # Blocking on the prefill step is safe only if the decode steps after it outlast the next launch.
         if batch.num_unread > 1 and (batch.defers_sampling or not batch.prefill_unread or steps_s > lead_s):
             return left_s > lead_s
         until = now + left_s - lead_s
         while batch.num_unread and perf_counter() < until:
             if self.runner.is_computed if batch.defers_sampling else batch.steps[0].ready:
-                return batch.num_unread > 1  # what it took tells when the steps behind it end
+                return batch.num_unread > 1  # read it: its duration predicts when the remaining steps end
             time.sleep(min(POLL_S, max(until - perf_counter(), 0.0)))
-        return not batch.num_unread  # a run without steps has nothing to read
+        return not batch.num_unread
 
     def _read(self) -> list[RequestUpdate]:
-        """Reads the next step's tokens; returns the updates that follow from them."""
         batch = self._batches[0]
         updates = self._read_step(batch) if batch.steps else []
         if not batch.num_unread:
@@ -323,7 +312,7 @@ class Engine:
         tokens: dict[int, list[int]] = {}
         for slot, token in step.read():
             tokens.setdefault(slot, []).append(token)
-        # A launch may have kept this host from reading them at once.
+        # A launch may have kept this host from reading them at once, so bound the time by the step's duration.
         self._read_at = min(step.read_at, max(batch.begin, self._read_at) + step.seconds)
         updates = self._after_chunk(batch, step) if prefill_unread else []
         outcomes = []
@@ -337,7 +326,7 @@ class Engine:
             logprobs = () if wanted is None else (step.logprobs(slot, wanted),)
             updates.append(self._record(sequence, slot, new_tokens, logprobs))
         if not prefill_unread:
-            batch.seconds.append(step.busy_seconds)  # without a grammar's time, which would delay later decisions
+            batch.seconds.append(step.busy_seconds)  # without waits for a grammar: the next run may have none
             kind = batch.scheduler_output.kind
             self.timings.step(step.seconds, kind.drafts, outcomes)
             self.timings.queries[kind.rows * (1 + kind.drafts)] += 1
@@ -345,7 +334,6 @@ class Engine:
         return updates
 
     def _after_chunk(self, batch: InFlightBatch, step: StepTokens) -> list[RequestUpdate]:
-        """Returns the updates after a prompt chunk: log-probabilities of prompts, and prefill progress."""
         updates, prefill = [], batch.scheduler_output.prefill_chunks
         for slot, found in step.prompt_logprobs(prefill):
             sequence = batch.rows[slot]
@@ -353,7 +341,7 @@ class Engine:
             if not sequence.ended and top is not None:
                 part = PromptLogprobs(found.begin, found.ids[:, : 1 + top], found.values[:, : 1 + top])
                 updates.append(replace(sequence.update(), prompt_logprobs=part))
-        if not any(len(chunk.logprob_token_ids) for chunk in prefill):  # which take longer than those of others
+        if not any(len(chunk.logprob_token_ids) for chunk in prefill):  # log-probabilities take extra time
             self._times.observe(self._work(batch.scheduler_output), step.seconds)
         self._predict_chunk_s()
         self.timings.prefill_s += step.seconds
@@ -362,14 +350,13 @@ class Engine:
             sequence = batch.rows[chunk.slot]
             if not sequence.output_token_ids and not sequence.ended:
                 sequence.num_confirmed_tokens = chunk.end
-                if not chunk.last:  # else its first token says so
+                if not chunk.last:  # else the update of its first token reports the progress
                     updates.append(sequence.update())
         return updates
 
     def _record(
         self, s: RequestState, slot: int, new_tokens: list[int], logprobs: tuple[Logprobs, ...]
     ) -> RequestUpdate:
-        """Records a sequence's tokens up to its end; returns the update."""
         new, reason = list[int](), None
         for token in new_tokens:
             self._scheduler.record_token(slot, token)
@@ -381,26 +368,22 @@ class Engine:
         return s.update(tuple(new), reason, logprobs)
 
     def _forget(self, rows: dict[int, RequestState]) -> None:
-        """Resets draft statistics of slots whose request ended."""
         for slot, sequence in rows.items():
             if sequence.ended:
                 self._policy.forget(slot)
 
     def _num_verified(self, batch: InFlightBatch, slot: int) -> int:
-        """Returns the number of drafts that each step of a run verifies for a slot."""
         drafts = batch.scheduler_output.kind.drafts
         return min(drafts, batch.draft_limits[slot]) if slot < len(batch.draft_limits) else drafts
 
     def _work(self, scheduler_output: SchedulerOutput) -> float:
-        """Returns the work of a decision's prompt chunk."""
         return sum(self._times.work(s.begin, s.end) for s in scheduler_output.prefill_chunks)
 
     def _chunk_s(self, scheduler_output: SchedulerOutput) -> float:
-        """Predicts the seconds of a decision's prompt chunk; 0 if it has none or no chunk has run."""
         return self._times.seconds(self._work(scheduler_output)) if scheduler_output.prefill_chunks else 0.0
 
     def _predict_chunk_s(self, *launched: SchedulerOutput) -> None:
-        """Updates the predicted time of the chunks under way: so long the engine may be silent and not hang."""
+        """Updates `timings.chunk_s`: a watchdog must tolerate that much silence."""
         unread = (batch.scheduler_output for batch in self._batches if batch.prefill_unread)
         self.timings.chunk_s = max(map(self._chunk_s, (*unread, *launched)), default=0.0)
 
@@ -408,27 +391,25 @@ class Engine:
 
     @contextmanager
     def _call(self) -> Iterator[None]:
-        """Opens a call of `serve`; at its end rank 0 tells the other ranks to stop."""
+        """Guards a `serve` call; when it ends, rank 0 stops the other ranks."""
         if self._broken is not None:
             self.comm.abort(self._broken)  # others may be waiting for this rank
-            raise RuntimeError(
-                f"this engine is broken, make a new one over new communicators: it failed with {self._broken}"
-            )
+            raise RuntimeError(f"this engine is broken ({self._broken}): create new communicators and a new engine")
         if self._serving:
-            raise RuntimeError("a call is under way on this engine: iterate it to its end, or close() it")
+            raise RuntimeError("this engine is already serving: iterate that serve() to its end, or close() it")
         self._serving = True
         self.timings, self._scheduler.preemptions = Timings(acceptance=Acceptance(self.runner.sizes.drafts)), 0
         try:
             yield
             self._release()
         except BaseException as error:
-            self._reset()  # pages of unread decisions have unknown content
+            self._reset()  # the pages of batches in flight have unknown content
             try:
                 self._release()
             except Exception as failed:
-                if isinstance(error, GeneratorExit):  # its notes would be lost
+                if isinstance(error, GeneratorExit):  # its notes would not be shown
                     raise
-                error.add_note(f"then the other ranks could not be told to end: {type(failed).__name__}: {failed}")
+                error.add_note(f"stopping the other ranks failed, too: {type(failed).__name__}: {failed}")
             raise
         finally:
             self._serving = False
@@ -446,7 +427,6 @@ class Engine:
             self.comm.broadcast_object(None)
 
     def _send(self, scheduler_output: SchedulerOutput) -> list[StepTokens]:
-        """Sends a decision to all ranks, and launches rank 0's share of it."""
         with self._collective():
             self._slots_in_use = (self._slots_in_use - {*scheduler_output.released_slots}) | {
                 admission.slot for admission in scheduler_output.new_requests
@@ -459,7 +439,7 @@ class Engine:
         return self.runner.execute(scheduler_output.for_dp_rank(layout.dp_rank(self.comm.rank), layout.dp))
 
     def _worker_loop(self) -> None:
-        """Executes rank 0's decisions until it sends None; waits up to `timeout_s` for each."""
+        """Executes rank 0's batches until it sends None; waits up to `timeout_s` for each."""
         scheduler_output: SchedulerOutput | None = None
         before: torch.cuda.Event | None = None
         with self._collective():
@@ -467,7 +447,7 @@ class Engine:
             while (scheduler_output := self.comm.broadcast_object(scheduler_output)) is not None:
                 self._execute(scheduler_output)
                 if before is not None:
-                    before.synchronize()  # launches no further ahead than rank 0
+                    before.synchronize()  # run no further ahead than rank 0
                 if self.comm.device.type == "cuda":
                     (before := torch.cuda.Event()).record()
                 self.runner.check(wait=False)
@@ -476,7 +456,7 @@ class Engine:
 
     @contextmanager
     def _collective(self) -> Iterator[None]:
-        """Marks the engine broken if a collective section raises: the other ranks wait in it and cannot go on."""
+        """Marks the engine broken if a collective section raises: other ranks wait in it and cannot go on."""
         try:
             yield
         except BaseException as error:

@@ -1,11 +1,10 @@
-"""Choice of the number of drafts per step, on rank 0, from the acceptance and the times of earlier steps.
+"""Chooses the number of drafts per decode step on rank 0, from measured acceptance and step times.
 
-The policy maximises expected tokens per step over seconds per step. Seconds depend on the batch, on how much KV it has,
-and on the number of drafts in ways that no rule tells (experts of more rows, a further tile): they are measured. Both
-are known only for numbers of drafts that ran lately, so another number is tried for a few steps from time to time: none
-is in use before, whatever an estimate promises. A trial may lose tokens, and the next one waits until the loss is a
-hundredth of the tokens drawn since: this bounds the cost of adapting for drafts of any quality and price.
-Pure Python, no torch.
+The policy maximizes expected tokens per step over seconds per step. Seconds depend on the batch, its KV size and the
+number of drafts in ways that no formula predicts (rows per expert, another tile), so they are measured. Since only
+numbers of drafts that ran lately are known, the policy tries another one for a few steps from time to time, and adopts
+none without a trial. The next trial waits until the tokens that the last one lost are a hundredth of those generated
+since, which bounds the cost of adapting for drafts of any quality and cost.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from statistics import median
 from helix.engine.scheduler_output import StepPlan
 
 MEMORY = 32.0  # weight of earlier runs in the acceptance, in verified first drafts
-EVIDENCE = 4.0  # the same for trials after runs without drafts
+EVIDENCE = 4.0  # the same while no drafts are in use
 TRIAL_STEPS = 4
 TRIAL_SHARE = 0.01  # share of all tokens that trials may cost
-WAIT = 16, 4096  # least and most steps between two trials
+WAIT = 16, 4096  # minimum and maximum steps between two trials
 SECONDS_MEMORY = 0.95  # weight of earlier times, per step
-SMALL_KV = 13  # bits of a batch's KV tokens up to which steps take alike
+SMALL_KV = 13  # log2 of the KV tokens of a batch below which their number does not affect the step time
 OUTLIER = 1.5  # longer times are clamped to this multiple of the usual one
 ROW_GAIN, ROW_MARGIN = 0.25, 4.0
 
@@ -33,7 +32,7 @@ def draft_sizes(limit: int, adaptive: bool) -> tuple[int, ...]:
 
 
 def kv_bucket(kv_tokens: int) -> int:
-    """Returns which KV sizes count as alike in what a step takes: 8K tokens or less, then powers of four."""
+    """Returns the bucket of KV sizes with similar step times: up to 8K tokens, then powers of four."""
     return (max(kv_tokens.bit_length() - SMALL_KV, 0) + 1) // 2
 
 
@@ -42,8 +41,8 @@ class DraftOutcome:
     """Result of verification for one sequence in one step.
 
     Attributes:
-        tried: drafts that were verified and could be kept.
-        kept: number of accepted drafts, the first ones of these.
+        verified: drafts that could have been accepted.
+        accepted: how many of these were, from the first on.
     """
 
     slot: int
@@ -52,11 +51,7 @@ class DraftOutcome:
 
 
 class Acceptance:
-    """Acceptance rates by index of the draft, given that all drafts before it were accepted.
-
-    Attributes:
-        tried, kept: counts by index of the draft.
-    """
+    """Acceptance rates by draft index, given that all drafts before it were accepted."""
 
     def __init__(self, num_drafts: int) -> None:
         self.verified = [0.0] * num_drafts
@@ -68,13 +63,12 @@ class Acceptance:
             self.accepted[index] += index < outcome.accepted
 
     def decay(self, share: float) -> None:
-        """Scales all counts by `share`, so that they weigh less than later ones."""
         self.verified = [share * n for n in self.verified]
         self.accepted = [share * n for n in self.accepted]
 
     def expected_tokens(self) -> list[float]:
         """Computes the expected tokens of a step with 0, 1, .. drafts; untried drafts count like the one before."""
-        rate, probability, tokens = 0.0, 1.0, [1.0]  # the first draft counts as refused until it is tried
+        rate, probability, tokens = 0.0, 1.0, [1.0]  # the first draft counts as rejected until tried
         for verified, accepted in zip(self.verified, self.accepted, strict=True):
             rate = (accepted + rate) / (verified + 1)
             probability *= rate
@@ -83,7 +77,7 @@ class Acceptance:
 
 
 class DraftPolicy:
-    """Policy that chooses the number of drafts before each run of steps, and learns from each run.
+    """Chooses the number of drafts before each run of decode steps, and learns from each run.
 
     Args:
         sizes: numbers of drafts to choose from, ascending.
@@ -93,28 +87,21 @@ class DraftPolicy:
     def __init__(self, sizes: Sequence[int], timed: Mapping[tuple[int, int], float]) -> None:
         self.sizes = tuple(sizes)
         self._timed = timed
-        self._seconds: dict[int, dict[int, dict[int, float]]] = {}  # by rows, bucket of KV, drafts
+        self._seconds: dict[int, dict[int, dict[int, float]]] = {}  # by rows, KV bucket, drafts
         self._last_run: dict[tuple[int, int, int], int] = {}
         self._acceptance = Acceptance(max(sizes))
         self._row_accepted: dict[int, float] = {}
-        self._bucket = 0  # of the KV at the last choice
+        self._bucket = 0  # KV bucket of the last plan
         self._sent_limits: tuple[int, ...] = ()
         self._no_draft_slots: Collection[int] = ()
         self._clock = 0
         self._wait: float = TRIAL_STEPS
-        self._in_use = 0  # the best number of drafts at the last choice, even if that was a trial
+        self._in_use = 0  # the best tried number of drafts, also during a trial
 
     def plan_steps(self, rows: int, kv_tokens: int, no_draft_slots: Collection[int] = ()) -> StepPlan:
-        """Plans the next run of steps.
-
-        Args:
-            rows: rows of the batch.
-            kv_tokens: tokens in the cache of all its sequences.
-            without: slots of sequences that take no drafts.
-        """
         self._no_draft_slots = no_draft_slots
         self._bucket = kv_bucket(kv_tokens)
-        if not self._observed(rows, self._bucket):  # prices of other batches say little of this one's
+        if not self._observed(rows, self._bucket):  # step times of other batches predict little about this one
             self._wait = min(self._wait, WAIT[0])
         tokens = self._acceptance.expected_tokens()
         rates = {drafts: tokens[drafts] / self._step_seconds(rows, drafts) for drafts in self.sizes}
@@ -123,7 +110,7 @@ class DraftPolicy:
         self._in_use = drafts = max((n for n in self.sizes if n in ran or not ran), key=lambda n: (rates[n], -n))
         is_trial = len(self.sizes) > 1 and self._wait <= 0
         if is_trial:
-            self._wait = WAIT[0]  # until this trial has ended, which says how long it is
+            self._wait = WAIT[0]  # `observe` sets the real one after the trial
             drafts = self._trial_drafts(rows, best)
         is_new = len(self.sizes) > 1 and drafts not in ran
         return StepPlan(
@@ -135,7 +122,7 @@ class DraftPolicy:
         )
 
     def _trial_drafts(self, rows: int, best: int) -> int:
-        """Returns the number of drafts to try: the next on the way to `best`, an estimate, else the oldest price."""
+        """Returns the number of drafts to try: the next towards the estimated `best`, else the least recently timed."""
         ran, at = self._observed(rows, self._bucket), self.sizes.index(self._in_use)
         way = self.sizes[at:] if best > self._in_use else self.sizes[at::-1]
         if best != self._in_use and (new := [n for n in way if n not in ran]):
@@ -148,7 +135,7 @@ class DraftPolicy:
         return self._observed(rows, self._bucket).get(drafts, self._timed.get((rows, drafts)))
 
     def limit(self, slot: int) -> int:
-        """Returns the most drafts to verify for a slot: a multiple of those that its sequence lately kept."""
+        """Returns the maximum drafts to verify for a slot: a multiple of what its sequence accepted lately."""
         if slot in self._no_draft_slots:
             return 0
         max_drafts = self.sizes[-1]
@@ -156,7 +143,6 @@ class DraftPolicy:
         return max_drafts if len(self.sizes) == 1 else next((n for n in self.sizes if n >= wanted), max_drafts)
 
     def forget(self, slot: int) -> None:
-        """Resets the statistics of a slot whose sequence ended."""
         self._row_accepted.pop(slot, None)
 
     def observe(
@@ -165,9 +151,8 @@ class DraftPolicy:
         """Records a run of steps that has ended.
 
         Args:
-            rows, kv_tokens: see `plan_steps`.
-            seconds: seconds of each step.
-            outcomes: outcome of each sequence in each step, without those that had ended.
+            seconds: of each step.
+            outcomes: of each sequence in each step, without sequences that had ended.
         """
         if not seconds or not outcomes:
             return
@@ -206,10 +191,10 @@ class DraftPolicy:
         return self._seconds.get(rows, {}).get(bucket, {})
 
     def _step_seconds(self, rows: int, drafts: int) -> float:
-        """Estimates the seconds of a step at the KV of the last choice.
+        """Estimates the seconds of a step in the KV bucket of the last plan.
 
-        They are those observed; else those at the nearest other KV, or timed in advance, times what steps that ran took
-        beside theirs. Numbers of drafts that never ran are interpolated linearly between the fewest and the most.
+        In order: observed; observed in the nearest other bucket, or timed in advance, scaled by the ratio at numbers of
+        drafts that are known in both; interpolated linearly between the fewest and the most drafts.
         """
         seen = self._observed(rows, self._bucket)
         if drafts in seen:
@@ -228,7 +213,7 @@ class DraftPolicy:
         return max(seen[few] + slope * (drafts - few), min(seen.values()))
 
     def _new_limits(self, rows: int, drafts: int) -> tuple[int, ...]:
-        """Returns the draft limits of slots [0, rows) if they differ from those last sent to the ranks, else ()."""
+        """Returns the draft limits of slots [0, rows), or () if the ranks have them already."""
         limits = tuple(self.limit(slot) for slot in range(rows))
         unlimited = len(self.sizes) == 1 and not self._no_draft_slots and not self._sent_limits
         if drafts == 0 or unlimited or limits == self._sent_limits:

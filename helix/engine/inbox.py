@@ -1,4 +1,4 @@
-"""Queue of requests and aborts to a serving engine, from any thread."""
+"""Thread-safe queue of requests and aborts to a serving engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from helix.engine.request import Request
 
 @dataclass(frozen=True)
 class Abort:
-    """Message that ends the request with this id."""
+    """Ends the request with this id."""
 
     id: str | int
 
@@ -43,7 +43,7 @@ class Inbox:
         self._put(Abort(request_id))
 
     def close(self) -> None:
-        """Closes the inbox to requests: the engine ends once all requests have. Aborts are still accepted."""
+        """Refuses further requests: the engine returns once all have ended. Aborts are still accepted."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -56,25 +56,23 @@ class Inbox:
             return items
 
     def wait(self, seconds: float) -> bool:
-        """Waits until an item is queued or the inbox is closed; returns False if neither happens within `seconds`."""
+        """Waits until an item is queued or the inbox is closed; returns False after `seconds`."""
         with self._changed:
             return self._changed.wait_for(lambda: bool(self._items) or self._closed, seconds)
 
     @property
     def pending(self) -> bool:
-        """Whether items are queued."""
         with self._changed:
             return bool(self._items)
 
     @property
     def ended(self) -> bool:
-        """Whether it is closed and empty."""
         with self._changed:
             return self._closed and not self._items
 
     def _put(self, item: Request | Abort) -> None:
         with self._changed:
             if self._closed and isinstance(item, Request):
-                raise RuntimeError(f"request {item.id!r} comes after the inbox was closed: make a new one to serve on")
+                raise RuntimeError(f"cannot submit request {item.id!r}, the inbox is closed: create a new Inbox")
             self._items.append(item)
             self._changed.notify()

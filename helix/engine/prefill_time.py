@@ -1,6 +1,6 @@
-"""Prediction of the time of prompt chunks, learned from those that have run.
+"""Predicts the time of prefill chunks from those that have run.
 
-The unit of work is a token at the beginning of a context. A later token costs more, since it attends to earlier ones.
+The unit of work is a token at the start of a context; later tokens cost more, since they attend to earlier ones.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import numpy as np
 
 from helix.models import DecoderSpec
 
-RECENT_S = 2.0  # time of chunks after which earlier ones count less
+RECENT_S = 2.0  # seconds of recent chunks that the average rate covers
 
 
 class PrefillTime:
-    """Seconds of a chunk as a function of its work, measured on chunks of a similar size.
+    """Seconds of a chunk as a function of its work, interpolated linearly between measurements per power of two.
 
-    Equal work takes about the same time at any depth of a prompt. Every chunk reads all weights and is launched kernel
-    by kernel, however small it is: so times are kept per power of two of the work, and interpolated linearly.
+    Equal work takes about the same time anywhere in a prompt, but small chunks take longer per work: each reads all
+    weights and is launched kernel by kernel.
 
     Args:
-        doubling: depth in a context, in tokens, at which a token takes twice as long as the first one.
+        doubling: position, in tokens, at which a token takes twice as long as the first one.
     """
 
     def __init__(self, doubling: float) -> None:
@@ -30,15 +30,13 @@ class PrefillTime:
         self._recent = 0.0, 0.0  # work and seconds of recent chunks of any size
 
     def cost(self, depth: int) -> float:
-        """Computes the work of one token after `depth` others."""
         return 1.0 + depth / self._doubling
 
     def work(self, begin: int, end: int) -> float:
-        """Computes the work of a prompt's tokens `[begin, end)`."""
         return (end - begin) * (1.0 + (begin + end) / (2.0 * self._doubling))
 
     def tokens(self, begin: int, work: float) -> int:
-        """Computes the most tokens after a prompt's first `begin` whose work is at most `work`, a finite number."""
+        """Computes how many tokens from `begin` on fit into `work`, which is finite."""
         first = 1.0 + begin / self._doubling
         return int(2.0 * work / (first + math.sqrt(first * first + 2.0 * work / self._doubling)))
 
@@ -61,7 +59,7 @@ class PrefillTime:
         return float(np.interp(work, sizes, times)) * max(work / sizes[-1], 1.0)
 
     def max_work(self, seconds: float) -> float:
-        """Predicts the most work of a chunk that takes `seconds`; 0 if none has run.
+        """Predicts the maximum work of a chunk that takes `seconds`; 0 if none has run.
 
         If even the smallest chunk that has run takes longer, its work is scaled down in proportion.
         """
@@ -76,10 +74,10 @@ class PrefillTime:
         return float(np.interp(seconds, times[after - 1 : after + 1], sizes[after - 1 : after + 1]))
 
     def max_idle_work(self, seconds: float) -> float:
-        """Predicts the most work of a chunk that takes `seconds` while nothing decodes; 0 if none has run.
+        """Predicts the maximum work of a chunk that takes `seconds` while nothing decodes; 0 if none has run.
 
-        That is what `max_work` or the rate of recent chunks allows: after one slow chunk, `max_work` alone would keep
-        all later ones shorter than that and never see that its size is fast again.
+        Uses the better of `max_work` and the recent rate: after one slow chunk, `max_work` alone would keep later ones
+        below that size and never measure it again.
         """
         work, elapsed = self._recent
         return max(self.max_work(seconds), work * seconds / elapsed) if elapsed else 0.0
@@ -91,9 +89,9 @@ class PrefillTime:
 
 
 def doubling_depth(spec: DecoderSpec) -> float:
-    """Computes the depth at which a token costs twice: attention takes as many operations as products with weights.
+    """Computes the position at which attention takes as many multiplications as the weights do.
 
-    A layer with a sliding window costs the same at any depth; infinite if all layers have one.
+    Layers with a sliding window cost the same at any position; infinite if all layers have one.
     """
     weights = sum(layer.mixer.weights + layer.ffn.multiplications(spec.hidden) for layer in spec.layers)
     per_key = sum(spec.layers[index].mixer.multiplications for index in spec.full)

@@ -1,20 +1,20 @@
-"""Prefix cache: a tree of token prefixes over the pages, on rank 0's host alone.
+"""Prefix cache: a radix tree of cached token prefixes, on rank 0's host only.
 
-Whole stripes (`helix.kv_placement`) are shared: sequences with an equal prefix have the same page numbers in their
-tables. The rest, a part of a stripe, must be copied, page by page on every rank, because the new owner appends after
-it. So a hit counts in tokens. Example: stripes of 8 tokens; 21 tokens are cached, and a prompt begins with 19 of them:
+Sequences with an equal prefix share the pages of its whole stripes (`helix.kv_placement`). The rest, part of a stripe,
+is copied page by page on every rank, because the new sequence appends after it. So hits count in tokens. Example:
+stripes of 8 tokens; 21 tokens are cached, and a prompt begins with 19 of them:
 
     cached     [ 0 .. 7 ] [ 8 .. 15 ] [ 16 .. 20 )
     prompt     [ shared ] [ shared  ] [ 3 copied ) computed from token 19 on
 
-The owner of a token depends on its sequence's `start`, so a hit takes over the `start`. The last token of a prompt is
-always computed, since the next token is drawn from its logits.
+The sequence's `start` decides which rank owns a token, so a hit takes over the `start`. The last token of a prompt is
+always computed, for its logits.
 
-A node is a run of whole stripes, or a tail: a part of one, which has no children. Keys, values and bounds belong to the
-page and are shared with it. Choices, scores and lengths belong to a sequence.
+A node is a run of whole stripes, or a tail: part of a stripe, without children. Keys, values and bounds belong to the
+page and are shared; selections, scores and lengths belong to a sequence.
 
-Pages are freed from the ends of unused runs, by greedy-dual: a used node's value is the value of the last freed one
-plus the cost of computing the node again (Cao and Irani, Cost-aware WWW proxy caching algorithms, 1997).
+Eviction cuts the ends of unused runs, by GreedyDual: when a node is used, its value becomes that of the last evicted
+node plus the cost of recomputing it (Cao and Irani, Cost-aware WWW proxy caching algorithms, 1997).
 """
 
 from __future__ import annotations
@@ -38,13 +38,11 @@ class Node:
     """A run of whole stripes after its parent's, or a tail.
 
     Attributes:
-        head: tokens of its first stripe, or of the tail, in bytes.
+        head: bytes of the tokens of its first stripe, or of the tail.
         depth: number of tokens before it.
-        tokens: number of tokens in it.
-        pages: [n] int32, pages of its tokens; empty once it has left the tree.
-        children: child nodes, sorted by head; no head is a prefix of another.
-        base, tick: value of the last freed node, and time, at its last use.
-        queued: whether it is in the eviction queue.
+        pages: [n] int32; empty once it has left the tree.
+        children: sorted by head; no head is a prefix of another.
+        base, tick: value of the last evicted node, and time, at its last use.
         root: salt and start; of roots only.
     """
 
@@ -71,9 +69,9 @@ class PrefixHit:
     Attributes:
         start: kvp rank of the first block, which the sequence takes over; None without a hit.
         shared: tokens in whole stripes, whose pages are shared.
-        copied: further tokens, whose pages are copied.
+        copied: tokens after these, whose pages are copied.
         node: node in which, or at the end of which, the whole stripes end.
-        source: node with the tokens to copy: in its first stripe, or in the next one of `node`.
+        source: node with the tokens to copy, in its first stripe or in the next one of `node`.
     """
 
     start: int | None = None
@@ -88,12 +86,12 @@ class PrefixHit:
 
 
 class PrefixTree:
-    """Prefix tree of the cached tokens, with the order of eviction.
+    """Radix tree of the cached tokens, with the order of eviction.
 
     Args:
         cost: cost of computing a token at a depth, in any unit.
-        least: fewest tokens worth a copy and a forced start. Prompts that share only a few template tokens should not
-            all start on one rank.
+        min_copied_tokens: minimum tokens worth a copy and a given start. Prompts that only share a short template
+            should not all start on one rank.
     """
 
     def __init__(
@@ -104,18 +102,16 @@ class PrefixTree:
         self._kvp, self._tokens, self._pages = stripes.layout.kvp, stripes.tokens, stripes.pages
         self._cost = cost
         self._min_copied_tokens = min_copied_tokens
-        self._stored_ids = np.empty(
-            (pool.pages, stripes.page_tokens), dtype=np.int32
-        )  # tokens, by page of their stripe
+        self._stored_ids = np.empty((pool.pages, stripes.page_tokens), dtype=np.int32)  # by page of their stripe
         self._roots: dict[tuple[Hashable, int], Node] = {}
-        self._queue: list[tuple[float, int, int, Node]] = []  # a heap of leaves
+        self._queue: list[tuple[float, int, int, Node]] = []  # heap of leaves
         self._pushed = 0
-        self._freed = 0.0  # value of the last freed node
+        self._freed = 0.0  # value of the last evicted node
         self._ticks = 0
 
     def match(self, tokens: np.ndarray, cache_salt: Hashable = None) -> PrefixHit:
         """Finds the longest prefix hit of a prompt, int32 [n], over all starts; changes nothing."""
-        assert tokens.dtype == np.int32, f"tokens of {tokens.dtype}: nothing would be found"
+        assert tokens.dtype == np.int32, f"expected int32 tokens, got {tokens.dtype}"
         best, prompt = PrefixHit(), tokens[:-1]
         for start in range(self._kvp):
             root = self._roots.get((cache_salt, start))
@@ -131,7 +127,7 @@ class PrefixTree:
                 best = PrefixHit(start, at, copied, node, source)
         return best
 
-    # ---- the way down
+    # ---- lookup
 
     def follow(self, node: Node, tokens: np.ndarray, at: int) -> tuple[Node, int]:
         """Descends from `node`, which ends at token `at`, along whole stripes of `tokens`; returns node and token."""
@@ -176,14 +172,13 @@ class PrefixTree:
         return bisect_left(node.children, head, key=HEAD)
 
     def _stripe(self, node: Node, begin: int) -> np.ndarray:
-        """Returns the tokens of the stripe or tail that begins `begin` tokens into a node."""
         pages = node.pages[self.stripes.columns(begin, begin + self._tokens)]
         return self._stored_ids[pages].ravel()[: node.tokens - begin]
 
-    # ---- what is in the tree
+    # ---- insertion
 
     def root(self, cache_salt: Hashable, start: int) -> Node:
-        """Returns the root of a salt and a start; it is in the tree while it has children."""
+        """Returns the root for a salt and a start; it is in the tree while it has children."""
         return self._roots.get((cache_salt, start)) or Node(None, root=(cache_salt, start))
 
     def pages_of(self, hit: PrefixHit) -> tuple[np.ndarray, np.ndarray]:
@@ -198,7 +193,7 @@ class PrefixTree:
 
     def add(self, parent: Node, tokens: np.ndarray, pages: np.ndarray) -> Node:
         """Adds new tokens after `parent`, whole stripes or a tail; returns the node that ends with them."""
-        assert tokens.dtype == np.int32, f"tokens of {tokens.dtype}: nothing would be found"
+        assert tokens.dtype == np.int32, f"expected int32 tokens, got {tokens.dtype}"
         self.pool.mark_cached(pages)
         rows = np.zeros((len(pages), self.stripes.page_tokens), dtype=np.int32)
         rows.ravel()[: len(tokens)] = tokens
@@ -206,7 +201,7 @@ class PrefixTree:
         head = tokens[: self._tokens].tobytes()
         index = self._child_index(parent, head)
         tail = parent.children[index - 1] if index else None
-        if tail is not None and head.startswith(tail.head):  # the new tokens include the tail's
+        if tail is not None and head.startswith(tail.head):  # the new tokens replace the tail
             self.pool.unmark_cached(tail.pages)
             tail.pages, index = NO_PAGES, index - 1
             del parent.children[index]
@@ -222,14 +217,14 @@ class PrefixTree:
         return node
 
     def add_tail(self, parent: Node, tokens: np.ndarray, pages: np.ndarray) -> None:
-        """Adds a part of a stripe after `parent`, unless a child begins with the same tokens."""
+        """Adds part of a stripe after `parent`, unless a child begins with the same tokens."""
         head = tokens.tobytes()
         index = self._child_index(parent, head)
         if not any(child.head.startswith(head) for child in parent.children[index : index + 1]):
             self.touch(self.add(parent, tokens, pages))
 
     def split_at(self, node: Node, at: int) -> Node:
-        """Returns the node that ends at `at`: `node`, or a new parent split off it, which has its first tokens."""
+        """Returns the node that ends at `at`: `node`, or a new parent of it with its first tokens."""
         if at == node.end:
             return node
         assert node.parent is not None and node.depth < at < node.end
@@ -240,27 +235,25 @@ class PrefixTree:
         node.head = self._stripe(node, 0).tobytes()
         return upper
 
-    # ---- what goes first
+    # ---- eviction
 
     def evict(self, count: int) -> None:
-        """Frees cached pages until `count` are free."""
-        assert count <= self.pool.available, f"{count} pages wanted, {self.pool.available} can be had"
+        assert count <= self.pool.available, f"{count} pages wanted, {self.pool.available} available"
         evicted, missing = [NO_PAGES], count - self.pool.free
         while missing > 0:
             worth, tick, _, node = heappop(self._queue)
             node.queued = False
             if node.children or not len(node.pages) or self.pool.ref_count(node.pages[-1]):
-                continue  # queued again once it can be freed
+                continue  # requeued when it can be evicted
             if (worth, tick) == self._worth(node):
                 self._freed = max(self._freed, worth)
                 evicted.append(self._cut(node, missing))
-                missing -= self.pool.count_unused(evicted[-1])  # a page to be copied still has a user
+                missing -= self.pool.count_unused(evicted[-1])  # the source of a pending copy is still in use
             else:
                 self.queue_up(node)
         self.pool.unmark_cached(np.concatenate(evicted))
 
     def touch(self, node: Node) -> None:
-        """Marks a node as used now."""
         self._ticks += 1
         node.base, node.tick = self._freed, self._ticks
         self.queue_up(node)
@@ -269,7 +262,7 @@ class PrefixTree:
         return node.base + self._cost(node.end), node.tick
 
     def queue_up(self, node: Node) -> None:
-        """Queues a leaf for eviction; does nothing if it is queued or has children."""
+        """Queues a node for eviction if it is a leaf and not queued yet."""
         if not node.queued and not node.children and len(node.pages):
             node.queued = True
             self._pushed += 1
@@ -287,14 +280,14 @@ class PrefixTree:
         else:
             del parent.children[self._child_index(parent, node.head)]
             node.pages = NO_PAGES
-            self.queue_up(parent)  # its value is lower than its child's, so it is freed next
+            self.queue_up(parent)  # its value is lower than its child's, so it is next
             if parent.root is not None and not parent.children:
                 del self._roots[parent.root]
         return evicted
 
 
 def path(node: Node | None, until: Node | None = None) -> Iterator[Node]:
-    """Yields a node and its ancestors, up to `until`."""
+    """Yields a node and its ancestors, up to but without `until`."""
     while node is not None and node is not until:
         yield node
         node = node.parent

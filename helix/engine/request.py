@@ -1,4 +1,4 @@
-"""Requests to the engine, and its updates."""
+"""`Request`, and the updates that the engine reports about it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from helix.sampling_params import SamplingParams
 
 
 class Grammar(Protocol):
-    """Grammar that an answer must follow, token by token; one per request, on rank 0."""
+    """State of a grammar that constrains one request's output, on rank 0."""
 
     def token_bitmask(self) -> np.ndarray:
-        """Returns the mask of the allowed next tokens, a bit per token, lowest first, int32 [W]; never empty."""
+        """Returns the allowed next tokens, one bit per token, lowest first, int32 [W]; never empty."""
 
     def accept_token(self, token: int) -> None:
-        """Advances the grammar by the drawn token."""
+        """Advances the grammar by a sampled token."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,15 +27,16 @@ class Request:
     """A prompt to continue.
 
     Attributes:
-        id: identifies the request in updates and aborts; unique among running requests.
-        prompt: token ids, from any sequence of integers; stored as int32 [n] if they fit.
-        max_tokens: most tokens to draw, the EOS token included.
+        id: unique among waiting and running requests.
+        prompt: token ids; stored as int32 [n] if they fit.
+        max_tokens: maximum tokens to generate, the EOS token included.
         priority: higher ones are admitted first.
-        drawn: number of the prompt's last tokens that an earlier engine drew for this request: penalties and the least
-            length count them as drawn.
-        salt: only requests of the same salt share cached prefixes, so that response times reveal no other prompts.
-        grammar: grammar of the answer in llguidance's format; None: unconstrained.
-        matcher: where the answer is in its grammar; rank 0 makes it of the text.
+        cache_salt: only requests with equal salts share cached prefixes, so that response times reveal no other
+            prompts.
+        num_prior_output_tokens: how many of the prompt's last tokens an earlier engine generated for this request:
+            penalties and `min_tokens` count them as output.
+        grammar: in llguidance's format; None: unconstrained.
+        matcher: state of `grammar`, which rank 0 creates from it.
     """
 
     id: str | int
@@ -55,22 +56,22 @@ class Request:
         if not (isinstance(ids, np.ndarray) and ids.dtype == np.int32):
             try:
                 ids = np.asarray(array("i", ids))
-            except OverflowError:  # beyond any vocabulary: the engine refuses the request
+            except OverflowError:  # outside any vocabulary: the engine refuses the request
                 ids = np.array(ids, dtype=object)
         object.__setattr__(self, "prompt", ids)
 
     @property
     def prefix_salt(self) -> Hashable:
-        """Equal for requests that share cached prefixes; scores of a prompt need the logits of all of its tokens."""
+        """Salt of the prefix cache; unique if prompt log-probabilities are requested, since these need all logits."""
         return self.cache_salt if self.sampling.prompt_logprobs is None else (self.cache_salt, self.id)
 
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Log-probabilities at a drawn token, of the unmodified model.
+    """Log-probabilities at a sampled token, by the model's unprocessed logits.
 
     Attributes:
-        drawn: log-probability of the drawn token.
+        sampled: log-probability of the sampled token.
         best: (token id, log-probability) of the most likely tokens, best first.
     """
 
@@ -80,10 +81,9 @@ class Logprobs:
 
 @dataclass(frozen=True, eq=False)
 class PromptLogprobs:
-    """Log-probabilities of consecutive tokens of a prompt, of the unmodified model.
+    """Log-probabilities of consecutive prompt tokens, by the model's unprocessed logits.
 
     Attributes:
-        begin: position of the first of them.
         ids: int32 [n, 1 + k], the token itself and the k most likely ones, best first.
         values: fp32 [n, 1 + k], their log-probabilities.
     """
@@ -95,18 +95,17 @@ class PromptLogprobs:
 
 @dataclass(slots=True)
 class RequestUpdate:
-    """News of a request: tokens, prefill progress, or its end; the first one reports its admission.
+    """Progress of a request; the first update reports its admission.
 
     Attributes:
-        prompt_tokens: tokens of the prompt.
-        cached_tokens: prompt tokens found in the cache at admission.
-        prefilled: prompt tokens in the cache now.
-        new_token_ids: tokens drawn since the last update, the EOS token included.
+        cached_tokens: prefix hit at admission.
+        num_computed_tokens: prompt tokens in the cache now.
+        new_token_ids: tokens generated since the last update, the EOS token included.
         finish_reason: None while it runs, then `stop` (an end token, the last of `new_token_ids`), `length`, `abort` or
             `error`.
         reason: the cause of an `error`.
-        logprobs: those of `new_token_ids`, if requested.
-        scored: tokens of the prompt with their log-probabilities, if requested; positions may come again.
+        logprobs: of `new_token_ids`, if requested.
+        prompt_logprobs: if requested; positions may repeat.
     """
 
     id: str | int

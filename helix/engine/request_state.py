@@ -1,4 +1,4 @@
-"""Requests that wait or run, as rank 0's host knows them, and the part of each in a launched decision."""
+"""State of waiting and running requests on rank 0's host, including what is in flight for each."""
 
 from __future__ import annotations
 
@@ -18,23 +18,16 @@ class RequestState:
     """A waiting or running request.
 
     Attributes:
-        order: sort key: priority, then arrival.
-        prompt_tokens: length of the request's prompt.
+        tokens: input of its prefill, int32 [n]: the prompt, and the tokens generated before its admission.
+        output_token_ids: generated tokens that rank 0 has read.
         ends: tokens that end it.
-        cached_tokens: prompt tokens that were cached at its first admission.
-        computed: prompt tokens that are cached or computed, as rank 0 has read.
-        drawn: its drawn tokens that rank 0 has read.
-        least, most, likely: bounds and estimate of its tokens in launched decisions that are not read yet.
-        slot: its slot; None while it waits.
-        held: its block table while it runs.
-        tokens: input of its prefill, int32 [n]: the prompt, and the tokens drawn before its admission.
-        prefilled: number of these computed by all launched decisions.
-        reserved: tokens that its pages have room for.
-        ended: it has ended; later tokens are discarded.
-        leased: resumed after a preemption; exempt from another until its pages run out.
-        work: work of its prompt, less what was cached when it began to wait.
-        refused: time at which it first did not fit.
-        room, again: retry once `retry_pages` pages are free, or at time `retry_at`.
+        cached_tokens: prefix hit of its first admission.
+        num_confirmed_tokens: prompt tokens that are cached or computed, as far as rank 0 has read.
+        min_new, max_new, expected_new: bounds and estimate of its tokens in flight.
+        num_computed_tokens: tokens of `tokens` that are cached or computed after all batches in flight.
+        preemption_exempt: it resumed after a preemption, and is not preempted again until it needs more pages.
+        work: work of its prompt without what was cached when it was queued.
+        retry_pages, retry_at: retry once `retry_pages` pages are available, or at time `retry_at`.
     """
 
     request: Request
@@ -61,17 +54,16 @@ class RequestState:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of prompt and continuation that rank 0 has read."""
+        """Tokens of prompt and output that rank 0 has read."""
         return self.prompt_tokens + len(self.output_token_ids)
 
     @property
     def remaining(self) -> int:
-        """Number of tokens left to draw, after those that rank 0 has read."""
         return self.request.max_tokens - len(self.output_token_ids)
 
     @property
     def max_unscheduled_tokens(self) -> int:
-        """Upper bound of the tokens left to draw, after those of launched decisions."""
+        """Upper bound of the tokens left to generate after those in flight."""
         return self.remaining - self.min_new
 
     @property
@@ -79,7 +71,7 @@ class RequestState:
         return self.num_computed_tokens == len(self.tokens) and not self.ended and self.max_unscheduled_tokens > 0
 
     def record_admission(self, admission: NewRequest, eos: Collection[int]) -> None:
-        """Records the first admission's prefix hit, and which tokens end the request."""
+        """Records which tokens end the request, and at its first admission the prefix hit."""
         self.ends = self.request.sampling.ends(eos)
         if not admission.num_output_tokens:
             self.cached_tokens = self.num_confirmed_tokens = admission.num_computed_tokens
@@ -87,12 +79,11 @@ class RequestState:
     def update(
         self, new_token_ids: tuple[int, ...] = (), finish_reason: str | None = None, logprobs: tuple[Logprobs, ...] = ()
     ) -> RequestUpdate:
-        """Returns an update for the client."""
         done = self.prompt_tokens, self.cached_tokens, self.num_confirmed_tokens
         return RequestUpdate(self.request.id, *done, new_token_ids, finish_reason, None, logprobs)
 
     def logprob_token_ids(self, end: int) -> np.ndarray:
-        """Returns the prompt tokens to score in the chunk that ends at `end`: each follows a token of that chunk."""
+        """Returns the prompt tokens to score in the chunk that ends at `end`: each follows a token of it."""
         if self.request.sampling.prompt_logprobs is None:
             return self.tokens[:0]
         return self.tokens[
@@ -106,13 +97,13 @@ class RequestState:
 
     @property
     def num_kv_tokens(self) -> int:
-        """Number of tokens in the cache, after those that rank 0 has read; the next step appends the last one drawn."""
+        """Tokens in the cache, as far as rank 0 has read; the last sampled token is appended by the next step."""
         return self.num_computed_tokens if self.num_tokens == len(self.tokens) else self.num_tokens - 1
 
 
 @dataclass(eq=False, slots=True)
 class PendingTokens:
-    """Bounds and estimate of the tokens of a sequence in one decision that are not recorded yet."""
+    """Bounds and estimate of a sequence's unread tokens in one batch."""
 
     s: RequestState
     min_new: int = 0
@@ -120,7 +111,6 @@ class PendingTokens:
     expected_new: int = 0
 
     def expect(self, min_new: int, max_new: int, expected_new: int) -> None:
-        """Adds to the bounds and the estimate, here and in the sequence's totals."""
         for each in (self, self.s):
             each.min_new, each.max_new, each.expected_new = (
                 each.min_new + min_new,
@@ -131,7 +121,7 @@ class PendingTokens:
 
 @dataclass(frozen=True, eq=False)
 class PendingTableUpdate:
-    """Changed columns `[first, first + count)` of a table, not sent to the ranks yet."""
+    """Changed columns `[first, first + count)` of a block table that the ranks do not have yet."""
 
     s: RequestState
     block_table: BlockTable
@@ -139,7 +129,7 @@ class PendingTableUpdate:
     count: int
 
     def to_update(self) -> BlockTableUpdate | None:
-        """Returns the write for the ranks; None if nothing changed or the sequence has left."""
+        """Returns the update for the ranks; None if nothing changed or the sequence has left its slot."""
         if not self.count or self.s.block_table is not self.block_table or self.s.slot is None:
             return None
         return BlockTableUpdate(

@@ -1,11 +1,8 @@
-"""Scheduler, on rank 0's host alone: chooses which requests are admitted, what is prefilled, and how long decode runs.
+"""Scheduler, on rank 0's host only: which requests to admit, what to prefill, and how many decode steps to run.
 
-Pure bookkeeping: a `SchedulerOutput` is all that the ranks need to act alike. They execute decisions in order, on
-one stream, and each in the order of its fields: retire, write tables, admit and copy, prefill, decode.
-
-So the next decision may be made, and launched, while the previous one is still computed. A sequence whose tokens are
-not read yet counts with the most that it may have taken. A slot and its pages are free as soon as a decision frees
-them: earlier launches may still write to them, but end before any later launch begins.
+All ranks execute batches on one stream, each in the order of its fields, so the next one may be scheduled and launched
+while earlier ones run. A sequence with tokens in flight counts with their upper bound. Released slots and pages are
+reusable at once: earlier launches may still write to them, but finish before later launches begin.
 """
 
 from __future__ import annotations
@@ -29,31 +26,29 @@ from helix.engine.scheduler_output import NewRequest, PrefillChunk, SchedulerOut
 from helix.worker.graph_keys import DecodeGraphKey
 from helix.worker.model_runner import ModelRunner
 
-MIN_CHUNK = 32  # tokens: a shorter chunk costs as much
-MAX_CHUNK_S = 2.0  # of a chunk, even if nothing decodes: an abort is seen and a new request is admitted after it
-UNTIMED_WORK = 512.0  # of the first chunk, whose time cannot be predicted
-LOOK_AHEAD = 32  # waiting requests that one decision considers for each home: the device may be idle meanwhile
-UNTIMED_STEPS = 2  # most steps of a run of unknown duration: new requests wait for all of them
-SALT_MASK = (
-    1 << 39
-) - 1  # an admission's salt is so many bits of its request's, by a hash that differs in each process
-RETRY_S = 1.0  # interval after which a request that did not fit is tried again: its prefix may be cached by then
+MIN_CHUNK = 32  # tokens: a shorter chunk takes as long
+MAX_CHUNK_S = 2.0  # even if nothing decodes: aborts and new requests wait for the end of the chunk
+UNTIMED_WORK = 512.0  # work of the first chunk, while times are unknown
+LOOK_AHEAD = 32  # waiting requests to consider per DP rank and batch: the device may be idle meanwhile
+UNTIMED_STEPS = 2  # decode steps of a run of unknown duration: new requests wait for all of them
+SALT_MASK = (1 << 39) - 1  # bits of `hash(salt)` that ranks get; the hash differs between processes
+RETRY_S = 1.0  # interval to retry a request that did not fit: its prefix may be cached by then
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of prompts beside decode steps.
+    """How much prefill may delay decode steps.
 
     Attributes:
-        stall_ms: most milliseconds of chunks between two decode steps.
-        decode_share: share of the time for decode steps; 0: one between two pauses.
+        stall_ms: maximum prefill time between two decode steps.
+        decode_share: minimum share of the time for decode; 0: a single step between two stalls.
     """
 
     stall_ms: float
     decode_share: float
 
 
-GOALS = {  # bounds while prompts hardly wait, and those while they wait for long
+GOALS = {  # (limits while prompts hardly wait, limits while they wait for long)
     "latency": (Limits(25.0, 0.5), Limits(25.0, 0.5)),
     "balance": (Limits(50.0, 0.25), Limits(400.0, 0.0)),
     "throughput": (Limits(400.0, 0.0), Limits(1000.0, 0.0)),
@@ -61,10 +56,7 @@ GOALS = {  # bounds while prompts hardly wait, and those while they wait for lon
 
 
 class SchedulePolicy:
-    """Bounds of chunks, by the time for which prompts wait.
-
-    `schedule.max_prefill_stall_ms` and `schedule.decode_share` replace those of `schedule.goal`.
-    """
+    """Limits of prefill, which widen with the time that prompts wait."""
 
     def __init__(self, schedule: ScheduleConfig) -> None:
         self.tight, self.loose = (
@@ -76,13 +68,11 @@ class SchedulePolicy:
         )
 
     def max_prefill_stall_s(self, waiting_s: float) -> float:
-        """Returns the most seconds of chunks between two steps while other prompts wait for `waiting_s` seconds."""
+        """Returns the maximum seconds of prefill between two decode steps if other prompts wait `waiting_s`."""
         return min(max(self.tight.stall_ms / 1e3, waiting_s), self.loose.stall_ms / 1e3)
 
     def decode_debt_s(self, seconds: float, max_prefill_stall_s: float) -> float:
-        """Returns the seconds of decode steps after a chunk, which fall to none as the bound `max_prefill_stall_s`
-        widens.
-        """
+        """Returns the seconds of decode owed after `seconds` of prefill; the wider the stall limit, the fewer."""
         tight, loose = self.tight, self.loose
         wide = (1e3 * max_prefill_stall_s - tight.stall_ms) / max(loose.stall_ms - tight.stall_ms, 1.0)
         share = tight.decode_share + wide * (loose.decode_share - tight.decode_share)
@@ -90,23 +80,16 @@ class SchedulePolicy:
 
 
 class Scheduler:
-    """Scheduler of all ranks. No cost grows with the context, except numpy passes over matched tokens.
+    """Schedules all ranks. No cost grows with the context, except numpy passes over matched tokens.
 
-    The engine calls `schedule` and launches the decision; it may do so again before the decision has run. Then it reads
-    the tokens of the oldest unread decision, calls `record_token` for each, `end` where one ends its request,
+    The engine calls `schedule` and launches the result, and may do so again before that batch has run. When it reads
+    the oldest batch in flight, it calls `record_token` for each token, `end` if that ends the request, then
     `finish_batch`.
 
     Args:
-        tables: allocates pages: one allocator, or one for each rank that owns sequences (mode dp). Slot s then belongs
-            to rank `s % len(tables)`.
-        times: predicts the time of prompt chunks; its work orders preemptions.
-        runner: executes the decisions; the scheduler reads its sizes and limits alone.
-        schedule: how requests share the ranks.
-        pace: chooses drafts and steps for rows, tokens in their cache and slots without drafts; called before each run.
-
-    Attributes:
-        running: running requests by slot.
-        preemptions: number of preemptions.
+        tables: page allocators: one, or one per DP rank; slot s belongs to DP rank `s % len(tables)`.
+        times: predicts prefill times, and orders preemptions by their work.
+        plan_steps: (rows, KV tokens of these, slots without drafts) -> plan of the next run; see `DraftPolicy`.
     """
 
     def __init__(
@@ -123,32 +106,31 @@ class Scheduler:
         self._stripes = tables[0].tree.stripes
         self._policy = SchedulePolicy(schedule)
         self._schedule = schedule
-        # Chunks over host memory fetch the keys before them: shorter ones would wait for the link.
+        # With KV offload each chunk fetches the KV before it: short chunks would be bound by the host link.
         self._max_chunk_s = math.inf if runner.cache.fetches else MAX_CHUNK_S
-        # A heap for each home: low slots first, so that steps have few rows.
+        # A heap per DP rank: low slots first, so that steps have few rows.
         slots = runner.sizes.slots * len(tables)
         self._free_slots = [list(range(dp_rank, slots, len(tables))) for dp_rank in range(len(tables))]
         self._requests: dict[str | int, RequestState] = {}
-        self._waiting: list[tuple[tuple[int, float, int], RequestState]] = []  # in order; keys are unique
-        self._waiting_work = 0  # work of the prompts of these
+        self._waiting: list[tuple[tuple[int, float, int], RequestState]] = []  # sorted; keys are unique
+        self._waiting_work = 0
         self._in_flight: deque[dict[int, PendingTokens]] = deque()  # by slot
-        self._deferred_tokens = 0  # most tokens per sequence of the last decision's step if it is held, else 0
-        self._pending_updates: list[PendingTableUpdate] = []  # table changes by the prompt chunk of the last decision
-        self._decode_debt_s = 0.0  # seconds of decode steps before the next prompt chunk
-        self._prefill_stall_s = 0.0  # seconds of chunks since the last step, while somebody decodes
-        self._may_admit_more = False  # whether the next decision may admit requests that the last one did not consider
+        self._deferred_tokens = 0  # maximum tokens per sequence of the last batch if it defers sampling, else 0
+        self._pending_updates: list[PendingTableUpdate] = []  # table changes by the last batch's prefill chunk
+        self._decode_debt_s = 0.0  # seconds to decode before the next prefill chunk
+        self._prefill_stall_s = 0.0  # seconds of prefill since the last step of decoding sequences
+        self._may_admit_more = False  # LOOK_AHEAD kept the last batch from considering all waiting requests
         self._number = self._submitted = 0
         self.running: dict[int, RequestState] = {}
         self.preemptions = 0
 
     @property
     def _run_tokens(self) -> int:
-        """Most tokens of a sequence in the decode steps of a decision."""
         return self._runner.sizes.run_steps * (1 + self._runner.sizes.drafts)
 
     @property
     def _lookahead_tokens(self) -> int:
-        """Tokens that a sequence reserves pages for at a time: at least those of the decision that ends its prompt."""
+        """Tokens for which a sequence reserves pages at a time: at least one batch's."""
         return max(self._schedule.lookahead_tokens, 1 + self._run_tokens)
 
     # ---- requests
@@ -156,16 +138,16 @@ class Scheduler:
     def submit(self, request: Request, now: float) -> str | None:
         """Queues a request; returns the reason if it can never be served."""
         if request.id in self._requests:
-            return f"a request with id={request.id!r} is under way: take another id"
+            return f"request id={request.id!r} is in use: choose another id"
         pool, stripes = self._dp_tables[0].pool, self._stripes
         need = len(request.prompt) + request.max_tokens + self._runner.sizes.drafts
         pages = stripes.pages_for(need)
         if pages > pool.pages:
             drafts = f" and {self._runner.sizes.drafts} drafts" if self._runner.sizes.drafts else ""
             return (
-                f"prompt of {len(request.prompt)} tokens and {request.max_tokens} new ones{drafts} need {need} "
-                f"tokens of KV, {pages} pages; the cache holds {pool.pages * stripes.page_tokens}, "
-                f"{pool.pages} pages ({self._runner.cache.remedy})"
+                f"prompt of {len(request.prompt)} tokens plus max_tokens={request.max_tokens}{drafts} needs {need} "
+                f"tokens of KV ({pages} pages), but the cache holds {pool.pages * stripes.page_tokens} "
+                f"({pool.pages} pages): {self._runner.cache.remedy}"
             )
         self._submitted += 1
         tokens = np.asarray(request.prompt, dtype=np.int32)
@@ -175,9 +157,9 @@ class Scheduler:
         return None
 
     def end(self, request_id: str | int) -> RequestState | None:
-        """Ends a waiting or running request, because of its tokens or an abort; returns it, or None if there is none.
+        """Ends a waiting or running request, finished or aborted; returns it, or None if there is none.
 
-        The next decision frees its slot and pages.
+        The next batch frees its slot and pages.
         """
         s = self._requests.pop(request_id, None)
         if s is not None:
@@ -187,7 +169,7 @@ class Scheduler:
         return s
 
     def record_token(self, slot: int, token: int) -> RequestState | None:
-        """Records a token of the oldest unread decision; returns its request, or None if that has ended."""
+        """Records a token of the oldest batch in flight; returns its request, or None if that has ended."""
         pending = self._in_flight[0][slot]
         s = pending.s
         if s.ended:
@@ -199,13 +181,12 @@ class Scheduler:
         return s
 
     def finish_batch(self) -> None:
-        """Marks the oldest unread decision as read: all its tokens are recorded."""
+        """Removes the oldest batch in flight, all of whose tokens are recorded."""
         for pending in self._in_flight.popleft().values():
             pending.expect(-pending.min_new, -pending.max_new, -pending.expected_new)
 
     @property
     def num_in_flight(self) -> int:
-        """Number of launched decisions that are not read yet."""
         return len(self._in_flight)
 
     @property
@@ -214,21 +195,20 @@ class Scheduler:
 
     @property
     def has_prefill(self) -> bool:
-        """Whether the prompt of any running request is not fully prefilled."""
         return any(s.num_computed_tokens < len(s.tokens) for s in self.running.values())
 
     @property
     def expects_chunk(self) -> bool:
-        """Whether the next decision may have a prompt chunk: of a running request, or of one that it admits."""
+        """Whether the next batch may have a prefill chunk, of a running request or one that it admits."""
         return self.has_prefill or self._may_admit_more
 
-    # ---- decisions
+    # ---- scheduling
 
     def schedule(self, now: float) -> SchedulerOutput | None:
-        """Makes the next decision; returns None if nothing can be done before a decision is read or a request arrives.
+        """Schedules the next batch; returns None if it has to wait for a batch in flight or a new request.
 
-        None without any unread decision means that no request is left. A step in which any request has a grammar is
-        held, and the next decision waits for the tokens before it: the allowed tokens depend on them.
+        None without any batch in flight means that no request is left. If any request has a grammar, sampling is
+        deferred to the next batch, which waits for all earlier tokens: the grammar's mask depends on them.
         """
         guided = [s for s in self.running.values() if s.request.matcher is not None]
         if any(s.max_new > self._deferred_tokens and not s.ended for s in guided):
@@ -247,7 +227,7 @@ class Scheduler:
         run_tokens = self._run_tokens
         short = [s for s in decoding if s.reserved < self._tokens_to_reserve(s, run_tokens)]
         for s in sorted(short, key=lambda s: s.order):
-            if s.slot is not None:  # else it was preempted for an earlier one
+            if s.slot is not None:  # else `_extend` preempted it for an earlier one
                 retire += self._extend(s, writes)
         if short:
             decoding = [s for s in decoding if s.slot is not None]
@@ -263,7 +243,7 @@ class Scheduler:
         rows = min(1 << slot.bit_length(), self._runner.sizes.slots) if self.running else 0
         masked = any(s.request.matcher is not None for s in decoding)
         plan, steps = StepPlan(), 0
-        # A sequence that has probably drawn its last token gets no further step until its unread tokens are read.
+        # A sequence whose last token is probably in flight gets no further step until its tokens are read.
         left = [n for s in decoding if (n := s.request.max_tokens - len(s.output_token_ids) - s.expected_new) > 0]
         if left and not (prefill and self._continues_prefill()):
             no_draft_slots = {slot for slot, s in self.running.items() if s.request.sampling.needs_logits_processor}
@@ -290,7 +270,7 @@ class Scheduler:
                 [s.request.sampling for s in self.running.values()],
                 rows=rows,
                 drafts=plan.drafts,
-                # Shorter sequences read all keys in a sparse step too, so the batch does not affect their tokens.
+                # Sparse steps read all keys of shorter sequences, so their tokens do not depend on the batch.
                 sparse=sparse_from is not None and any(s.num_tokens + s.max_new > sparse_from for s in decoding),
             ),
             row_tokens=sum(s.num_tokens + s.max_new for s in decoding) // max(rows, 1),
@@ -332,7 +312,7 @@ class Scheduler:
                 len(s.tokens),
                 s.tokens if self._runner.sizes.drafts or request.sampling.changes_logits else s.tokens[:0],
                 table.start,
-                table.pages.copy(),  # the table changes while the decision runs
+                table.pages.copy(),  # the table changes while the batch runs
                 s.reserved,
                 s.prompt_tokens + request.max_tokens - 1,  # the last token is never appended
                 request.sampling,
@@ -347,19 +327,16 @@ class Scheduler:
             )
 
     def _fit(self, s: RequestState, now: float) -> tuple[int, BlockTable] | None:
-        """Allocates pages for a waiting request, at home on one of the ranks that own sequences.
+        """Allocates pages for a waiting request on a DP rank; returns rank and pages, or None if it fits nowhere now.
 
-        That is the rank with the most of its prompt, if that is half of it; else the one with the fewest sequences.
-
-        Returns:
-            The home and the pages; None if they fit nowhere or it has unread tokens.
+        It waits, too, while tokens from before its preemption are in flight.
         """
         available = sum(tables.pool.available for tables in self._dp_tables)
         if s.max_new or (available < s.retry_pages and now < s.retry_at):
             return None
         s.tokens = s.token_ids()
         s.reserved = self._tokens_to_reserve(s, self._lookahead_tokens)
-        # Any kvp rank may own the first block; equal prefixes share pages only if it is the same rank.
+        # Any KVP rank may own the first block, but equal prefixes share pages only if it is the same rank.
         start = crc32(s.tokens[: self._stripes.tokens].tobytes()) % self._stripes.layout.kvp
         for dp_rank in self._by_preference(s):
             table = self._dp_tables[dp_rank].admit(s.tokens, s.reserved, start, s.request.prefix_salt)
@@ -369,7 +346,7 @@ class Scheduler:
         return None
 
     def _by_preference(self, s: RequestState) -> list[int]:
-        """Returns the homes with a free slot, the best for a request first."""
+        """Returns the DP ranks with a free slot: longest prefix hit first, then most free slots."""
         free = self._free_slots
         dp_ranks = [dp_rank for dp_rank in range(len(free)) if free[dp_rank]]
         if len(dp_ranks) < 2:
@@ -377,17 +354,17 @@ class Scheduler:
         hits = {
             dp_rank: self._dp_tables[dp_rank].tree.match(s.tokens, s.request.prefix_salt).tokens for dp_rank in dp_ranks
         }
-        # A few tokens in common would bring all sequences to one rank: steps have as many rows as the fullest rank.
+        # Ignore short hits: a shared template would put all sequences on one rank, and steps of all DP ranks have as
+        # many rows as the fullest one.
         hits = {dp_rank: hit if 2 * hit >= len(s.tokens) else 0 for dp_rank, hit in hits.items()}
         return sorted(dp_ranks, key=lambda dp_rank: (-hits[dp_rank], -len(free[dp_rank]), dp_rank))
 
     def _tables(self, s: RequestState) -> BlockTables:
-        """Returns the allocator of a running request's pages."""
         assert s.slot is not None
         return self._dp_tables[s.slot % len(self._dp_tables)]
 
     def _extend(self, s: RequestState, writes: list[PendingTableUpdate]) -> list[int]:
-        """Allocates pages for a sequence's next lease, or at least its next run; returns slots preempted for it."""
+        """Allocates pages for a sequence's lookahead, or at least its next run; returns slots preempted for it."""
         preempted: list[int] = []
         while s.block_table is not None:
             column = len(s.block_table.pages)
@@ -401,7 +378,7 @@ class Scheduler:
         return preempted
 
     def _preempt_for(self, s: RequestState) -> int:
-        """Preempts the sequence of no higher priority that is cheapest to recompute, maybe `s`; returns its slot."""
+        """Preempts `s` or a sequence of no higher priority, the cheapest to recompute; returns its slot."""
 
         def loss(other: RequestState) -> tuple[int, float]:
             assert other.block_table is not None
@@ -429,7 +406,6 @@ class Scheduler:
         return slot
 
     def _release(self, s: RequestState) -> None:
-        """Frees a sequence's slot and pages; their content stays in the prefix cache."""
         assert s.slot is not None and s.block_table is not None
         token_ids = s.tokens if self._runner.drafter.may_lag else s.token_ids()
         self._tables(s).end(s.block_table, token_ids[: s.num_kv_tokens])
@@ -438,7 +414,6 @@ class Scheduler:
         s.slot, s.block_table, s.num_computed_tokens = None, None, 0
 
     def _tokens_to_reserve(self, s: RequestState, more: int) -> int:
-        """Returns the tokens for which a sequence needs pages to draw `more` tokens."""
         return min(s.num_tokens + s.max_new + more, s.prompt_tokens + s.request.max_tokens) + self._runner.sizes.drafts
 
     def _queue(self, s: RequestState) -> None:
@@ -457,7 +432,7 @@ class Scheduler:
     # ---- time
 
     def _chunk(self, decoding: bool, writes: list[PendingTableUpdate]) -> Iterator[PrefillChunk]:
-        """Yields the segments of a prompt chunk if one is due: half for the oldest prompt, then the shortest first."""
+        """Yields the parts of a prefill chunk if one is due: half for the oldest prompt, then the shortest first."""
         prompts = [s for s in self.running.values() if s.num_computed_tokens < len(s.tokens)]
         if not decoding:
             self._decode_debt_s = self._prefill_stall_s = 0.0
@@ -487,7 +462,7 @@ class Scheduler:
             self._rematch(s, writes)
             stripe = self._next_stripe(s)
             if stripe is not None and stripe in computed:
-                continue  # it will share the pages that another prompt computes now
+                continue  # another prompt in this chunk computes that stripe: share its pages later
             computed.add(stripe)
             count = self._cut(s, tokens, work)
             tokens, work = tokens - count, work - self._times.work(s.num_computed_tokens, s.num_computed_tokens + count)
@@ -529,7 +504,7 @@ class Scheduler:
             )
 
     def _round(self, oldest: RequestState, ends: dict[RequestState, int]) -> None:
-        """Limits a chunk to one of the runner's sizes, at a prompt that goes on behind it anyway."""
+        """Trims a chunk to a captured size, at the expense of a prompt that continues in a later chunk anyway."""
         sizes, counts = self._runner.chunk_sizes, {s: end - s.num_computed_tokens for s, end in ends.items()}
         size = max((size for size in sizes if size <= sum(counts.values()) <= sizes[-1]), default=0)
         later = [s for s, end in ends.items() if end < len(s.tokens)]
@@ -541,7 +516,6 @@ class Scheduler:
             ends[last] = last.num_computed_tokens + left
 
     def _max_prefill_stall_s(self) -> float:
-        """Returns the most seconds of chunks between two steps, by the prompts that wait beside the oldest."""
         prompts = [s for s in self.running.values() if s.num_computed_tokens < len(s.tokens)]
         oldest = min(prompts, key=lambda s: s.order[1:], default=None)
         waiting = self._waiting_work + sum(
@@ -550,10 +524,7 @@ class Scheduler:
         return self._policy.max_prefill_stall_s(self._times.seconds(waiting) if waiting else 0.0)
 
     def _continues_prefill(self) -> bool:
-        """Returns whether a chunk follows the last one, beside which somebody decodes, before any step.
-
-        No step is owed, and half of the pause is left.
-        """
+        """Returns whether to prefill on before any decode step: none is owed, and half of the stall is left."""
         return (
             self.expects_chunk
             and self._decode_debt_s <= 0
@@ -561,7 +532,6 @@ class Scheduler:
         )
 
     def _rematch(self, s: RequestState, writes: list[PendingTableUpdate]) -> None:
-        """Shares pages of a prompt that other sequences have computed since."""
         assert s.block_table is not None
         num_cached_tokens, columns = self._tables(s).rematch(
             s.block_table, s.tokens, max(s.num_computed_tokens, s.block_table.num_cached_tokens)
@@ -574,7 +544,7 @@ class Scheduler:
         writes.append(PendingTableUpdate(s, s.block_table, columns.start, len(columns)))
 
     def _prefill_start(self, num_cached_tokens: int) -> int:
-        """Returns the position at which a prompt's prefill resumes, with `num_cached_tokens` tokens in its pages."""
+        """Returns where prefill resumes after a prefix hit: windows and states need tokens before its end again."""
         return int(max(num_cached_tokens - self._runner.recomputed_tokens, 0))
 
     def _next_stripe(self, s: RequestState) -> Hashable:
@@ -583,12 +553,10 @@ class Scheduler:
         return None if stripe is None else (self._tables(s), stripe)
 
     def _cut(self, s: RequestState, tokens: int, work: float) -> int:
-        """Returns the number of a prompt's next tokens, within limits of tokens and work."""
         tokens = min(tokens, len(s.tokens) - s.num_computed_tokens)
         return tokens if math.isinf(work) else min(tokens, self._times.tokens(s.num_computed_tokens, work))
 
     def _steps(self, plan: StepPlan, left: int, bound: int) -> int:
-        """Returns the decode steps of one decision, at least one: at most until the first sequence must end."""
         max_steps = min(bound, math.ceil(left / plan.tokens), plan.steps or bound)
         prompts, self._prefill_stall_s = self.expects_chunk, 0.0
         if plan.seconds is None:

@@ -1,7 +1,4 @@
-"""Decisions of rank 0, which all ranks execute.
-
-Plain data, no torch: a `SchedulerOutput` is all that the ranks need to act alike.
-"""
+"""`SchedulerOutput` and its parts: all that the ranks need to execute a batch. Plain data, no torch."""
 
 from __future__ import annotations
 
@@ -17,22 +14,22 @@ from helix.worker.graph_keys import DecodeGraphKey
 
 @dataclass(frozen=True, eq=False)
 class NewRequest:
-    """Admission of a sequence to a slot.
+    """Admits a sequence to a slot.
 
     Attributes:
-        length: tokens of its prompt and, after a preemption, those that it had drawn.
-        text: these tokens, int32 [length], if ranks need them for drafts or penalties; else int32 [0].
+        length: tokens of its prompt and, after a preemption, those generated before.
+        token_ids: these tokens, int32 [length], if ranks need them for drafts or penalties; else int32 [0].
         start: kvp rank of its first block.
-        pages: the beginning of its table, int32 [m], the same on every rank.
-        reserved: tokens that these pages have room for.
+        pages: the beginning of its block table, int32 [m], the same on every rank.
         limit: tokens in the cache at which it ends.
-        known: number of its first tokens that are in its pages already, or in those to copy.
-        resumes: position of the first token to compute: `num_cached_tokens`, or less if layers keep more than pages.
+        num_cached_tokens: tokens whose pages are shared or copied.
+        num_computed_tokens: where prefill begins: `num_cached_tokens`, or earlier if windows or states need
+            recomputing.
         copy_from, copy_to: pages to copy on every rank, in the order of admissions.
-        drawn: number of the last tokens of `length` that were drawn.
-        allowed: mask of the tokens that it may draw next, int32 [W], see `Grammar`; None: all.
-        state: place of the snapshot with which its states begin; -1: they begin with zeros.
-        salt: number from 0 to 2^39 - 1; equal ones may learn from each other, see `Request`.
+        num_output_tokens: how many of the last tokens of `length` were generated.
+        token_bitmask: tokens that it may sample next, int32 [W], see `Grammar`; None: all.
+        snapshot_index: snapshot from which its states resume; -1: they begin with zeros.
+        cache_salt: from 0 to 2^39 - 1; only sequences with equal ones may learn from each other, see `Request`.
     """
 
     id: str | int
@@ -56,7 +53,7 @@ class NewRequest:
 
 @dataclass(frozen=True, eq=False)
 class BlockTableUpdate:
-    """New pages, int32 [n], of a slot's table from a column on; other columns stay."""
+    """New pages, int32 [n], of a slot's block table from `column` on; other columns stay."""
 
     slot: int
     column: int
@@ -68,11 +65,11 @@ class PrefillChunk:
     """Prompt tokens `[begin, end)` of a slot, int32 [end - begin].
 
     Attributes:
-        last: whether the prompt ends with them.
-        known: number of the sequence's first tokens that are in its pages already.
-        saves: place of the snapshot that is taken of its states behind them; -1: none is.
-        moves: place to which the snapshot that was there moves before; -1: there was none, or it goes.
-        scored: prompt tokens, int32 [m], whose log-probabilities are reported: each follows one of its first m tokens.
+        num_cached_tokens: tokens of the sequence whose KV is in its pages already.
+        snapshot_index: where to save a snapshot of its states after `end`; -1: nowhere.
+        evict_to: where to move the snapshot that was there; -1: there was none, or it is dropped.
+        logprob_token_ids: prompt tokens, int32 [m], whose log-probabilities are reported; the i-th follows the i-th of
+            `tokens`.
     """
 
     slot: int
@@ -94,11 +91,9 @@ class StepPlan:
     """Plan of a run of decode steps.
 
     Attributes:
-        drafts: tokens that each step proposes for each sequence.
         tokens: expected tokens per sequence and step.
-        steps: most steps in one decision; None: no limit.
-        draft_limits: most drafts verified in slots 0, 1, ..; empty: unchanged.
-        seconds: predicted seconds of a step; None if unknown.
+        steps: maximum steps of the run; None: no limit.
+        draft_limits: maximum drafts to verify in slots 0, 1, ..; empty: unchanged.
     """
 
     drafts: int = 0
@@ -110,21 +105,19 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class SchedulerOutput:
-    """Work of all ranks, in the order of the attributes; the decode steps run back to back.
+    """Work for all ranks, executed in the order of the attributes; decode steps run back to back.
 
-    If the previous decision has a held step, its tokens are drawn first. A held step is one whose logits are computed
-    and whose tokens are not drawn yet.
+    If the previous batch deferred sampling, its tokens are sampled first.
 
     Attributes:
-        masks: masks of the tokens that slots may draw in the held step, int32 [W], see `Grammar`.
-        tables: table writes of slots that are in use before `new_requests`.
-        kind: kind of the decode steps; the prompts' first tokens are drawn in the same way.
-        row_tokens: tokens of the decode steps' sequences, per row of a step.
-        draft_limits: limits of the decode steps; see `StepPlan`.
-        defers_sampling: the only decode step is held: the allowed tokens depend on tokens that rank 0 has not read.
-        counts: of a rank's share in mode dp: prompt tokens of each rank; empty: as many on all ranks.
-        captures: nobody is served: a size of chunks that ran eagerly is captured.
-        scored: in mode dp, the largest number of scored tokens of a rank; else 0.
+        kind: of the decode steps; first tokens of prompts are sampled alike.
+        row_tokens: context tokens per row, averaged over the rows of a step.
+        defers_sampling: there is one decode step, and it stops at its logits: the token masks depend on tokens that
+            rank 0 has not read.
+        token_bitmasks: by slot, tokens allowed in the deferred step, int32 [W], see `Grammar`.
+        num_tokens_across_dp: in mode dp, prefill tokens of each rank; empty: the same number on all ranks.
+        capture_graph: no request is served: capture a prefill size that ran eagerly.
+        max_logprob_tokens: in mode dp, the maximum over ranks of scored prompt tokens; else 0.
     """
 
     number: int
@@ -144,13 +137,13 @@ class SchedulerOutput:
 
     @classmethod
     def empty(cls, retire: tuple[int, ...] = (), capture_graph: bool = False) -> SchedulerOutput:
-        """Creates a decision that computes nothing for anybody."""
+        """Creates a batch that computes nothing."""
         return cls(0, retire, (), (), (), 0, capture_graph=capture_graph)
 
     def for_dp_rank(self, rank: int, ranks: int) -> SchedulerOutput:
-        """Returns the part of one of `ranks` ranks that own sequences: slot s is slot `s // ranks` of rank `s % ranks`.
+        """Returns the part of one of `ranks` DP ranks: slot s is slot `s // ranks` of rank `s % ranks`.
 
-        All ranks launch the same steps, of the same rows and without drafts; a chunk has what each rank's prompts have.
+        All DP ranks launch the same decode steps, with as many rows and without drafts; each prefills its own prompts.
         """
         if ranks == 1:
             return self

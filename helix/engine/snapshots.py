@@ -1,10 +1,9 @@
-"""Snapshots of states on rank 0's host: after which tokens each was taken, and which are kept where.
+"""Snapshots of recurrent states, on rank 0's host: after which tokens each was taken, and where it is stored.
 
-A state is a summary of all tokens before it, and can be resumed only where a copy of it was taken: at the end of a
-prompt, less what is no whole stripe. A prefix hit on such a model is the longest one behind which there is a snapshot.
-
-Snapshots are taken on the GPU. Where there is no room, the one of least value moves to host memory, and from there the
-one of least value goes: by greedy-dual as in `helix.engine.prefix`. A snapshot whose pages have gone is of no value.
+A state summarizes all tokens before it, so it can only be resumed where a copy was taken: after the last whole stripe
+of a prompt. A prefix hit therefore ends at the longest snapshot that it covers. Snapshots are taken on the GPU. When
+there is no room, the least valuable one moves to host memory, and when that is full, too, the least valuable one is
+dropped, by GreedyDual as in `helix.engine.prefix`. A snapshot without its pages is worthless.
 """
 
 from __future__ import annotations
@@ -22,11 +21,10 @@ class Snapshot:
     """A copy of a sequence's states.
 
     Attributes:
-        place: its place; those in host memory follow those on the GPU.
-        salt: only prompts of the same salt find it.
+        index: where it is stored; indices in host memory follow those on the GPU.
         tokens: the tokens before it, int32 [n].
         node: node of the prefix tree that had the last of them.
-        worth: value of the last one that had gone at its last use, plus the work of its tokens.
+        worth: value of the last dropped snapshot at its last use, plus the work of its tokens.
     """
 
     index: int
@@ -40,22 +38,23 @@ class StateSnapshots:
     """Directory of snapshots.
 
     Args:
-        places: number of snapshots that ranks have room for on the GPU.
-        num_on_host: number of those that they have room for in host memory.
+        num_on_gpu, num_on_host: room for snapshots on each rank.
         tokens: tokens of a stripe.
-        work: computes the work of a prompt's tokens `[begin, end)`, in any unit.
+        work: work of a prompt's tokens `[begin, end)`, in any unit.
     """
 
     def __init__(self, num_on_gpu: int, num_on_host: int, tokens: int, work: Callable[[int, int], float]) -> None:
         self._tokens, self._work = tokens, work
         self._num_on_gpu = num_on_gpu
         self._free, self._free_on_host = [*range(num_on_gpu)], [*range(num_on_gpu, num_on_gpu + num_on_host)]
-        self._snapshots: list[Snapshot] = []  # the one used last is the last
-        self._evicted_value = 0.0  # value of the last one that went
+        self._snapshots: list[Snapshot] = []  # least recently used first
+        self._evicted_value = 0.0  # value of the last dropped one
 
     def find(self, tokens: np.ndarray, num_cached_tokens: int, cache_salt: Hashable) -> tuple[int, int]:
-        """Finds the snapshot behind most of a prompt's first `num_cached_tokens` tokens; returns these, and its place
-        or -1.
+        """Finds the longest snapshot within a prompt's first `num_cached_tokens` tokens.
+
+        Returns:
+            Its number of tokens and index; (0, -1) if there is none.
         """
         for s in sorted(self._snapshots, key=lambda s: -len(s.tokens)):
             if len(s.tokens) <= num_cached_tokens and self._precedes(s, tokens, cache_salt):
@@ -64,14 +63,15 @@ class StateSnapshots:
         return 0, -1
 
     def end(self, tokens: np.ndarray) -> int:
-        """Returns the number of a prompt's first tokens behind which a snapshot is to be taken; 0: behind none."""
+        """Returns after how many tokens of a prompt to take a snapshot; 0: never."""
         return (len(tokens) - 1) // self._tokens * self._tokens if self._num_on_gpu else 0
 
     def add(self, before: np.ndarray, cache_salt: Hashable, node: Node | None) -> tuple[int, int]:
-        """Takes a snapshot behind the tokens `before`, the last of which is in `node`.
+        """Takes a snapshot after the tokens `before`, the last of which is in `node`.
 
         Returns:
-            Its place, -1 if there is one already; and the place to which the one that was there moves, -1 if it goes.
+            Its index, -1 if that snapshot exists; and the index to which the one that was there moves, -1 if it is
+            dropped.
         """
         for s in self._snapshots:
             if len(s.tokens) == len(before) and self._precedes(s, before, cache_salt):
@@ -85,7 +85,7 @@ class StateSnapshots:
         return index, moved
 
     def _evict(self) -> tuple[int, int]:
-        """Returns a place on the GPU, and the place to which the snapshot there moves, or -1."""
+        """Returns an index on the GPU, and the one to which the snapshot there moves, or -1."""
         victim = min((s for s in self._snapshots if s.index < self._num_on_gpu), key=_value)
         index = victim.index
         if self._free_on_host:
@@ -100,7 +100,6 @@ class StateSnapshots:
         return index, victim.index
 
     def _precedes(self, s: Snapshot, tokens: np.ndarray, cache_salt: Hashable) -> bool:
-        """Returns whether a prompt of this salt begins with a snapshot's tokens; looks at the last stripe first."""
         depth = len(s.tokens)
         last = slice(max(depth - self._tokens, 0), depth)
         return (
@@ -116,9 +115,9 @@ class StateSnapshots:
 
 
 def _value(s: Snapshot) -> float:
-    """Returns a snapshot's value: none if the tree has lost the pages of its last token."""
+    """Returns a snapshot's value: 0 if the tree has evicted the page of its last token."""
     node = s.node
     while node is not None and node.parent is not None and len(s.tokens) <= node.depth:
-        node = node.parent  # it was split
+        node = node.parent  # the node was split
     is_cached = node is not None and len(node.pages) > 0 and len(s.tokens) <= node.end
     return s.worth if is_cached else 0.0

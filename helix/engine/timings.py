@@ -1,4 +1,4 @@
-"""Statistics that rank 0 keeps of the requests it serves."""
+"""Statistics that rank 0 collects while serving."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from helix.engine.draft_policy import Acceptance, DraftOutcome
 from helix.engine.request_state import RequestState
 from helix.kv_placement import KVPlacement
 
-LAST = 1 << 20  # decode steps of which each time is kept
+LAST = 1 << 20  # decode steps in `ttl_s`
 
 
 @dataclass
@@ -18,22 +18,15 @@ class Timings:
     """Statistics of one call of `serve`, on rank 0.
 
     Attributes:
-        prefill_s: seconds in prefill steps.
-        prefill_tokens: prompt tokens in prefill steps.
-        ttl_s: seconds between the tokens of consecutive decode steps, one entry a step; the last LAST steps.
-        decode_tokens: tokens that requests took from decode steps.
-        sequence_steps: decode steps, counted once per sequence in each.
+        ttl_s: seconds between the tokens of consecutive decode steps, one entry per step; the last LAST steps.
+        sequence_steps: decode steps times the sequences in each.
         kv_tokens: tokens in the cache of each kvp rank (mode dp: of each rank), when the total was highest.
-        held: (slot, tokens in the cache, kvp rank of the first block) of each sequence at that time.
-        max_kv_tokens: total tokens in `block_table`.
-        decisions: number of decisions.
-        preemptions: number of preemptions.
-        decide_s: seconds of rank 0's host in making decisions.
-        chunk_s: predicted seconds of the longest prompt chunk that is launched and not read; 0 if there is none.
-        drafts: decode steps by the number of drafts per sequence.
-        queries: decode steps by the number of their queries: rows, times 1 + drafts.
-        kept: sequence steps by the number of accepted drafts.
-        acceptance: acceptance by the index of a draft.
+        kv_by_slot: (slot, tokens in the cache, kvp rank of the first block) of each sequence at that time.
+        decide_s: seconds that rank 0 spent scheduling.
+        chunk_s: predicted seconds of the longest prefill chunk in flight; 0 if there is none.
+        drafts: decode steps by drafts per sequence.
+        queries: decode steps by queries: rows, times 1 + drafts.
+        accepted: sequence steps by accepted drafts.
     """
 
     prefill_s: float = 0.0
@@ -54,7 +47,6 @@ class Timings:
     acceptance: Acceptance = field(default_factory=lambda: Acceptance(0))
 
     def step(self, seconds: float, drafts: int, outcomes: Sequence[DraftOutcome]) -> None:
-        """Records a decode step and its outcome for each sequence that has not ended."""
         self.ttl_s.append(seconds)
         self.sequence_steps += len(outcomes)
         self.drafts[drafts] += 1
@@ -72,7 +64,6 @@ class Timings:
             ]
 
     def count_kv(self, placement: KVPlacement) -> None:
-        """Computes `kv_tokens` from `block_table`."""
         layout, block = placement.layout, placement.append_block
         self.kv_tokens = [
             sum(

@@ -1,1 +1,1 @@
-"""Layers of a decoder, each with the sharding rule of its parameters."""
+"""Decoder layers; each declares how its parameters are sharded."""

@@ -1,4 +1,4 @@
-"""The attention phase of a layer (arXiv:2507.07120, figure 4, top)."""
+"""Attention of a layer: QKV, partial attention, exchange, output projection (arXiv:2507.07120, figure 4, top)."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from kernels.scaled import as_tensor, matrix_rows
 
 
 class ShardedAttention:
-    """Attention after the queries: partial attention over this rank's shard, exchange, output projection.
+    """Everything after the queries: partial attention over this rank's shard, exchange, output projection.
 
     Attributes:
-        index: index of the layer.
-        shares: number of query heads that each rank of the kvp group keeps after the exchange.
+        index: of the layer.
+        shares: number of query heads of each rank of the kvp group after the exchange.
         latent: width of the values inside stored latents; None: keys and values are stored.
-        sinks: learned sinks of the query heads, on the rank that adds them.
-        topk: tokens that a query reads, chosen by an indexer; None: it reads all.
+        sinks: learned attention sinks, on the rank that adds them.
+        topk: tokens that an indexer selects per query; None: all are read.
     """
 
     output: RowParallel
@@ -54,11 +54,11 @@ class ShardedAttention:
         self.sinks: Tensor | None = None
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step, policy: AttentionPolicy) -> Tensor:
-        """Attends with queries [N, Hq_local, D] on all ranks; returns the exact output of own heads [N, heads, D]."""
+        """Attends queries [N, Hq_local, D]; returns the exact output of this rank's heads [N, heads, D]."""
         sequences, rows = len(step.slots), len(q)
         chunks = 1 if step.cu_q is not None else min(step.chunks, sequences)
         layer = LayerAttention(self.window, self.scale, self.latent, self.sinks, topk=self.topk)
-        if len(self.shares) == 1:  # there is nobody to exchange with
+        if len(self.shares) == 1:  # no exchange
             return self.after_exchange(policy.attend(q, cache, step, layer).merge_states()[0], rows)
         if chunks == 1:
             sent = self.before_exchange(policy.attend(q, cache, step, layer), rows)
@@ -66,7 +66,7 @@ class ShardedAttention:
 
         each = rows // sequences
         cuts = [share(sequences, chunks, i) for i in range(chunks)]
-        rows = len(cuts[0]) * each  # the most of a chunk
+        rows = len(cuts[0]) * each  # of the largest chunk
         result = q.new_empty(len(q), self.shares[self.comm.kvp_rank], self.exchange_width(rows))
 
         def chunk_rows(chunk: int) -> slice:
@@ -75,12 +75,12 @@ class ShardedAttention:
         large = self.comm.takes_sms(rows, result.shape[2], q.dtype, self.shares)
 
         def attend(chunk: int) -> PartialAttention | PackedPartials:
-            # Nothing runs beside the first chunk. Others' parts are still unmerged: each has a workspace of its own.
+            # The first chunk overlaps nothing. Splits of other chunks are unmerged yet: each chunk has a workspace.
             chunk_layer = replace(layer, reserved_sms=RESERVED_SMS if chunk else 0, chunk=chunk)
             sent = self.before_exchange(
                 policy.attend(q[chunk_rows(chunk)], cache, slice_step(step, chunk_rows(chunk)), chunk_layer), rows
             )
-            return self.comm.pack(sent, self.shares) if large else sent  # by all SMs
+            return self.comm.pack(sent, self.shares) if large else sent  # packs on all SMs
 
         def exchange(chunk: int, sent: PartialAttention | PackedPartials) -> None:
             if isinstance(sent, PackedPartials):
@@ -88,40 +88,39 @@ class ShardedAttention:
             else:
                 self.comm.merge_states_exchange(sent, self.shares, result[chunk_rows(chunk)])
 
-        # Over latents attention has one program an SM, and the SMs that it leaves free are whole, whoever comes first.
+        # MLA decode runs one CTA per SM, so the SMs it leaves idle are free for the exchange whatever the launch order.
         self.pipeline.run(chunks, attend, exchange, head_start=large and self.latent is None)
         return self.after_exchange(result, rows)
 
     def before_exchange(self, partial: PartialAttention, rows: int) -> PartialAttention:
-        """Computes what is exchanged of partial attention, in messages of up to `rows` queries."""
+        """Transforms partial attention before the exchange, in messages of up to `rows` queries."""
         return partial
 
     def exchange_width(self, rows: int) -> int:
-        """Returns the width of what is exchanged per head, in messages of up to `rows` queries."""
+        """Returns the values per head and query in messages of up to `rows` queries."""
         raise NotImplementedError
 
     def after_exchange(self, x: Tensor, rows: int) -> Tensor:
-        """Computes the exact output of own heads from what was exchanged, in messages of up to `rows` queries."""
+        """Transforms the exchanged output of this rank's heads; inverse of `before_exchange`'s choice for `rows`."""
         return x
 
 
 class Queries(NamedTuple):
-    """Queries [N, Hq, D] of a TPA slice, and the gates [N, heads * D] of own heads; None if they are not gated."""
+    """Queries [N, Hq, D] of a TPA slice, and the output gates [N, heads * D] of this rank's heads, if any."""
 
     heads: Tensor
     gate: Tensor | None
 
     def index_select(self, dim: int, index: Tensor) -> Queries:
-        """Selects as `Tensor.index_select` does."""
         gate = None if self.gate is None else self.gate.index_select(dim, index)
         return Queries(self.heads.index_select(dim, index), gate)
 
 
 class HeadSquares:
-    """Mean squares of all query heads and of all key heads, for norms over all of them.
+    """Mean squares over all query heads and over all key heads, for QK norms that span heads.
 
     Attributes:
-        sharded: whether ranks have different heads, and add up what they have.
+        sharded: whether ranks have different heads, so that an all-gather is needed.
     """
 
     def __init__(self, comm: Communicator, layout: HelixLayout, spec: AttentionSpec) -> None:
@@ -132,11 +131,11 @@ class HeadSquares:
 
         self.sharded = local_heads(comm.rank) != (spec.q_heads, spec.kv_heads)
         ranks = [local_heads(rank) for rank in (range(comm.world_size) if self.sharded else [comm.rank])]
-        q, k = (sum(heads) * spec.head_dim for heads in zip(*ranks, strict=True))  # on several ranks: counted by each
+        q, k = (sum(heads) * spec.head_dim for heads in zip(*ranks, strict=True))  # replicated heads count repeatedly
         self._shares = 1 / q, 1 / k
 
     def __call__(self, heads: Tensor, kv_heads: int, reduce: bool = True) -> Tensor:
-        """Computes them [N, 2] fp32 for own heads [N, Hq + 2 kv_heads, D]; not `reduce`: without other ranks' heads."""
+        """Returns [N, 2] fp32 for local heads [N, Hq + 2 kv_heads, D]; not `reduce`: of these heads only."""
         squares = head_squares(heads, kv_heads, self._shares)
         return self.comm.all_gather(squares).sum(0) if self.sharded and reduce else squares
 
@@ -144,11 +143,10 @@ class HeadSquares:
 class Attention(ShardedAttention):
     """Attention with QKV replicated in the kvp group, one exchange, and the output projection over all ranks.
 
-    Query, key and value rows are sharded by TPA only, so the ranks of a kvp group compute the same QKV for the whole
-    batch and gather no queries. For a long prompt chunk each rank computes the QKV of a part of the tokens, and the
-    group gathers them. After the exchange each rank has the exact output of its own query heads, and holds their
-    columns of the output projection. A learned sink is an additional key of its head; it enters the merge once, with
-    kvp rank 0.
+    QKV weights are sharded by TPA only, so the ranks of a kvp group compute the same QKV for the whole batch and need
+    no all-gather of queries. For a long prompt chunk each rank computes the QKV of a part of the tokens, and the group
+    gathers them. After the exchange each rank has the exact output of its query heads, and their columns of the output
+    projection. A learned sink is an extra key of its head; only kvp rank 0 adds it.
     """
 
     def __init__(self, shard: ModelShard, spec: AttentionSpec, index: int, name: str) -> None:
@@ -161,13 +159,13 @@ class Attention(ShardedAttention):
         order, q_head_rows = rope_row_order(dim, spec.rotated or dim), (1 + spec.gated) * dim
 
         def row_ranges(heads: range, head_rows: list[range], each: int = dim) -> list[range]:
-            """Lists these rows of each head, which has `each`; whole heads are one run."""
+            # `head_rows` of each head, which has `each` rows; whole heads form one range.
             if [*map(len, head_rows)] == [each]:
                 return [range(heads.start * each, heads.stop * each)]
             return [range(h * each + r.start, h * each + r.stop) for h in heads for r in head_rows] or [range(0)]
 
         def rows(part: str, total: int, row_ranges: list[range], preceding_heads: int) -> list[Rows]:
-            if spec.fused:  # behind the rows of so many heads
+            if spec.fused:
                 part, total = "qkv", spec.q_heads + 2 * spec.kv_heads
                 row_ranges = [
                     range(preceding_heads * dim + r.start, preceding_heads * dim + r.stop) for r in row_ranges
@@ -209,19 +207,19 @@ class Attention(ShardedAttention):
 
     @property
     def reduces_squares(self) -> bool:
-        """True if `project` sums over ranks."""
+        """Whether `project` communicates."""
         return self._squares is not None and self._squares.sharded
 
     def exchange_width(self, rows: int) -> int:
         return self.spec.head_dim
 
     def project(self, x: Tensor, angles: Angles, cache: KVCache, step: Step) -> Queries:
-        """Computes queries of this TPA slice from x [N, H], the same on every rank; appends its KV."""
+        """Computes this TPA slice's queries from x [N, H], the same on every rank; appends KV to the cache."""
         gate = None if self.gate is None else self.gate(x)
         return Queries(self._queries_and_append(x, angles, cache, step), gate)
 
     def finish(self, q: Queries, cache: KVCache, step: Step, policy: AttentionPolicy) -> PartialProjection:
-        """Computes this rank's part [N, H] of the output from the queries of `project`."""
+        """Returns this rank's partial sum [N, H] of the output."""
         found = self.attend(q.heads, cache.layer(self.index, step.cu_q is not None), step, policy).flatten(1)
         return self.output(found if q.gate is None else sigmoid_mul(found, q.gate))
 
@@ -244,9 +242,9 @@ class Attention(ShardedAttention):
         return angles.scale_queries(kv_append(heads, *to, means))
 
     def queries(self, x: Tensor, angles: Angles, cache: KVCache, step: Step) -> Tensor:
-        """Computes only the queries [N, Hq, D] of `project`, without appending keys and without communication.
+        """Computes only the queries [N, Hq, D] of `project`; no append, no communication.
 
-        It may run concurrently with another layer: it uses the library's product, since our kernels share a workspace.
+        May run concurrently with another layer, and so uses cuBLAS: the project's kernels share a workspace.
         """
         layer_cache, rows = cache.layer(self.index), self._q_rows
         bias = None if self.qkv.bias is None else self.qkv.bias[:rows]
@@ -257,16 +255,16 @@ class Attention(ShardedAttention):
         norms, means = self.norms, None
         if norms is not None and self._squares is not None:
             norms = norms[0], norms[1][:0], norms[2]
-            # Own heads stand for all: a factor on a row of queries changes no choice.
+            # This rank's heads suffice: a factor on a query does not change what it selects.
             means = self._squares(heads, 0, reduce=False)
         to = *no_heads, step.slot_mapping(self.window), norms, (key_scales, value_scales), means
         return angles.scale_queries(kv_append(heads, angles.cos, angles.sin, *to))
 
     def _gather_qkv(self, x: Tensor) -> Tensor:
-        """Computes QKV [N, rows], each rank of the kvp group for its run of tokens, and gathers the runs."""
+        # QKV [N, rows]: each rank of the kvp group computes its share of the tokens.
         each = -(-len(x) // len(self.shares))
         begin = self.comm.kvp_rank * each
         local = self.qkv(x[begin : begin + each])
-        if len(local) < each:  # padding of the last run: all messages have one size
+        if len(local) < each:  # all messages have one size
             local = F.pad(local, (0, 0, 0, each - len(local)))
         return self.comm.gather_in_group(local).flatten(0, 1)[: len(x)]

@@ -1,19 +1,18 @@
-"""The FFN phase of a layer, on all ranks (arXiv:2507.07120, figure 4, bottom): dense, or a mixture of experts (MoE).
+"""FFN of a layer, on all ranks (arXiv:2507.07120, figure 4, bottom): dense, or a mixture of experts (MoE).
 
-A dense FFN is tensor parallel (TP) over all ranks, whatever the attention grid is. Routed experts are on the TPF x EP
-grid that the ranks form after attention.
+A dense FFN is tensor parallel (TP) over all ranks, whatever the attention grid. Routed experts use the TPF x EP grid.
 
-The paper (section 2.2) routes tokens to the ranks that hold their experts, sums within an expert group (all-reduce over
-TPF), gathers the groups' results (all-gather over EP) and adds them up locally. Here every rank has every token
-already: the output projection's all-reduce leaves the whole [N, H] on each, and the router is replicated with bitwise
-equal input, so all ranks agree on the routing without communication. Dispatch is then a local gather. Both sums of the
-combine are sums of the same N x H numbers: with part[e, t] the summand of rank (ep = e, tpf = t),
+The paper (section 2.2) routes tokens to the ranks that hold their experts, all-reduces within an expert group (TPF),
+all-gathers over EP and adds the groups' results locally. Here every rank already has every token: the output
+projection's all-reduce leaves the whole [N, H] on each, and the router is replicated with bitwise equal input, so all
+ranks agree on the routing without communication, and dispatch is a local gather. The combine then simplifies: with
+part[e, t] the partial sum of rank (ep = e, tpf = t),
 
     all-gather over e of (all-reduce over t of part[e, t]), summed over e locally  =  sum over e, t of part[e, t]
 
-which is one all-reduce over all ranks, of N x H numbers instead of EP times as many, done by the next norm, as after
-every other layer. Shared experts are TP over all ranks, and their part is added before that sum. With ep = 1 the routed
-experts are TP over all ranks too, so shared experts become routed ones that every token chooses.
+which is one all-reduce over all ranks, of N x H numbers instead of EP times as many; the next norm does it, as after
+every other layer. Shared experts are TP over all ranks, and added before that sum. With ep = 1 the routed experts are
+TP over all ranks, too, so shared experts become routed ones that every token selects.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from kernels.scaled import matrix_rows
 
 
 class GatedMLP:
-    """FFN W_down (f(W_gate x) * W_up x) with activation f, each rank with its inner columns: a part of the sum."""
+    """FFN W_down (f(W_gate x) * W_up x) with activation f; each rank has its inner columns and gives a partial sum."""
 
     def __init__(self, shard: ModelShard, hidden: int, spec: MLPSpec, name: str) -> None:
         width, bias, self.activation = spec.width, spec.bias, spec.activation
@@ -49,7 +48,7 @@ class GatedMLP:
         self.down = RowParallel(shard, f"{name}.down_proj", columns, width, hidden, bias)
 
     def __call__(self, x: Tensor, weight: Tensor | None = None) -> PartialProjection:
-        """Computes this rank's part [N, H] from x [N, H], the same on all, times the sigmoid of weight [N, 1]."""
+        """Returns this rank's partial sum [N, H] for x [N, H], times the sigmoid of `weight` [N, 1]."""
         if self.activation == "silu":
             inner = self.gate_up(x, gated=True)
         else:
@@ -59,9 +58,9 @@ class GatedMLP:
 
 
 class MoE:
-    """Part on this rank of the sum over a token's chosen experts of weight x expert(x), plus the shared expert.
+    """Mixture of experts: each rank has its columns (TPF) of its experts (EP) and gives a partial sum.
 
-    Each rank holds its columns (TPF) of its experts (EP); a rank may have none, and gives zeros.
+    A rank may have no experts, and then gives zeros.
     """
 
     def __init__(self, shard: ModelShard, hidden: int, spec: MoESpec, name: str) -> None:
@@ -79,7 +78,7 @@ class MoE:
 
         plain = spec.storage == "apart" and spec.clamp_at is None and spec.shared_gate is None
         like_routed = layout.ep == 1 and plain and spec.shared_width % spec.width == 0
-        self.shared_count = spec.shared_width // spec.width if like_routed else 0  # experts that every token chooses
+        self.shared_count = spec.shared_width // spec.width if like_routed else 0  # experts that every token selects
         local, width = len(self.experts) + self.shared_count * bool(self.experts), len(self.columns)
         names = self._names(weights, hidden, name)
         self.gate_up = weights.matrix(local, 2 * width, hidden, names=names[0])  # gate's rows, then up's
@@ -95,7 +94,7 @@ class MoE:
             self.shared = GatedMLP(shard, hidden, MLPSpec(spec.shared_width), f"{name}.{spec.shared}")
 
     def _names(self, weights: Weights, hidden: int, name: str) -> tuple[list[str], list[str]]:
-        """Lists the tensors of gate and up, and of down; none if these are not both kept in few bits."""
+        # Checkpoint tensors of gate and up, and of down; none unless both stay quantised.
         spec = self.spec
         if spec.storage == "apart":
             blocks = [f"{name}.experts.{e}" for e in self.experts]
@@ -110,12 +109,12 @@ class MoE:
             weights.matrix_format(gate_up, range(hidden), hidden),
             weights.matrix_format(down, self.columns, spec.width),
         )
-        # Each shared expert is a part of the columns of one matrix: all parts begin alike in their group, or not.
+        # Shared experts are column slices of one matrix: all must start at the same offset in a scale group.
         alike = self.shared_count < 2 or (formats[1] is not None and spec.width % formats[1].group == 0)
         return (gate_up, down) if None not in formats and alike else ([], [])
 
     def _bind_separate(self, weights: Weights, hidden: int, name: str) -> None:
-        """Binds three matrices per expert; those of all shared experts are slices of one expert's matrices."""
+        # Three matrices per expert; shared experts are slices of one expert's matrices.
         spec = self.spec
         assert not spec.expert_bias, "no family has it"
         for i in range(self.shared_count):
@@ -128,7 +127,7 @@ class MoE:
     def _bind_expert(
         self, weights: Weights, hidden: int, name: str, local_index: int | None, total: int, begin: int
     ) -> None:
-        """Binds an expert's columns from `begin` of `total` as expert `local_index`; None: other ranks hold it."""
+        # Binds columns from `begin` of `total` as expert `local_index`; None: another rank holds the expert.
         gate, up, down = (f"{name}.{matrix}.weight" for matrix in self.spec.matrices)
         if local_index is None:
             for matrix, shape in ((gate, (total, hidden)), (up, (total, hidden)), (down, (hidden, total))):
@@ -141,19 +140,19 @@ class MoE:
         weights.bind(self.down[local_index], down, (hidden, total), range(hidden), columns)
 
     def _bind_stacked(self, weights: Weights, hidden: int, name: str) -> None:
-        """Binds tensors that stack all experts, with alternating rows of gate and up, or one behind the other."""
+        # Tensors that stack all experts; gate and up rows are interleaved, or gate comes first ("joined").
         spec, columns, width = self.spec, self.columns, len(self.columns)
         gate, up = (range(2 * columns.start + odd, 2 * columns.stop + odd, 2) for odd in (0, 1))
         if spec.storage == "joined":
             gate, up = columns, range(spec.width + columns.start, spec.width + columns.stop)
-        # One expert at a time, since unpacking takes memory. A rank without experts declares the tensors as well.
+        # One expert at a time, since unpacking takes memory. A rank without experts declares the tensors, too.
         each = [range(e, e + 1) for e in self.experts] or [range(0)]
         both = (matrix_rows(self.gate_up, 0, width), gate), (matrix_rows(self.gate_up, width, 2 * width), up)
         parts = [("gate_up_proj", rows, (2 * spec.width, hidden), (part, range(hidden))) for rows, part in both]
         parts.append(("down_proj", self.down, (hidden, spec.width), (range(hidden), columns)))
         for part, target, shape, ranges in parts:
             if spec.storage == "stacked":
-                assert isinstance(target, Tensor), "such tensors are not kept in few bits"
+                assert isinstance(target, Tensor), "stacked tensors do not stay quantised"
                 target, shape, ranges = target.mT, shape[::-1], ranges[::-1]
             for i, expert in enumerate(each):
                 here, whole = target[i : i + len(expert)], (spec.experts, *shape)
@@ -163,12 +162,12 @@ class MoE:
             shape = spec.experts, 2 * spec.width
             weights.bind(self.gate_up_bias[:, :width], f"{name}.gate_up_proj_bias", shape, self.experts, gate)
             weights.bind(self.gate_up_bias[:, width:], f"{name}.gate_up_proj_bias", shape, self.experts, up)
-            if columns.start == 0:  # once among the ranks that share an expert, since their parts are summed
+            if columns.start == 0:  # on one of the ranks that share an expert, since they are summed
                 self.down_bias = weights.parameter(len(self.experts), hidden)
             weights.bind(self.down_bias, f"{name}.down_proj_bias", (spec.experts, hidden), self.experts)
 
     def __call__(self, x: Tensor) -> RoutedExperts:
-        """Routes x [N, H], the same on every rank; returns this rank's part [N, H], not computed yet."""
+        """Routes x [N, H], the same on every rank; returns this rank's partial sum [N, H], not computed yet."""
         spec = self.spec
         logits, weight = self.router(x, exact=spec.exact_router).tensor_split([spec.experts], 1)  # [N, E], [N, 1 or 0]
         ids, scores = route(
@@ -200,21 +199,20 @@ class MoE:
 
 
 def make_ffn(shard: ModelShard, hidden: int, spec: MLPSpec | MoESpec, layer: str) -> GatedMLP | MoE:
-    """Builds this rank's part of an FFN; `layer` is the name of its layer in the checkpoint."""
+    """Builds this rank's shard of an FFN; `layer` is the layer's name in the checkpoint."""
     if isinstance(spec, MoESpec):
         return MoE(shard, hidden, spec, f"{layer}.{spec.block}")
     return GatedMLP(shard, hidden, spec, f"{layer}.mlp")
 
 
 def dp_ffn(ffn: Callable[[Tensor], PartialSum], x: Tensor, counts: Sequence[int], comm: Communicator) -> Tensor:
-    """Computes an FFN, whose summands are spread over all ranks, of this rank's rows: in mode dp.
+    """Computes an FFN in mode dp: all-gathers the ranks' rows, reduce-scatters the sums.
 
-    Attention has a rank's own sequences, and the FFN those of all ranks: every rank gathers the normalised rows of all,
-    and receives the sums of its own. Both messages of a rank have one size, that of the most rows on any rank.
+    Messages are padded to the most rows of any rank.
 
     Args:
-        x: [n, H], own rows.
-        counts: rows of each rank; empty: n on all of them. A rank with 0 has one row, which is padding.
+        x: [n, H], this rank's rows.
+        counts: rows of each rank; empty: n on all of them. A rank with 0 rows passes one padding row.
 
     Returns:
         [n, H], summed over ranks.

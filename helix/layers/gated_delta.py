@@ -1,4 +1,4 @@
-"""Gated DeltaNet: a layer that keeps a state of each sequence in place of its keys (arXiv:2412.06464)."""
+"""Gated DeltaNet: a layer with a recurrent state per sequence instead of a KV cache (arXiv:2412.06464)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kernels.recurrent.gated_delta_step import gated_delta_step
 
 
 class GatedDeltaNet:
-    """Gated DeltaNet of a rank's value heads, cut over all ranks like the columns of an FFN: one sum, no exchange."""
+    """Gated DeltaNet with value heads sharded over all ranks, like columns of an FFN: one all-reduce, no exchange."""
 
     def __init__(self, shard: ModelShard, spec: GatedDeltaSpec, index: int, name: str) -> None:
         self.spec, self.index, name = spec, index, f"{name}.linear_attn"
@@ -27,7 +27,7 @@ class GatedDeltaNet:
         keys, v = spec.key_heads_of(values), len(values)
         self.channels, self.width = spec.channels(len(keys), v), v * spec.value_dim
         qkvz, ba = _projections(spec, name, keys, values)
-        # One product, unless a checkpoint keeps the gates' matrices in a format of their own.
+        # One GEMM, unless the checkpoint stores the gates' matrices in another format.
         alike = len({weights.formats(f"{rows.name}.weight") for rows in qkvz + ba}) == 1
         self.inputs = [ColumnParallel(weights, spec.hidden, rows) for rows in ([qkvz + ba] if alike else [qkvz, ba])]
         conv = weights.parameter(spec.conv, self.channels)
@@ -39,7 +39,7 @@ class GatedDeltaNet:
         a_log, dt_bias = (weights.parameter(v, dtype=torch.float32) for _ in range(2))
         weights.bind(a_log, f"{name}.A_log", (spec.value_heads,), values)
         weights.bind(dt_bias, f"{name}.dt_bias", (spec.value_heads,), values)
-        norm = weights.parameter(spec.value_dim)  # the only norm whose gain is the tensor
+        norm = weights.parameter(spec.value_dim)  # the only norm without `weight_offset`
         weights.bind(norm, f"{name}.norm.weight", (spec.value_dim,))
         first = values.start % spec.group
         self.rule = GatedDelta(conv, a_log, dt_bias, norm, spec.norm_eps, len(keys), spec.group, first)
@@ -48,13 +48,13 @@ class GatedDeltaNet:
         self.output = RowParallel(shard, f"{name}.out_proj", columns, in_features, spec.hidden)
 
     def project(self, x: Tensor, angles: Angles, cache: KVCache, step: Step) -> DeltaInput:
-        """Computes this rank's inputs of the rule from x [N, H], the same on every rank; nothing is kept yet."""
+        """Computes the inputs of this rank's heads from x [N, H], the same on every rank; changes no state."""
         parts = [projection(x) for projection in self.inputs]
         qkv, z, gates = parts[0][:, : self.channels], parts[0][:, self.channels :][:, : self.width], parts[-1]
         return DeltaInput(qkv, gates[:, gates.shape[1] - 2 * len(self.rule.a_log) :], z)
 
     def finish(self, q: DeltaInput, cache: KVCache, step: Step, policy: AttentionPolicy) -> PartialProjection:
-        """Computes this rank's part [N, H] of the output, and what is kept of the step's tokens."""
+        """Returns this rank's partial sum [N, H] of the output, and updates the states."""
         if not self.width:  # a rank without heads
             return self.output(q.z)
         layer = cache.layer(self.index)
@@ -65,7 +65,7 @@ class GatedDeltaNet:
 
 
 def _channels(spec: GatedDeltaSpec, keys: range, values: range) -> list[range]:
-    """Lists the channels of q, k and v of these heads, as conv1d and in_proj_qkv have them."""
+    # Channels of q, k and v of these heads, in the order of conv1d and in_proj_qkv.
     key_rows, total_key_rows = range(keys.start * spec.key_dim, keys.stop * spec.key_dim), spec.key_heads * spec.key_dim
     return [
         key_rows,
@@ -75,7 +75,7 @@ def _channels(spec: GatedDeltaSpec, keys: range, values: range) -> list[range]:
 
 
 def _projections(spec: GatedDeltaSpec, name: str, keys: range, values: range) -> tuple[list[Rows], list[Rows]]:
-    """Lists the rows that compute q, k, v and z of these heads, and those of b and a, in this order."""
+    # Rows for q, k, v and z of these heads, and rows for b and a, in this order.
     heads, width = spec.value_heads, spec.value_dim
     if spec.storage == "apart":
         z = range(values.start * width, values.stop * width)
@@ -92,7 +92,7 @@ def _projections(spec: GatedDeltaSpec, name: str, keys: range, values: range) ->
         return [range(k * each + begin, k * each + begin + spec.key_dim) for k in keys]
 
     def value_head_rows(each: int, begin: int, width: int) -> list[range]:
-        """Lists rows of each value head, `width` of them, which begin at row `begin` of its key head's."""
+        # `width` rows of each value head, from row `begin` of its key head's rows on.
         starts = [v // spec.group * each + begin + v % spec.group * width for v in values]
         return [range(start, start + width) for start in starts]
 
@@ -103,7 +103,7 @@ def _projections(spec: GatedDeltaSpec, name: str, keys: range, values: range) ->
         *value_head_rows(each, value_offset + spec.group * width, width),
     ]
     ba = [*value_head_rows(2 * spec.group, 0, 1), *value_head_rows(2 * spec.group, spec.group, 1)]
-    none = [range(0)]  # a rank without heads declares the tensors as well
+    none = [range(0)]  # a rank without heads declares the tensors, too
     return (
         [Rows(f"{name}.in_proj_qkvz", spec.key_heads * each, run) for run in qkvz or none],
         [Rows(f"{name}.in_proj_ba", 2 * heads, run) for run in ba or none],

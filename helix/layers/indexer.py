@@ -1,13 +1,13 @@
-"""Indexer of DeepSeek sparse attention (DSA): chooses the tokens that a query of latent attention reads.
+"""Indexer of DeepSeek sparse attention (DSA): selects the tokens that an MLA query reads.
 
-    score of token t = sum over index heads h of w_h relu(q_h . k_t)         the topk best are read, or all of fewer
+    score of token t = sum over index heads h of w_h relu(q_h . k_t)         the topk best are read, or all if fewer
 
-    norm(q_a x) --> wq_b [N, H_I, D_I] --> RoPE ------------> scores of this rank's tokens --> choice over all ranks
+    norm(q_a x) --> wq_b [N, H_I, D_I] --> RoPE ------------> scores of this rank's tokens --> topk over all ranks
     x --> wk [N, D_I] --> LayerNorm, RoPE, append                ^                                     |
     x --> weights_proj [N, H_I] ---------------------------------+           cache slots of the tokens [N, topk]
 
-Index keys lie in the pages of the latents, owned alike. Every rank computes the queries of all index heads: they are
-few. The published models multiply scores by positive factors, which change no choice; they are left out. So is the
+Index keys are stored in the latents' pages, on the same ranks. Every rank computes the queries of all index heads,
+which are few. Omitted: the published models' positive factors on scores, which do not change the selection, and the
 rotation by a Hadamard matrix, which leaves products unchanged.
 """
 
@@ -32,11 +32,11 @@ from kernels.indexer.scores import index_scores
 from kernels.indexer.select_topk import FEW_ROWS, PLANES, index_topk
 
 NORM_EPS = 1e-6  # of the keys' norm, whatever rms_norm_eps is
-MAX_SCORES = 1 << 26  # scores in memory at once (256 MiB): longer prefill steps choose for some rows after the others
+MAX_SCORES = 1 << 26  # scores in memory at once (256 MiB): longer prefill steps select for some rows at a time
 
 
 class Indexer:
-    """Indexer of a layer with latent attention, whole on every rank."""
+    """Indexer of an MLA layer, replicated on every rank."""
 
     def __init__(self, shard: ModelShard, attention: MLASpec, name: str) -> None:
         weights, spec = shard.weights, attention.indexer
@@ -56,20 +56,20 @@ class Indexer:
                 weights.bind(to, f"{name}.k_norm.{kind}", (spec.width,), part)
 
     def __call__(self, x: Tensor, latents: Tensor, angles: Angles, cache: LayerCache, step: Step) -> None:
-        """Adds index keys to the cache, and chooses tokens for this layer and those that share its choice.
+        """Appends index keys to the cache, and selects tokens for this layer and the layers that share its selection.
 
-        The choice is `step.selected`. A prefill step of short sequences reads all: it makes none. Nor is there one if
-        nobody attends (`step.selects`).
+        Stores the selection as `step.selected`. Prefill steps of short sequences read all tokens and select none, nor
+        do steps without attention (`step.selects`).
 
         Args:
-            x: [N, H], the layer's normalised input; of this rank's rows, if they are dealt.
-            latents: [N, q_rank], the queries' latents, normalised; of the same rows.
+            x: [N, H], the layer's normalised input; if row-sharded, this rank's rows.
+            latents: [N, q_rank], the queries' normalised latents, of the same rows.
         """
         spec, slots, shard = self.spec, step.slot_mapping(None), step.row_shard
         k, weights = self.down(x, exact=True).split([spec.width, spec.heads], 1)  # fp32
         reads_all = shard is None and step.cu_q is not None and step.max_k * step.placement.layout.kvp <= self.topk
         q = self.queries(latents).view(len(x), spec.heads, spec.width) if step.selects and not reads_all else None
-        # Scores of single queries are counted as they are computed, unless these are many.
+        # For few single queries, the scoring kernel also builds the histogram of the selection.
         digit_counts = None
         if q is not None and shard is None and step.max_q == 1 and len(q) <= FEW_ROWS:
             digit_counts = torch.empty(PLANES, len(q), DIGITS, dtype=torch.int32, device=q.device)
@@ -77,7 +77,7 @@ class Indexer:
         def append(
             q: Tensor | None, k: Tensor, angles: Angles, slots: Tensor, tensors: Mapping[str, Tensor] = cache.tensors
         ) -> None:
-            """Writes keys, and rotates queries, if there are any."""
+            # Writes keys, and rotates queries, if any.
             q = latents.new_empty(len(k), 0, spec.width) if q is None else q
             to, norm = (
                 (tensors["index_keys"], slots, tensors.get("index_scales")),
@@ -95,19 +95,18 @@ class Indexer:
             shard.step.shared[SELECTED] = self._select(q, weights, runs, None, shard.step)
             return
         append(q, k, angles, slots)
-        if (micro_batch := step.micro_batch) is not None:  # the second reads in this turn what the first writes in it
+        if (micro_batch := step.micro_batch) is not None:  # the second reads what the first writes in the same stage
             micro_batch.record("index keys", x.device) if micro_batch.first else micro_batch.wait("index keys")
         if q is not None:
             step.shared[SELECTED] = self._select(q, weights, cache.tensors, digit_counts, step)
 
     def cache_names(self, cache: LayerCache) -> list[str]:
-        """Returns the names of what it keeps."""
         return [name for name in ("index_keys", "index_scales") if name in cache.tensors]
 
     def _select(
         self, q: Tensor, weights: Tensor, tensors: Mapping[str, Tensor], digit_counts: Tensor | None, step: Step
     ) -> tuple[Tensor, ...]:
-        """Chooses for queries [N, H_I, D_I], some rows at a time; returns what `Step.selected` says."""
+        # Queries [N, H_I, D_I], some rows at a time; returns `Step.selected`.
         keys, scales = tensors["index_keys"], tensors.get("index_scales")
         tables, (lo, hi), owners = step.block_tables, step.bounds(None), step.owners()
         columns = tables.shape[1] * keys.shape[1]
@@ -137,6 +136,6 @@ class Indexer:
     def _shard(self, step: Step) -> Shard:
         placement = step.placement
         gather = None
-        if placement.layout.kvp > 1:  # a group of several ranks consists of all ranks, as all_gather requires
+        if placement.layout.kvp > 1:  # with MLA, a kvp group of several ranks is the world, as all_gather requires
             gather = self.comm.gather_in_group if step.micro_batch is not None else self.comm.all_gather
         return Shard(**placement.grid, page_size=placement.page_size, gather=gather)

@@ -1,4 +1,4 @@
-"""Projections, sharded by output rows or by input columns, and embedding and head, sharded over the vocabulary."""
+"""Column- and row-parallel projections, and embedding and LM head sharded over the vocabulary."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kernels.scaled import matrix_rows
 
 @dataclass(frozen=True)
 class Rows:
-    """A share of one checkpoint matrix's output rows."""
+    """This rank's share of the output rows of a checkpoint matrix."""
 
     name: str
     total: int
@@ -25,7 +25,7 @@ class Rows:
 
 
 class ColumnParallel:
-    """Projection x W^T + b for this rank's rows of one or more stacked matrices: QKV, gate and up."""
+    """Projection x W^T + b with this rank's output rows of one or more stacked matrices: QKV, gate and up."""
 
     def __init__(self, weights: Weights, in_features: int, parts: Sequence[Rows]) -> None:
         rows = sum(len(p.share) for p in parts)
@@ -41,14 +41,14 @@ class ColumnParallel:
             begin = end
 
     def __call__(self, x: Tensor, *, gated: bool = False, exact: bool = False) -> Tensor:
-        """Projects x [N, H] to [N, rows]; if `gated`, to silu of the first half times the second; see `linear`."""
+        """Projects x [N, H] to [N, rows]; `gated`: silu of the first half times the second; `exact`: see `linear`."""
         return linear(x, self.weight, self.bias, gated=gated, exact=exact)
 
 
 class RowParallel:
-    """Projection x W^T + b with this rank's input columns of W, a part of a sum over ranks: output and down.
+    """Projection x W^T + b with this rank's input columns, a partial sum: output and down projections.
 
-    The next norm adds the parts up. A rank without columns gives zeros. Only the first rank holds the bias.
+    The next norm all-reduces. A rank without columns gives zeros. Only rank 0 has the bias.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class RowParallel:
 
 
 class Embedding:
-    """Token embedding: the rank with a token's row returns it, the others zeros; the next norm adds them up."""
+    """Token embedding: ranks without a token's row return zeros; the next norm all-reduces."""
 
     def __init__(self, weights: Weights, name: str, rows: range, vocab: int, hidden: int) -> None:
         self.rows = rows
@@ -74,12 +74,12 @@ class Embedding:
         weights.bind(self.weight, f"{name}.weight", (vocab, hidden), rows)
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        """Looks up tokens [N] int64 -> [N, H]."""
+        """Looks up tokens [N] int64 -> [N, H], a partial sum."""
         return embedding(tokens, self.weight, self.rows.start)
 
 
 class Head:
-    """Output head: logits of this rank's rows of the vocabulary, in fp32."""
+    """LM head: logits of this rank's rows of the vocabulary, in fp32."""
 
     def __init__(self, weights: Weights, name: str | None, embedding: Embedding, vocab: int, hidden: int) -> None:
         self.rows = embedding.rows

@@ -1,4 +1,4 @@
-"""Multi-head latent attention (MLA): one latent of R + P values per token is key and value of all heads.
+"""Multi-head latent attention (MLA): one latent of R + P values per token is the key and value of all heads.
 
 See DeepSeek-V2, section 2.1. The up-projections are absorbed into the queries, so attention reads latents as stored:
 
@@ -8,18 +8,18 @@ See DeepSeek-V2, section 2.1. The up-projections are absorbed into the queries, 
              --> kv_a x [N, R + P] --> norm, RoPE, append        --> exchange --> W_UV --> [N, own heads, value] --> W_O
 
 With one latent, tensor parallelism duplicates the cache on every rank (mode tp); Helix shards it over all ranks
-(tpa=1), and every rank's attention then needs the queries of all heads. Two choices remain, each made by its estimated
-time on an H200 and over the link:
+(tpa=1), and every rank's attention then needs the queries of all heads. Two choices remain, made by estimated time on
+an H200 and over the link:
 
-- Where W_UV is applied: after the exchange, by each rank to its own heads, so that R values per head are sent; or
-  before, by every rank to all heads, so that only `value` values are sent. For few rows the weights dominate, for many
-  the messages.
-- Where queries are computed: each rank computes those of all heads, or its share, followed by an all-gather. Prompts
-  gather queries before W_UK is applied, which are shorter.
+- Where to apply W_UV: after the exchange, each rank to its own heads, so that messages have R values per head; or
+  before, every rank to all heads, so that messages have only `value` values. Weights dominate for few rows, messages
+  for many.
+- Where to compute queries: each rank computes all heads, or its share, followed by an all-gather. Prompts gather
+  queries before W_UK is applied, when they are shorter.
 
-A long chunk of a prompt is attended in another way: each rank gathers the sequence's latents, expands the keys and
-values of its own heads, and attends with these alone. A key and a value are shorter than an absorbed query and its
-output, and no query and no partial output is sent.
+For a long prompt chunk, each rank instead gathers the sequence's latents, expands the keys and values of its own heads
+and attends only these heads. A key and a value are shorter than an absorbed query and its output, and neither queries
+nor partial outputs are sent.
 """
 
 from __future__ import annotations
@@ -62,42 +62,40 @@ from kernels.mla.expanded_prefill import expanded_prefill
 from kernels.mla.per_head_linear import per_head_linear
 
 WEIGHT_READ_RATE = 4.2e12  # bytes/s of weights in projections of a few rows
-COLLECTIVE_LATENCY_S = 2.5e-6  # seconds of a small collective (docs/results/kernels.md#collectives)
-MAX_EXPANDED_BYTES = 1 << 27  # bytes of expanded keys and values at a time
-ASSUMED_ROWS = 8  # assumed rows of a step for the choice of queries: weights are placed before rows are known
+COLLECTIVE_LATENCY_S = 2.5e-6  # of a small collective (docs/results/kernels.md#collectives)
+MAX_EXPANDED_BYTES = 1 << 27  # of expanded keys and values at a time
+ASSUMED_ROWS = 8  # rows of a step assumed by `gathers_queries`, which decides before rows are known
 
 
 def exchanges_values(spec: MLASpec, rows: int, wire_rate: float) -> bool:
-    """Returns whether the exchange of `rows` tokens is faster with W_UV applied before it, to all heads.
+    """Returns whether applying W_UV before the exchange, to all heads, is faster for `rows` tokens.
 
-    Then messages are shorter by `rows * (latent - value)` values per head, and `value * latent` more weights are read.
-    On K ranks, both count for K - 1 of K heads: the remaining heads are local, and their weights are read anyway.
+    It shortens messages by `rows * (latent - value)` values per head, and reads `value * latent` more weights. On K
+    ranks, both count for K - 1 of K heads: the other heads are local, and their weights are read anyway.
     """
     return rows * (spec.latent - spec.value) / wire_rate > spec.value * spec.latent / WEIGHT_READ_RATE
 
 
 def gathers_queries(spec: MLASpec, ranks: int, item: int, wire_rate: float) -> bool:
-    """Returns whether it is faster that ranks compute their own heads' queries and gather the others.
+    """Returns whether it is faster to compute only this rank's share of the queries and all-gather the others.
 
     Args:
-        ranks: number of ranks that attend with the same heads.
-        item: bytes of a weight, and of a sent value.
+        ranks: number of ranks that attend the same heads.
+        item: bytes of a weight and of a sent value.
         wire_rate: see `Communicator`.
     """
     others = spec.q_heads * (ranks - 1) / ranks * item
-    weights = spec.query * (spec.q_rank or spec.hidden) + spec.nope * spec.latent  # per head: its query's, and W_UK
+    weights = spec.query * (spec.q_rank or spec.hidden) + spec.nope * spec.latent  # per head: query and W_UK
     return others * weights / WEIGHT_READ_RATE > COLLECTIVE_LATENCY_S + others * ASSUMED_ROWS * spec.entry / wire_rate
 
 
 def _tokens(step: Step) -> int:
-    """Counts the tokens of a prefill step's sequences, as if all were as long as the longest."""
+    # As if all sequences were as long as the longest.
     return (len(step.slots) - step.padded) * step.max_k * step.placement.layout.kvp
 
 
 def row_sharded(spec: MLASpec, step: Step) -> bool:
-    """Returns whether a prefill step's sequences are gathered, and its rows dealt to ranks
-    (`helix.worker.row_shard`).
-    """
+    """Returns whether to row-shard a prefill step: all-gather KV, split the rows (`helix.worker.row_shard`)."""
     ranks, rows = step.placement.layout.kvp, len(step.tokens)
     if ranks == 1 or spec.topk is None or spec.q_rank is None or step.cu_q is None or step.max_k * ranks <= spec.topk:
         return False
@@ -105,27 +103,27 @@ def row_sharded(spec: MLASpec, step: Step) -> bool:
 
 
 def min_rows_to_expand(spec: MLASpec) -> float:
-    """Returns the rows of a sequence from which on a prefill step takes fewer products where latents are expanded.
+    """Returns the rows per sequence from which on a prefill step takes fewer FLOPs with expanded latents.
 
-    To expand a token for a head costs as much as some rows' attention to it saves. Captured steps expand up to twice
-    the tokens that there are.
+    Expanding a token for a head costs FLOPs that attention then saves per row. Captured steps expand up to twice the
+    tokens needed.
     """
     saved = spec.entry + spec.latent - spec.query - spec.value
     return 2 * spec.latent * (spec.nope + spec.value) / saved if saved > 0 and spec.topk is None else math.inf
 
 
 def gathers_before_absorption(spec: MLASpec, rows: int, wire_rate: float) -> bool:
-    """Returns whether `rows` gathered queries are sent faster without W_UK, which each rank then applies to all heads.
+    """Returns whether it is faster to gather `rows` queries before W_UK, which each rank then applies to all heads.
 
-    Messages are shorter by `entry - query` values per head, and `nope * latent` more weights are read.
+    It shortens messages by `entry - query` values per head, and reads `nope * latent` more weights.
     """
     return rows * (spec.entry - spec.query) / wire_rate > spec.nope * spec.latent / WEIGHT_READ_RATE
 
 
 class MLA(ShardedAttention):
-    """Latent attention: absorbed queries, partial attention, one exchange, output projection over all ranks.
+    """MLA: absorbed queries, partial attention, one exchange, output projection over all ranks.
 
-    W_UK and W_UV are views of the stored `kv_b_proj`, of all heads with which this rank attends.
+    W_UK and W_UV are views of `kv_b_proj`, of all heads that this rank attends.
     """
 
     def __init__(self, shard: ModelShard, spec: MLASpec, index: int, name: str) -> None:
@@ -135,7 +133,7 @@ class MLA(ShardedAttention):
         self.spec, self.latent, self.topk, name = spec, spec.latent, spec.topk, f"{name}.self_attn"
         self.indexer = None if spec.indexer is None else Indexer(shard, spec, f"{name}.indexer")
         attended_heads, output_heads = layout.q_heads(*heads), layout.o_heads(*heads)
-        # With one latent head, a kvp group of several ranks consists of all ranks, as all_gather requires.
+        # With one latent head, a kvp group of several ranks is the world, as all_gather requires.
         item, rate = weights.dtype.itemsize, comm.wire_rate
         self.gathers = layout.kvp > 1 and gathers_queries(spec, layout.kvp, item, rate)
         computed_heads = share(spec.q_heads, layout.kvp, comm.kvp_rank) if self.gathers else attended_heads
@@ -179,7 +177,7 @@ class MLA(ShardedAttention):
     def project(self, x: Tensor, angles: Angles, cache: KVCache, step: Step) -> Tensor:
         """Computes absorbed queries [N, Hq_local, R + P] from x [N, H], the same on every rank; appends latents.
 
-        If rows are dealt, x and queries are of this rank's.
+        In a row-sharded step, x and the queries have only this rank's rows.
         """
         spec = self.spec
         layer_cache, slots, shard = cache.layer(self.index), step.slot_mapping(None), step.row_shard
@@ -222,7 +220,7 @@ class MLA(ShardedAttention):
         if step.expands:
             append(q.new_empty(len(x), 0, spec.query), kv, angles, self.w_uk[:0], slots)
             computes_local = self.gathers and self.computed_head_counts == self.shares
-            if self.gathers and not computes_local:  # mode medha: the first rank keeps all heads
+            if self.gathers and not computes_local:  # mode medha: kvp rank 0 owns all heads
                 q = self._gather(q.contiguous(), step)
             return angles.scale_queries(_rotate(q if computes_local else q[:, self.local_heads], angles, spec.nope))
         gathers, w_uk = self.gathers, self.local_w_uk
@@ -232,7 +230,7 @@ class MLA(ShardedAttention):
         return self._gather(absorbed, step) if gathers else absorbed
 
     def finish(self, q: Tensor, cache: KVCache, step: Step, policy: AttentionPolicy) -> PartialProjection:
-        """Computes this rank's part [N, H] of the output from the queries of `project`."""
+        """Returns this rank's partial sum [N, H] of the output."""
         layer_cache = cache.layer(self.index, step.cu_q is not None)
         if step.expands:
             return self.output(self._attend_expanded(q, layer_cache, step).flatten(1))
@@ -240,13 +238,13 @@ class MLA(ShardedAttention):
         return self.output(attend(q, layer_cache, step, policy).flatten(1))
 
     def _attend_expanded(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        """Attends with own heads' queries [N, h, nope + P], not absorbed; returns their output [N, h, value]."""
+        # Local heads' queries [N, h, nope + P], not absorbed -> output [N, h, value].
         spec, placement, cu_q = self.spec, step.placement, step.cu_q
         assert cu_q is not None
         page, ranks, heads = placement.page_size, placement.layout.kvp, q.shape[1]
         max_pages = min(-(-step.max_k // page), step.block_tables.shape[1])
         sequences = len(step.slots) - step.padded
-        # By the most heads of a rank: all gather the same columns at a time.
+        # For the most heads of any rank: all ranks must gather the same columns.
         column_bytes = sequences * ranks * page * max(self.shares) * (spec.nope + spec.value) * q.itemsize
         unit = placement.append_block // math.gcd(placement.append_block, page)  # columns of whole blocks
         each = max(1, min(MAX_EXPANDED_BYTES // max(column_bytes, 1), DEEP // page) // unit) * unit
@@ -264,7 +262,7 @@ class MLA(ShardedAttention):
         return found[0][0]
 
     def _unpack_latents(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Returns latents with their rotated values behind them, whatever they are kept as."""
+        # In the model's dtype, rotated part last.
         return (
             dequantize_latent_rows(tensors["latents"], tensors["latent_scales"], tensors["ropes"])
             if "ropes" in tensors
@@ -272,7 +270,7 @@ class MLA(ShardedAttention):
         )
 
     def _attend_row_sharded(self, q: Tensor, cache: LayerCache, step: Step, policy: AttentionPolicy) -> Tensor:
-        """Attends with all heads of own rows to whole sequences; returns the output of own heads [N, heads, value]."""
+        # Attends all heads of local rows to whole sequences; returns the output of local heads [N, heads, value].
         shard = step.row_shard
         assert shard is not None
         tensors = gathered(shard, cache, self._cache_names(cache))
@@ -282,17 +280,16 @@ class MLA(ShardedAttention):
         return to_heads(shard, self.comm, per_head_linear(found, self.w_uv), self.shares)
 
     def prefetch_sequences(self, cache: KVCache, shard: RowShard) -> None:
-        """Gathers what the layer reads of sequences; the layer before may be under way."""
+        """Starts to gather the sequences' cache that this layer reads, while the previous layer computes."""
         layer_cache = cache.layer(self.index, prefill=True)
         index = [] if self.indexer is None else self.indexer.cache_names(layer_cache)
         gather_sequences(shard, self.comm, layer_cache, [*index, *self._cache_names(layer_cache)])
 
     def _cache_names(self, cache: LayerCache) -> list[str]:
-        """Returns the names of what latents consist of."""
         return [name for name in ("latents", "latent_scales", "ropes") if name in cache.tensors]
 
     def _gather(self, q: Tensor, step: Step) -> Tensor:
-        """Gathers queries [N, own, D] of each rank's heads -> [N, Hq, D]; ranks with a head less send padding."""
+        # Queries [N, local heads, D] -> [N, Hq, D]; ranks with a head less send padding.
         lanes = max(self.computed_head_counts)
         if q.shape[1] < lanes:
             q = F.pad(q, (0, 0, 0, lanes - q.shape[1]))
@@ -304,7 +301,7 @@ class MLA(ShardedAttention):
         return torch.cat([part[:, :n] for part, n in zip(parts.unbind(1), self.computed_head_counts, strict=True)], 1)
 
     def sends_values(self, rows: int) -> bool:
-        """Returns whether messages of up to `rows` queries hold values instead of latents."""
+        """Returns whether messages of up to `rows` queries contain values instead of latents."""
         return len(self.shares) > 1 and exchanges_values(self.spec, rows, self.comm.wire_rate)
 
     def before_exchange(self, partial: PartialAttention, rows: int) -> PartialAttention:
@@ -321,7 +318,7 @@ class MLA(ShardedAttention):
 
 
 def _rotate(q: Tensor, angles: Angles, nope: int) -> Tensor:
-    """Rotates queries [N, H, nope + P] from number `nope` on, in fp32."""
+    # RoPE on the last P values of queries [N, H, nope + P], in fp32.
     first, second = q[..., nope:].float().chunk(2, -1)
     cos, sin = angles.cos[:, None].float(), angles.sin[:, None].float()
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
@@ -329,16 +326,12 @@ def _rotate(q: Tensor, angles: Angles, nope: int) -> Tensor:
 
 
 def _rope_rows(spec: MLASpec, begin: int) -> list[range]:
-    """Returns the rows of a rotated part from row `begin` on, in the order of the kernels, which pair its halves.
-
-    The same permutation of queries and keys leaves scores unchanged.
-    """
+    # Kernels rotate the first half against the second. Permuting queries and keys alike leaves scores unchanged.
     end = begin + spec.rope
     return [range(begin, end, 2), range(begin + 1, end, 2)] if spec.interleaved else [range(begin, end)]
 
 
 def _queries(spec: MLASpec, name: str, heads: range) -> list[Rows]:
-    """Lists the rows of the weights that compute the queries of `heads`."""
     matrix, total = f"{name}.{'q_b_proj' if spec.q_rank else 'q_proj'}", spec.q_heads * spec.query
     parts = [
         part

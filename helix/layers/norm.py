@@ -1,4 +1,4 @@
-"""RMSNorm, replicated, and where norms stand beside the residual stream."""
+"""RMSNorm, fused with the all-reduce and the residual add, as pre- and post-norms."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from kernels.dense.rms_norm import rms_norm
 
 
 class AllReduceNorm:
-    """Norm w * s / rms(s) over the last dimension, of the residual stream s plus the all-reduced parts of the ranks."""
+    """RMSNorm of the residual stream plus the all-reduced partial sums."""
 
     def __init__(self, shard: ModelShard, name: str, size: int, eps: float) -> None:
         self.comm, self.eps = shard.comm, eps
         self.weight = shard.weights.norm_weight(f"{name}.weight", size)
 
     def __call__(self, parts: Tensor | PartialSum, x: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Adds the sum of all ranks' parts [N, H] to x [N, H], None: 0; returns the normalised and the plain sum."""
+        """All-reduces `parts` [N, H] and adds x [N, H] (None: 0); returns the normalised sum and the sum."""
         return self.comm.all_reduce_norm(parts, x, self.weight, self.eps)
 
     def normalize(self, x: Tensor) -> Tensor:
-        """Normalises x [N, H] without an all-reduce."""
+        """RMSNorm of x [N, H], without an all-reduce."""
         return rms_norm(x, self.weight, self.eps)[0]
 
 
 class ResidualNorm:
-    """Norms between a half of a layer and the next one: of what the first adds, and of what the second reads.
+    """All-reduce, residual add and norms between two sublayers (attention, FFN).
 
     Args:
-        post_norm: norm of the sum of the ranks' parts, before it is added to the stream; None: there is none.
-        pre_norm: norm of the stream; None: the next half reads the stream itself.
+        post_norm: norm of the first sublayer's output, before the residual add; None: there is none.
+        pre_norm: norm of the second sublayer's input; None: it reads the residual stream.
     """
 
     def __init__(self, comm: Communicator, post_norm: AllReduceNorm | None, pre_norm: AllReduceNorm | None) -> None:
@@ -42,13 +42,13 @@ class ResidualNorm:
     def __call__(
         self, parts: Tensor | PartialSum, x: Tensor | None, shard: RowShard | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Adds the sum of all ranks' parts [N, H] to x [N, H], None: 0; returns what is read next, and the sum.
+        """All-reduces `parts` [N, H] and adds x [N, H] (None: 0); returns the next sublayer's input, and the stream.
 
-        Both are of this rank's rows, and so is `x`, if rows are dealt.
+        With `shard`, x and both results have only this rank's rows.
         """
         if shard is not None:
             assert self.post_norm is None and self.pre_norm is not None, (
-                "no family of these choosing tokens has such norms"
+                "no DSA model has post-norms, or lacks pre-norms"
             )
             return rms_norm(
                 reduce_scatter_rows(shard, self.comm, materialize(parts)), self.pre_norm.weight, self.pre_norm.eps, x
@@ -67,5 +67,5 @@ class ResidualNorm:
         return total, total
 
     def normalize(self, x: Tensor) -> Tensor:
-        """Returns what the next half reads of x [N, H]."""
+        """Returns the next sublayer's input for the stream x [N, H]."""
         return x if self.pre_norm is None else self.pre_norm.normalize(x)

@@ -38,14 +38,14 @@ def _yarn(spec: RopeSpec, plain: Tensor, trained: int) -> tuple[Tensor, float]:
     s, dim = spec.scaling, spec.head_dim
 
     def dimension(turns: float) -> float:
-        """Computes the dimension whose wavelength makes `turns` turns over the trained context."""
+        # The dimension that makes `turns` turns over the trained context.
         return dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))
 
     low, high = dimension(s.get("beta_fast") or 32), dimension(s.get("beta_slow") or 1)
     if s.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
-    # Where few dimensions turn, the band may end before it begins: then, as in transformers, none is kept.
+    # If few dimensions turn, the band may end before it begins: then, as in transformers, none is kept.
     ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low or 0.001)).clamp(0, 1)
 
     factor = s.get("attention_factor")
@@ -57,11 +57,11 @@ def _yarn(spec: RopeSpec, plain: Tensor, trained: int) -> tuple[Tensor, float]:
 
 @dataclass(frozen=True)
 class Angles:
-    """Effect of positions on the queries and keys of a step.
+    """Rotary angles of a step's positions.
 
     Attributes:
-        cos, sin: [N, D/2] of the angles of rotation, in the model's dtype.
-        query_scale: [N], factor on queries; None: there is none.
+        cos, sin: [N, D/2], in the model's dtype.
+        query_scale: [N], factor on queries, or None.
     """
 
     cos: Tensor
@@ -69,7 +69,6 @@ class Angles:
     query_scale: Tensor | None = None
 
     def rows(self, rows: slice) -> Angles:
-        """Returns the effect on some of the rows."""
         scale = None if self.query_scale is None else self.query_scale[rows]
         return Angles(self.cos[rows], self.sin[rows], scale)
 
@@ -79,9 +78,9 @@ class Angles:
 
 
 def rope_row_order(head_dim: int, rotated: int) -> list[range]:
-    """Lists the rows of a head in the order of the kernels, which rotate row d against row d + head_dim / 2.
+    """Lists the rows of a head in the kernels' order, which rotate row d against row d + head_dim / 2.
 
-    The same permutation of queries and keys leaves scores unchanged.
+    Permuting queries and keys alike leaves scores unchanged.
     """
     if rotated == head_dim:
         return [range(head_dim)]
@@ -90,7 +89,7 @@ def rope_row_order(head_dim: int, rotated: int) -> list[range]:
 
 
 class Rotary:
-    """Rotary embedding: angles of a step's positions, computed once and shared by all layers."""
+    """Rotary embedding: computes the angles of a step's positions once for all layers."""
 
     def __init__(self, spec: RopeSpec, dtype: torch.dtype, device: torch.device) -> None:
         inv_freq, self.factor = frequencies(spec)

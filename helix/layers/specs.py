@@ -1,6 +1,6 @@
-"""Shapes of a layer in a checkpoint, as data: what it stores of a sequence, and what it costs; the planner reads them.
+"""Layer shapes as data: what a layer caches per sequence, and what it costs.
 
-No torch here. A module that computes is made of its spec (`helix.models.layer`).
+Free of torch: the planner reads specs, too. `helix.models.layer` builds modules from them.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from helix.layout import HelixLayout
 from helix.worker.kv_cache_spec import KVCacheSpec, keys_and_values, latents
 
 MXFP4_BLOCK = 32  # values of the last dimension that share one scale
-GATHER_SPEEDUP = 2  # bytes of sequences that are gathered as fast as one of queries and outputs is exchanged
+GATHER_SPEEDUP = 2  # bytes of sequences gathered in the time of exchanging one byte of queries and outputs
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-YARN = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")  # besides those needed
+YARN = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")  # optional parameters
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class RopeSpec:
     Attributes:
         kind: one of ROPE_TYPES.
         theta: base of the frequencies.
-        head_dim: number of rotated dimensions, a head's first.
-        scaling: the kind's own parameters, named as in a Hugging Face config; those of other kinds are left out.
-        unrotated: number of a head's further dimensions, which are not rotated.
-        query_scale: (b, n): queries at position p grow by a factor 1 + b ln(1 + floor(p / n)); None: they do not.
+        head_dim: number of rotated dimensions, the first ones of a head.
+        scaling: parameters of this kind, named as in a Hugging Face config.
+        unrotated: number of a head's other dimensions.
+        query_scale: (b, n): queries at position p are scaled by 1 + b ln(1 + floor(p / n)); None: they are not.
     """
 
     kind: str
@@ -44,8 +44,8 @@ class RopeSpec:
         """Reads `rope_parameters` of a transformers config object, which collects all spellings.
 
         Args:
-            partial: whether the family may rotate a part of a head alone, `partial_rotary_factor`.
-            layers: type of the layers, where parameters differ by it; None: they do not.
+            partial: whether the family supports `partial_rotary_factor`.
+            layers: layer type, if parameters depend on it.
 
         Raises:
             ValueError: a kind or a parameter is not supported, missing or out of range.
@@ -83,17 +83,13 @@ class RopeSpec:
         return cls(kind, float(theta), rotated, scaling, head_dim - rotated)
 
     def mscale(self, weight: float) -> float:
-        """Computes YaRN's correction of the attention's temperature for a context stretched by `factor`."""
+        """Returns YaRN's attention temperature correction for a context stretched by `factor`."""
         stretch = self.scaling["factor"]
         return 1.0 if stretch <= 1 else 0.1 * weight * math.log(stretch) + 1.0
 
 
 def rotated_dims(head_dim: int, share: Any) -> int:
-    """Returns the number of a head's rotated dimensions, from `partial_rotary_factor`.
-
-    Raises:
-        ValueError: it is no even number of dimensions.
-    """
+    """Returns the number of rotated dimensions of a head; ValueError unless it is even and positive."""
     known = isinstance(share, int | float) and not isinstance(share, bool) and 0 < share <= 1
     rotated = int(head_dim * share) if known else 0
     if rotated < 2 or rotated % 2:
@@ -102,7 +98,7 @@ def rotated_dims(head_dim: int, share: Any) -> int:
 
 
 class MixerSpec(Protocol):
-    """Shape of one layer's mixer in the checkpoint; hashable."""
+    """Shape of a layer's mixer (attention or recurrent); hashable."""
 
     @property
     def is_attention(self) -> bool:
@@ -110,7 +106,7 @@ class MixerSpec(Protocol):
 
     @property
     def window(self) -> int | None:
-        """Sliding window in tokens; None if queries read the whole sequence, or none of it."""
+        """Sliding window in tokens; None for full attention, or no attention."""
 
     @property
     def weights(self) -> int:
@@ -118,27 +114,26 @@ class MixerSpec(Protocol):
 
     @property
     def multiplications(self) -> int:
-        """Number of multiplications of a token's queries with one key and value, over all heads."""
+        """Multiplications of a token's queries with one key and value, over all heads."""
 
     def kv_cache_specs(self, layout: HelixLayout, rank: int, dtype: str, kv: str = "auto") -> tuple[KVCacheSpec, ...]:
-        """Lists the data that the layer keeps on a rank, for a model of `dtype` (a name) and this kv.dtype."""
+        """Lists what the layer caches on a rank; `dtype` is the model's (a name), `kv` is kv.dtype."""
 
     def activations_per_token(self, layout: HelixLayout, rank: int) -> int:
-        """Counts the activations per token of a prefill step on a rank."""
+        """Returns the activations per token of a prefill step on a rank."""
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Shape of one layer's attention in the checkpoint.
+    """Shape of a layer's attention in the checkpoint.
 
     Attributes:
-        qk_norm: whether queries and keys are normalised; `norm_over`: each head alone, or all heads together.
-        rotated: number of a head's first dimensions that are rotated; None: all.
-        fused: whether one matrix has the rows of queries, keys and values.
+        qk_norm: whether queries and keys are normalised; `norm_over`: per head, or over all heads.
+        rotated: number of rotated dimensions, the first ones of a head; None: all.
+        fused: whether queries, keys and values share one matrix.
         multiplier: factor on q.k; None: head_dim^-0.5.
-        gated: whether the output of each query head is gated by a sigmoid; each head of q_proj is then followed by its
-            gate.
-        inputs: width of what queries, keys and values are projected from; None: `hidden`, that of the output.
+        gated: whether a sigmoid gates the output of each query head; in q_proj, each head's gate follows its query.
+        inputs: input width of QKV; None: `hidden`.
     """
 
     hidden: int
@@ -162,7 +157,6 @@ class AttentionSpec:
 
     @property
     def scale(self) -> float:
-        """Factor on q.k."""
         return self.head_dim**-0.5 if self.multiplier is None else self.multiplier
 
     @property
@@ -171,7 +165,6 @@ class AttentionSpec:
 
     @property
     def multiplications(self) -> int:
-        """Number of multiplications of a token's queries with one key and value, over all heads."""
         return self.q_heads * 2 * self.head_dim
 
     def kv_cache_specs(self, layout: HelixLayout, rank: int, dtype: str, kv: str = "auto") -> tuple[KVCacheSpec, ...]:
@@ -179,10 +172,7 @@ class AttentionSpec:
         return keys_and_values(heads, self.head_dim, dtype, kv, self.window)
 
     def activations_per_token(self, layout: HelixLayout, rank: int) -> int:
-        """Counts the activations per token of a prefill step on a rank.
-
-        These are QKV, the queries, and partial outputs of all heads, also as sent and received messages.
-        """
+        # QKV, the queries, and partial outputs of all heads, also as sent and received messages.
         q, lanes, copies = exchange_sizes(layout, rank, self.q_heads, self.kv_heads)
         rows = (q + 2 * len(layout.kv_heads(rank, self.kv_heads))) * self.head_dim
         gates = 2 * len(layout.o_heads(rank, self.q_heads, self.kv_heads)) * self.gated
@@ -190,7 +180,7 @@ class AttentionSpec:
 
 
 def exchange_sizes(layout: HelixLayout, rank: int, q_heads: int, kv_heads: int) -> tuple[int, int, int]:
-    """Returns a rank's query heads, the heads in its received messages, and the copies of QKV: own, sent, received."""
+    """Returns a rank's query heads, the heads in its received messages, and copies of QKV: local, sent, received."""
     heads = rank, q_heads, kv_heads
     if layout.kvp == 1:
         return len(layout.q_heads(*heads)), 0, 1
@@ -199,13 +189,13 @@ def exchange_sizes(layout: HelixLayout, rank: int, q_heads: int, kv_heads: int) 
 
 @dataclass(frozen=True)
 class IndexerSpec:
-    """Shape of one layer's indexer in the checkpoint.
+    """Shape of a layer's DSA indexer in the checkpoint.
 
     Attributes:
         heads: H_I, index heads.
-        width: D_I, width of their queries and of the one key.
+        width: D_I, of a query and of the single key.
         rope: width of the rotated part, which comes first.
-        interleaved: whether rotated pairs are adjacent in the checkpoint, instead of in the part's two halves.
+        interleaved: whether rotated pairs are adjacent in the checkpoint, instead of in two halves.
     """
 
     heads: int
@@ -214,26 +204,25 @@ class IndexerSpec:
     interleaved: bool
 
     def weights(self, hidden: int, q_rank: int) -> int:
-        """Counts its weights."""
         return hidden * (self.width + self.heads) + q_rank * self.heads * self.width
 
     def kv_cache_specs(self, dtype: str, kv: str = "auto") -> tuple[KVCacheSpec, ...]:
-        """Lists the data that it keeps of a token: in `dtype`, or with kv.dtype=fp8_all (`kv`) in e4m3 with a scale."""
+        """Lists what it caches: keys in `dtype`, or with kv.dtype=fp8_all (`kv`) in e4m3 with a scale."""
         if kv != "fp8_all":
             return (KVCacheSpec("index_keys", (self.width,), dtype),)
         return KVCacheSpec("index_keys", (self.width,), "float8_e4m3fn"), KVCacheSpec("index_scales", (), "float32")
 
     def activations_per_token(self, topk: int) -> int:
-        """Counts the activations per token of a prefill step, in numbers of 16 bits.
+        """Returns the activations per token of a prefill step, in 16-bit numbers.
 
-        These are queries, fp32 keys and head weights, and rows of slots, twice while parts are put together.
+        These are queries, fp32 keys and head weights, and rows of slots, twice while they are concatenated.
         """
         return self.heads * self.width + 2 * (self.width + self.heads) + 4 * topk
 
     def rows(self, begin: int) -> list[range]:
-        """Returns the rows of a query or key from `begin` on, with rotated pairs in two halves, as kernels have them.
+        """Returns the rows of a query or key from `begin` on in the kernels' order: rotated pairs in two halves.
 
-        The same permutation of queries and keys leaves scores unchanged.
+        Permuting queries and keys alike leaves scores unchanged.
         """
         end = begin + self.rope
         rotated = [range(begin, end, 2), range(begin + 1, end, 2)] if self.interleaved else [range(begin, end)]
@@ -242,19 +231,19 @@ class IndexerSpec:
 
 @dataclass(frozen=True)
 class MLASpec:
-    """Shape of one layer's latent attention in the checkpoint.
+    """Shape of a layer's MLA in the checkpoint.
 
     Attributes:
-        q_rank: width of the queries' own latent; None: queries are projected from x directly.
+        q_rank: width of the queries' latent; None: queries are projected from x directly.
         latent: R, width of the latent without the rotated part.
         rope: P, width of the rotated part of queries and keys.
         nope: width of the part of a head's queries and keys that is not rotated.
         value: width of a head's values.
-        norm_eps: epsilon of the latents' norms.
+        norm_eps: of the latents' norms.
         scale: factor on q.k.
-        interleaved: whether rotated pairs are adjacent in the checkpoint, instead of in its two halves.
-        topk: tokens that a query reads, those that an indexer chooses; None: all.
-        indexer: this layer's own indexer; with `topk` and without one, the choice of the layer before is read.
+        interleaved: whether rotated pairs are adjacent in the checkpoint, instead of in two halves.
+        topk: tokens that an indexer selects per query; None: all are read.
+        indexer: this layer's indexer; None with `topk`: the layer reads the previous layer's selection.
     """
 
     hidden: int
@@ -280,7 +269,7 @@ class MLASpec:
 
     @property
     def entry(self) -> int:
-        """Number of values stored per token."""
+        """Width of a cached latent with its rotated part."""
         return self.latent + self.rope
 
     @property
@@ -295,7 +284,7 @@ class MLASpec:
 
     @property
     def multiplications(self) -> int:
-        """Number of multiplications of a token's queries with one expanded key and value, or with one index key."""
+        """Multiplications of a token's queries with one expanded key and value, or with one index key."""
         if self.topk is not None:
             return 0 if self.indexer is None else self.indexer.heads * self.indexer.width
         return self.q_heads * (self.query + self.value)
@@ -305,7 +294,7 @@ class MLASpec:
         return (*latents(self.latent, self.rope, dtype, kv), *index)
 
     def activations_per_token(self, layout: HelixLayout, rank: int) -> int:
-        """Counts the activations per token of a prefill step on a rank; see `AttentionSpec.activations_per_token`."""
+        # See `AttentionSpec.activations_per_token`.
         q, lanes, copies = exchange_sizes(layout, rank, self.q_heads, 1)
         queries = q * (self.query + copies * self.entry + self.latent)
         index = 0 if self.indexer is None or self.topk is None else self.indexer.activations_per_token(self.topk)
@@ -313,22 +302,22 @@ class MLASpec:
 
 
 def max_gathered_tokens(spec: MLASpec, rows: int) -> int:
-    """Returns the tokens of sequences below which it is faster to gather these than to exchange what `rows` rows need.
+    """Returns the number of tokens below which gathering the sequences is faster than exchanging for `rows` rows.
 
-    That is queries and outputs of all heads. An exchange has more to do than to send them: choices are exchanged, and
-    partial outputs packed and merged.
+    The exchange sends queries and outputs of all heads, and also has to exchange selections and to pack and merge
+    partial outputs (GATHER_SPEEDUP).
     """
     return GATHER_SPEEDUP * rows * spec.q_heads * (spec.query + spec.value) // spec.entry
 
 
 @dataclass(frozen=True)
 class GatedDeltaSpec:
-    """Shape of one layer's Gated DeltaNet in the checkpoint.
+    """Shape of a layer's Gated DeltaNet in the checkpoint.
 
     Attributes:
-        key_heads, value_heads: heads; `value_heads` is a multiple, neighbours of which share a key head.
-        key_dim, value_dim: their widths.
-        conv: rows that the causal convolution reads.
+        key_heads, value_heads: `value_heads` is a multiple of `key_heads`; neighbours share a key head.
+        key_dim, value_dim: widths of a head.
+        conv: kernel size of the causal convolution.
         storage: `fused` (in_proj_qkvz and in_proj_ba, rows grouped by key head) or `apart` (in_proj_qkv, _z, _b, _a).
     """
 
@@ -346,7 +335,7 @@ class GatedDeltaSpec:
 
     @property
     def group(self) -> int:
-        """Number of value heads that share a key head."""
+        """Value heads per key head."""
         return self.value_heads // self.key_heads
 
     @property
@@ -355,15 +344,15 @@ class GatedDeltaSpec:
         return self.hidden * (2 * keys + 3 * values + 2 * self.value_heads)
 
     def channels(self, keys: int, values: int) -> int:
-        """Returns the width of q, k and v of so many heads."""
+        """Returns the total width of q, k and v for these numbers of heads."""
         return 2 * keys * self.key_dim + values * self.value_dim
 
     def key_heads_of(self, values: range) -> range:
-        """Returns the key heads that value heads use."""
+        """Returns the key heads of these value heads."""
         return range(values.start // self.group, -(-values.stop // self.group)) if values else range(0)
 
     def kv_cache_specs(self, layout: HelixLayout, rank: int, dtype: str, kv: str = "auto") -> tuple[KVCacheSpec, ...]:
-        """Lists the data that the layer keeps on a rank: states, recent rows, and what the last step's add."""
+        # States, the convolution's recent rows, and the last step's updates.
         values = layout.state_heads(rank, self.value_heads)
         channels = self.channels(len(self.key_heads_of(values)), len(values))
         return (
@@ -374,10 +363,7 @@ class GatedDeltaSpec:
         )
 
     def activations_per_token(self, layout: HelixLayout, rank: int) -> int:
-        """Counts the activations per token of a prefill step on a rank.
-
-        These are inputs of the convolution and its outputs, z and gates, the systems' w, gates in fp32, and outputs.
-        """
+        # Inputs and outputs of the convolution, z and gates, w of the chunks' systems, gates in fp32, and outputs.
         values = layout.state_heads(rank, self.value_heads)
         channels = self.channels(len(self.key_heads_of(values)), len(values))
         return 2 * channels + len(values) * (self.key_dim + 2 * self.value_dim + 6)
@@ -385,13 +371,12 @@ class GatedDeltaSpec:
 
 @dataclass(frozen=True)
 class MLPSpec:
-    """Shape of one layer's dense FFN in the checkpoint.
+    """Shape of a layer's dense FFN in the checkpoint.
 
     Attributes:
-        width: number of inner columns.
-        bias: whether all three products have a bias.
-        fused: whether one matrix has the rows of gate and up.
-        activation: silu, or gelu in its approximation by tanh.
+        width: intermediate size.
+        bias: whether all three projections have a bias.
+        fused: whether gate and up share one matrix.
     """
 
     width: int
@@ -400,11 +385,11 @@ class MLPSpec:
     activation: Literal["silu", "gelu_tanh"] = "silu"
 
     def multiplications(self, hidden: int) -> int:
-        """Counts multiplications with weights for one token, over all ranks."""
+        """Returns the multiplications with weights per token, over all ranks."""
         return 3 * hidden * self.width
 
     def activations_per_token(self, layout: HelixLayout, rank: int, hidden: int) -> int:
-        """Counts the activations per token of a prefill step on a rank: gate, up and their product."""
+        """Returns the activations per token of a prefill step on a rank: gate, up and their product."""
         return 3 * len(layout.ffn_columns(rank, self.width))
 
 
@@ -413,19 +398,18 @@ class MoESpec:
     """Experts of a layer, their routing, and their storage in a checkpoint.
 
     Attributes:
-        width: inner columns of one expert.
-        shared_width: inner columns of the shared experts, which every token uses, together; 0: none.
+        width: intermediate size of one expert.
+        shared_width: total intermediate size of the shared experts, which every token uses; 0: none.
         scoring: this and the following up to `group_score` as in `kernels.moe.router.route`.
-        score_correction_bias: name within `block` of a learned bias on scores for the choice of experts; weights do not
-            include; None: there is none.
+        score_correction_bias: name within `block` of a learned bias on scores, used only to select experts, or None.
         router_bias: whether the router's logits have a bias.
-        exact_router: whether these logits stay unrounded.
-        expert_bias: whether each expert's matrices have a bias.
+        exact_router: whether the logits stay in fp32.
+        expert_bias: whether the experts' matrices have a bias.
         clamp_at: limit of the clamped SwiGLU; None: plain SwiGLU.
         block: name of the layer's FFN.
-        router: name of the router in it.
-        shared: name of the shared experts in it.
-        shared_gate: name of a row whose sigmoid weighs the shared experts; None: their weight is 1.
+        router: name of the router within `block`.
+        shared: name of the shared experts within `block`.
+        shared_gate: name of a row whose sigmoid weights the shared experts; None: weight 1.
         matrices: names of gate, up and down, if each expert has its own tensors.
         storage: `apart` (matrices of each expert), `stacked` ([E, in, out], gate and up interleaved), `mxfp4` (like
             `stacked`, but [E, out, in] in packed 4-bit blocks) or `joined` ([E, out, in], gate's rows, then up's).
@@ -454,13 +438,13 @@ class MoESpec:
     storage: Literal["apart", "stacked", "mxfp4", "joined"] = "apart"
 
     def multiplications(self, hidden: int) -> int:
-        """Counts multiplications with weights for one token, over all ranks, without the router's few."""
+        """Returns the multiplications with weights per token, over all ranks, without the router."""
         return 3 * hidden * (self.top_k * self.width + self.shared_width)
 
     def activations_per_token(self, layout: HelixLayout, rank: int, hidden: int) -> int:
-        """Counts the activations per token of a prefill step on a rank.
+        """Returns the activations per token of a prefill step on a rank.
 
-        Every pair of token and expert has a row, even if another rank holds the expert.
+        Every token-expert pair has a row, even if another rank holds the expert.
         """
         routed = self.top_k * (len(layout.expert_columns(rank, self.width)) + hidden)
         return routed + self.experts + 3 * len(layout.ffn_columns(rank, self.shared_width))
@@ -471,27 +455,25 @@ FFNSpec = MLPSpec | MoESpec
 
 @dataclass(frozen=True)
 class MatrixFormat:
-    """Storage of a matrix in few bits, as `kernels.scale_queries.ScaledMatrix` has it.
+    """Format of a quantised matrix, see `kernels.scaled.ScaledMatrix`.
 
     Attributes:
         group: columns that share a scale.
-        packed: whether its numbers are e2m1, two in a byte, instead of e4m3.
+        packed: whether values are e2m1, two per byte, instead of e4m3.
     """
 
     group: int
     packed: bool = False
 
     def supports(self, columns: range, total: int) -> bool:
-        """Returns whether kernels multiply these of a matrix's columns as they are stored."""
+        """Returns whether kernels support these columns of a matrix of `total` columns without unpacking."""
         if self.packed:
             return columns.start % 2 == len(columns) % 2 == 0
         return self.group % 128 == 0 or self.group >= total
 
 
-Formats = Callable[
-    [str], MatrixFormat | None
-]  # from a tensor's name in the checkpoint; None: kept in the model's dtype
+Formats = Callable[[str], MatrixFormat | None]  # by a tensor's name in the checkpoint; None: in the model's dtype
 
 
 def unquantized(name: str) -> None:
-    """Keeps every tensor in the model's dtype."""
+    """`Formats` of a model without quantised matrices."""

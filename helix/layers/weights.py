@@ -1,4 +1,4 @@
-"""Parameters of a rank, and the slices of checkpoint tensors that they hold."""
+"""A rank's parameters, and the slices of checkpoint tensors that they hold."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ NO_STREAMS = Pipeline(None)
 
 @dataclass(frozen=True)
 class Slice:
-    """One slice of one checkpoint tensor, and the parameter that holds it.
+    """A slice of a checkpoint tensor, and the parameter that holds it.
 
     Attributes:
-        name: the tensor's name in the checkpoint.
-        shape: the whole tensor's shape in the checkpoint.
+        shape: of the whole tensor in the checkpoint.
         ranges: this rank's part, a range per dimension; steps are for interleaved rows.
         target: a view into a parameter, of that part's shape.
         mxfp4: whether the tensor is stored as `{name}_blocks`, two 4-bit values per byte, and `{name}_scales`.
-        offset: number that the parameter has more than the tensor.
+        offset: added to the tensor's values.
     """
 
     name: str
@@ -39,7 +38,6 @@ class Slice:
 
     @property
     def stored(self) -> dict[str, tuple[int, ...]]:
-        """Tensors of the file from which it is read, and their shapes."""
         if not self.mxfp4:
             return {self.name: self.shape}
         scales = (*self.shape[:-1], self.shape[-1] // MXFP4_BLOCK)
@@ -47,10 +45,10 @@ class Slice:
 
 
 class Weights:
-    """Registry of a model's parameters, filled as its layers are built; the loader reads their values.
+    """Registry of a model's parameters: layers declare them, the loader fills them.
 
     Args:
-        weight_offset: number that gains of norms have more than their tensors, rounded to `dtype`.
+        weight_offset: added to norm weights, rounded to `dtype`.
     """
 
     def __init__(
@@ -61,27 +59,26 @@ class Weights:
         self.formats = formats
         self.weight_offset = weight_offset
         self.slices: list[Slice] = []
-        self.max_matrix_size = 0  # numbers of the largest matrix [R, K] of few bits: a prefill unpacks one at a time
+        self.max_matrix_size = 0  # elements of the largest quantised matrix [R, K]: prefill unpacks one at a time
         self.parameters: list[Tensor] = []
 
     def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Allocates an uninitialised parameter, by default of the model's dtype."""
         parameter = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         self.parameters.append(parameter)
         return parameter
 
     def matrix_format(self, names: Sequence[str], columns: range, total: int) -> MatrixFormat | None:
-        """Returns how a matrix with these of the tensors' columns is kept in few bits; None: in the model's dtype."""
+        """Returns the quantised format of a matrix with these columns of the tensors; None: in the model's dtype."""
         found = {self.formats(name) for name in names}
         matrix_format = found.pop() if len(found) == 1 else None
         return matrix_format if matrix_format is not None and matrix_format.supports(columns, total) else None
 
     def matrix(self, *shape: int, names: Sequence[str], columns: range | None = None, total: int = 0) -> Matrix:
-        """Allocates a matrix [..., R, K] of parts of tensors, in few bits if all are kept so, or in the model's dtype.
+        """Allocates a matrix [..., R, K], quantised if all its tensors are, else in the model's dtype.
 
         Args:
-            names: the tensors' names in the checkpoint.
-            columns: the tensors' columns that it holds, of `total`; None: all.
+            names: of its tensors in the checkpoint.
+            columns: this rank's columns of the tensors, of `total`; None: all.
         """
         columns, total = (range(shape[-1]), shape[-1]) if columns is None else (columns, total)
         matrix_format = self.matrix_format(names, columns, total)
@@ -102,7 +99,7 @@ class Weights:
         )
 
     def norm_weight(self, name: str, total: int, parts: Sequence[range] | None = None) -> Tensor:
-        """Allocates and binds a norm's gain: these parts of a tensor [total], one behind the other; None: all of it."""
+        """Allocates and binds a norm weight: the concatenated `parts` of a tensor [total]; None: all of it."""
         parts = [range(total)] if parts is None else parts
         norm_weight = self.parameter(sum(map(len, parts)))
         for target, part in zip(norm_weight.split([len(r) for r in parts]), parts, strict=True):
@@ -120,7 +117,7 @@ class Weights:
     ) -> None:
         """Declares that `target` holds `ranges` of checkpoint tensor `name`; omitted dimensions are whole.
 
-        A target of None: this rank holds nothing of it. Every rank checks that all tensors exist.
+        target=None: this rank holds no part of it, but checks that the tensor exists.
         """
         if target is None:
             target, ranges = torch.empty(0, *shape[1:], device=self.device), (range(0),)
@@ -130,7 +127,6 @@ class Weights:
 
     @property
     def bytes_by_dtype(self) -> dict[torch.dtype, int]:
-        """Bytes of the parameters of each dtype, the model's first."""
         found = {self.dtype: 0}
         for p in self.parameters:
             found[p.dtype] = found.get(p.dtype, 0) + p.numel() * p.element_size()
@@ -143,12 +139,11 @@ class Weights:
 
 @dataclass(frozen=True)
 class ModelShard:
-    """A rank's part of a model, of which its layers are made: each declares its share of the weights.
+    """What layers need to build a rank's shard of a model.
 
     Attributes:
-        weights: registry of the parameters.
-        comm: the ranks that share a layer: all of them, or in mode dp for attention and norms this one alone.
-        pipeline: runs the HOP-B chunks of all layers' attention.
+        comm: the ranks that share a layer: all of them; in mode dp, for attention and norms, only this one.
+        pipeline: runs the HOP-B chunks of attention.
     """
 
     weights: Weights

@@ -1,4 +1,4 @@
-"""Registry of model families: architecture name in `config.json` -> transformers' model type, and spec."""
+"""Model registry: architecture name in `config.json` -> transformers' model type, and the function that reads it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ FAMILIES: dict[str, tuple[str, Callable[[Any], DecoderSpec]]] = {
     "GptOssForCausalLM": ("gpt_oss", gpt_oss.spec),
 }
 
-# Models of text and images -> the architectures that their text part can have; it alone is run.
+# Multimodal models -> the architectures that their text part can have. Only the text part runs.
 WRAPPERS = {
     "Gemma3ForConditionalGeneration": ("Gemma3ForCausalLM",),
     "Mistral3ForConditionalGeneration": ("MistralForCausalLM", "Ministral3ForCausalLM", "Mistral4ForCausalLM"),
@@ -70,24 +70,24 @@ WRAPPERS = {
     "Qwen3_5MoeForConditionalGeneration": ("Qwen3_5MoeForCausalLM",),
 }
 
-# Keys that count for the text part too, where they stand outside of it.
+# Outer keys that apply to the text part, too.
 SHARED_KEYS = ("eos_token_id", "tie_word_embeddings", "quantization_config", "dtype", "torch_dtype")
 
-# Architectures and model types that are known and cannot be run -> why not.
+# Known architectures and model types that are not supported -> why.
 UNSUPPORTED = dict.fromkeys(
     ("KimiLinearForCausalLM", "kimi_linear"),
-    "each key channel of its states decays at a rate of its own (KDA), and the kernels have one rate for a head",
+    "each key channel of its states has its own decay rate (KDA), but the kernels support one rate per head",
 )
 
-MAX_KEY_PAIRS = 2000  # most pairs of keys tried; more than published configs have
+MAX_KEY_PAIRS = 2000  # more than published configs have
 
 
 def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
     """Creates the spec of a Hugging Face config.
 
     Raises:
-        ValueError: the architecture is unknown (the message lists those known), or the config is not usable; the
-            message names the key.
+        ValueError: the architecture is unknown (the message lists the known ones), or the config is not usable (it
+            names the key).
     """
     config = get_text_config(config)
     model_type, spec = FAMILIES[_architecture(config)]
@@ -96,7 +96,7 @@ def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
     except ValueError as error:
         if any(re.search(rf"\b{re.escape(key)}\b", str(error)) for key in config):
             raise
-        # Finds the keys without which the config is accepted: single ones, then a bounded number of pairs.
+        # Find the keys to blame: without them the config is accepted. First single keys, then pairs.
         for keys in chain(combinations(config, 1), islice(combinations(config, 2), MAX_KEY_PAIRS)):
             try:
                 spec(load_hf_config(model_type, {key: value for key, value in config.items() if key not in keys}))
@@ -108,17 +108,13 @@ def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
 
 
 def multimodal_architecture(config: Mapping[str, Any]) -> str | None:
-    """Returns the architecture of a model of text and images whose text part can be run; None for other models."""
+    """Returns a multimodal architecture whose text part is supported; None for other models."""
     names = config.get("architectures")
     return next((n for n in names if isinstance(n, str) and n in WRAPPERS), None) if isinstance(names, list) else None
 
 
 def get_text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the config of the text part of a model of text and images; of another model, its own.
-
-    Raises:
-        ValueError: the config has no text part.
-    """
+    """Returns the text part's config of a multimodal model, else the config; ValueError if the text part is missing."""
     outer, text = multimodal_architecture(config), config.get("text_config")
     if outer is None:
         return config
@@ -136,7 +132,7 @@ def family_of(config: Mapping[str, Any]) -> str:
 
 
 def _architecture(config: Mapping[str, Any]) -> str:
-    """Returns the known architecture named by `architectures` or, without it, by `model_type`."""
+    # `architectures` decides or, without it, `model_type`.
     names, model_type = config.get("architectures"), config.get("model_type")
     if not isinstance(model_type, str | None):
         raise ValueError(f"config.json: model_type={model_type!r:.100} must be a name")

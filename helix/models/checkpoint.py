@@ -1,4 +1,4 @@
-"""A checkpoint's files before weights are read: its config, names, shapes and formats of its tensors. No torch here."""
+"""A checkpoint's config, and the names, shapes and formats of its tensors. Free of torch."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from helix.models.spec import DecoderSpec
 from helix.tokenizer import read_end_token
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-MODELOPT = "hf_quant_config.json"  # where ModelOpt states a format that config.json may lack
-MAX_LISTED = 8  # most names shown per kind of problem
+MODELOPT = "hf_quant_config.json"  # ModelOpt's format, which config.json may lack
+MAX_LISTED = 8  # names shown per kind of problem
 HEAD = "lm_head.weight"
-# Beginnings of names of a text part's tensors, next to a part that reads images -> in a model of text alone.
+# Prefixes of the text part's tensors in multimodal models -> in text models.
 TEXT_PARTS = {
     "model.language_model.": "model.",
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
 JOINED = ".experts.gate_up_proj"
-# Methods whose tensors are e4m3 with scales: the key that tells their formats apart, and its values that are read.
+# Quantisation methods with e4m3 tensors and scales: the key that names the format, and its supported values.
 FP8: dict[str, tuple[str, tuple[str | None, ...]]] = {
     "fp8": ("fmt", (None, "e4m3", "float8_e4m3fn")),
     "fbgemm_fp8": ("fmt", (None,)),
     "modelopt": ("quant_algo", ("FP8",)),
     "compressed-tensors": ("format", ("float-quantized",)),
 }
-SUFFIXES = ("_scale_inv", "_scale")  # of a tensor's scales; its values are multiplied by either
-# Scales of activations and caches, which stay unscaled.
+SUFFIXES = ("_scale_inv", "_scale")  # of a tensor's scales; both are multiplied
+# Scales of activations and KV caches, which are not used here.
 UNUSED = (".input_scale", ".input_scale_ub", ".activation_scale", ".k_scale", ".v_scale")
 SUPPORTED = f"FP8 of {', '.join(FP8)} in matrices (e4m3, with scales), and mxfp4 of gpt-oss"
-BLOCK = (128, 128)  # rows and columns that share a scale where weights are rounded to e4m3 here
-# Routers and choices of tokens, which rounding would change, and gates of states, whose errors add up over all tokens.
+BLOCK = (128, 128)  # rows and columns that share a scale when unquantised weights are rounded to e4m3
+# Routers and indexers, whose selections rounding would change, and gates of states, whose errors accumulate.
 UNQUANTIZED = (
     ".gate.weight", ".router.weight", ".weights_proj.weight", ".in_proj_a.weight", ".in_proj_b.weight",
     ".in_proj_ba.weight",
@@ -47,11 +47,11 @@ UNQUANTIZED = (
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """Storage of a checkpoint's quantised weights, as its config states it.
+    """Quantisation format of a checkpoint, from its config.
 
     Attributes:
-        method: its `quant_method`.
-        block: rows and columns that share a scale; None: a scale for each matrix, or for each of its rows.
+        method: `quant_method`.
+        block: rows and columns that share a scale; None: one scale per matrix or per row.
     """
 
     method: str
@@ -86,13 +86,12 @@ class WeightFormat:
         return cls(method, (block[0], block[1]))
 
     def matrix_format(self, name: str) -> MatrixFormat | None:
-        """Returns how random weights of this format are kept; see `helix.layers.specs.Formats`."""
+        """Returns the format of a matrix with random weights; see `helix.layers.specs.Formats`."""
         if self.method != "mxfp4":
             return fp8_format(name)
         return MatrixFormat(MXFP4_BLOCK, packed=True) if ".experts." in name and not name.endswith(".weight") else None
 
     def scales_of(self, dtypes: Mapping[str, str]) -> dict[str, str]:
-        """Returns the names of the scales of each e4m3 tensor among these; its stored type decides, not a list."""
         found = {}
         for name in (name for name, dtype in dtypes.items() if dtype == "F8_E4M3" and self.method in FP8):
             candidates = [f"{name}{suffix}" for suffix in SUFFIXES]
@@ -100,7 +99,7 @@ class WeightFormat:
         return found
 
     def block_of(self, shape: Sequence[int], grid: Sequence[int]) -> tuple[int, int] | None:
-        """Returns the rows and columns that share one of a grid of scales; None if the grid does not fit."""
+        """Returns the rows and columns per scale, from the shapes of a matrix and its scales; None if they mismatch."""
         if len(shape) != 2:
             return None
         (rows, columns), grid = shape, tuple(grid)
@@ -112,7 +111,7 @@ class WeightFormat:
 
 
 def _block_of_groups(groups: Any) -> Any:
-    """Returns the block size that all `config_groups` share; None: theirs are whole matrices or rows."""
+    # The common block size of all `config_groups`; None: a scale per matrix or row.
     blocks = []
     for name, group in (groups if isinstance(groups, Mapping) else {}).items():
         weights = group.get("weights") if isinstance(group, Mapping) else None
@@ -129,12 +128,12 @@ def _block_of_groups(groups: Any) -> Any:
 
 
 def fp8_format(name: str) -> MatrixFormat | None:
-    """Returns how a matrix is kept whose numbers are rounded to e4m3 here; see `helix.layers.specs.Formats`."""
+    """`helix.layers.specs.Formats` of unquantised weights that are rounded to e4m3."""
     return None if name.endswith(UNQUANTIZED) else MatrixFormat(BLOCK[1])
 
 
 def unsupported_format(what: str) -> ValueError:
-    """Returns the error for a format that is not read."""
+    """Returns the error for an unsupported quantisation format."""
     return ValueError(
         f"the checkpoint is quantised ({what}, in quantization_config), which is not supported here; "
         f"supported: {SUPPORTED}, and unquantised weights"
@@ -142,10 +141,10 @@ def unsupported_format(what: str) -> ValueError:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Reads `config.json` of a checkpoint directory, with all of its end tokens.
+    """Reads `config.json` of a checkpoint directory, with all end tokens.
 
-    Its `eos_token_id` is that of `generation_config.json`, or else its own, and the tokenizer's `eos_token` as well:
-    fine-tunes of base models name the end of a turn there alone. vLLM, SGLang and mlx-lm do the same.
+    `eos_token_id` comes from `generation_config.json`, else from config.json, plus the tokenizer's `eos_token`:
+    fine-tunes of base models name the end-of-turn token only there. vLLM, SGLang and mlx-lm do the same.
 
     Raises:
         ValueError: not a checkpoint directory, or unreadable.
@@ -171,14 +170,14 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 class CheckpointFiles:
-    """Safetensors files of a directory, and the tensors in each.
+    """The safetensors files of a directory, and their tensors.
 
     Args:
-        weight_format: format of quantised weights; None: that of the directory's config.json.
+        weight_format: format of quantised weights; None: from the directory's config.json.
 
     Raises:
-        ValueError: no weights, an unknown quantisation, or a shard that is missing, unreadable, damaged, elsewhere, or
-            contradicts the index.
+        ValueError: no weights, an unknown quantisation, or a shard that is missing, unreadable, damaged, outside of the
+            directory, or contradicts the index.
     """
 
     def __init__(self, path: Path, weight_format: WeightFormat | None = None) -> None:
@@ -191,7 +190,7 @@ class CheckpointFiles:
                 if not _is_within(file):
                     raise ValueError(f"{path / INDEX} has {tensor} in {file!r:.80}, which is not a path within {path}")
             files = sorted(set(listed.values()))
-            if SINGLE not in files and os.path.lexists(path / SINGLE):  # the one that transformers reads
+            if SINGLE not in files and os.path.lexists(path / SINGLE):  # transformers prefers it
                 listed, files = None, [SINGLE]
         elif os.path.lexists(path / SINGLE):
             listed, files = None, [SINGLE]
@@ -226,7 +225,6 @@ class CheckpointFiles:
         self.scales = self.format.scales_of(self.dtypes) if self.format else {}  # e4m3 tensor -> name of its scales
 
     def open(self, name: str, framework: str = "np") -> Any:
-        """Opens a file, whose tensors are to be of this framework."""
         file = self.path / name
         try:
             check_file(file)
@@ -235,14 +233,14 @@ class CheckpointFiles:
             raise ValueError(f"{file} cannot be read: {error.strerror or error}") from error
         except SafetensorError as error:
             with file.open("rb") as opened:
-                begins = opened.read(9)[8:]  # eight bytes are the header's length, and then it is JSON
+                begins = opened.read(9)[8:]  # eight bytes of header length, then JSON
             what = "truncated or damaged" if begins in (b"", b"{") else "not a safetensors file"
             raise ValueError(f"{file} is {what} ({error})") from error
 
     def as_stored(self, spec: DecoderSpec) -> DecoderSpec:
-        """Returns the spec with what the files say and the config does not: an untied head, and joined experts.
+        """Adds to the spec what only the tensors tell: an untied head, and joined experts.
 
-        Fine-tuned heads differ from the embedding; transformers compares the two and ties only equal ones.
+        Fine-tuned heads may differ from the embedding; transformers compares the two and ties only equal ones.
         """
         layers = tuple(
             replace(layer, ffn=replace(ffn, storage="joined"))
@@ -255,7 +253,7 @@ class CheckpointFiles:
         return replace(spec, tied=spec.tied and HEAD not in self.files, layers=layers)
 
     def scale_granularity(self) -> str:
-        """Returns what shares a scale, as the config has it."""
+        """Describes what shares a scale, for messages."""
         block = self.format.block if self.format else None
         return f"blocks of {list(block)}" if block else "rows or as a whole"
 
@@ -264,7 +262,7 @@ class CheckpointFiles:
         return self.format.block_of(self.shapes[name], self.shapes[self.scales[name]]) if self.format else None
 
     def matrix_format(self, name: str) -> MatrixFormat | None:
-        """Returns how a tensor is stored; see `helix.layers.specs.Formats`."""
+        """Returns a tensor's quantised format; see `helix.layers.specs.Formats`."""
         if f"{name}_blocks" in self.shapes:
             return MatrixFormat(MXFP4_BLOCK, packed=True)
         block = self.block(name) if name in self.scales else None
@@ -272,13 +270,12 @@ class CheckpointFiles:
 
 
 def _text_model_name(name: str) -> str:
-    """Returns a tensor's name in a model of text alone."""
     outer = next((outer for outer in TEXT_PARTS if name.startswith(outer)), "")
     return TEXT_PARTS.get(outer, "") + name.removeprefix(outer)
 
 
 def _is_within(name: Any) -> bool:
-    """Returns whether a file name of an index stays in the directory; the file itself may be a link to elsewhere."""
+    # The file itself may be a symlink to elsewhere.
     return isinstance(name, str) and name[:1] not in ("", "/") and "\0" not in name and ".." not in name.split("/")
 
 

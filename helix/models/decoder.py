@@ -1,4 +1,4 @@
-"""Decoder-only transformer over a Helix layout; model families differ only in their `DecoderSpec`."""
+"""Decoder-only transformer over a `HelixLayout`; model families differ only in their `DecoderSpec`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from helix.worker.step import Step
 
 
 class NextTokenLayer:
-    """Layer for multi-token prediction (MTP), a `DraftLayer`; its states are normalised hidden states like the model's.
+    """Multi-token prediction (MTP) layer, a `DraftLayer`; its states are normalised hidden states like the model's.
 
     Source:
         DeepSeek-V3, section 2.2 (https://arxiv.org/abs/2412.19437).
@@ -66,17 +66,17 @@ class NextTokenLayer:
 
 
 class Decoder:
-    """Part of the model on this rank.
+    """This rank's shard of a model.
 
     Args:
-        comm: the communicator of all ranks.
-        dtype: dtype of activations, the KV cache, and weights that are not kept in few bits.
-        formats: storage of the weights.
+        comm: over all ranks.
+        dtype: of activations, the KV cache and unquantised weights.
+        formats: of the weights.
 
     Attributes:
-        attn_group: communicator of the ranks with this rank's sequences: of all ranks, or in mode dp of itself alone.
-        pipeline: runs the HOP-B chunks of all layers' attention.
-        overlap: runs the two halves of long prefill steps.
+        attn_group: communicator of the ranks that share this rank's sequences: all ranks; in mode dp only this one.
+        pipeline: runs the HOP-B chunks of attention.
+        overlap: runs long prefill steps as two micro-batches.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Decoder:
         scale = spec.embedding_scale
         self._embedding_scale = torch.tensor(scale, dtype=dtype).item() if spec.round_embedding_scale else scale
         self.layers: list[DecoderLayer] = []
-        post_norm = None  # the norm of what the layer before adds
+        post_norm = None  # of the previous layer
         for index in range(len(spec.layers)):
             self.layers.append(DecoderLayer(shard, attn_shard, spec, index, post_norm))
             post_norm = self.layers[-1].post_norm
@@ -116,22 +116,22 @@ class Decoder:
 
     @property
     def layers_run(self) -> int:
-        """Layers computed, or launched, since the start: a long step on a CPU shows its progress here."""
+        """Layers run since the start: shows the progress of a long step on a CPU."""
         return sum(layer.runs for layer in self.layers)
 
     def hidden(self, cache: KVCache, step: Step, policy: AttentionPolicy) -> Tensor:
-        """Runs a step as `states` does; returns the normalised hidden states [N, H]."""
+        """Runs a step; returns the normalised hidden states [N, H]."""
         return self.states(cache, step, policy)[0]
 
     def states(self, cache: KVCache, step: Step, policy: AttentionPolicy) -> tuple[Tensor, Tensor]:
         """Runs a step through all layers and appends its KV.
 
         Args:
-            policy: chooses the keys that a query reads in this step; steps of different policies may share a cache.
+            policy: attention policy of this step; steps with different policies may share a cache.
 
         Returns:
-            Normalised hidden states [N, H], and the states that a draft layer reads: the same, or those of
-            `DecoderSpec.aux_hidden_state_layers` side by side. All are the same on all ranks of `attn_group`.
+            Normalised hidden states [N, H], and the states for a draft layer: the same, or the concatenated inputs of
+            `DecoderSpec.aux_hidden_state_layers`. All are equal on all ranks of `attn_group`.
         """
         mixer = self.spec.attention
         if isinstance(mixer, MLASpec) and row_sharded(mixer, step):
@@ -147,14 +147,14 @@ class Decoder:
         return whole[:, : self.spec.hidden].contiguous(), whole[:, self.spec.hidden :].contiguous()
 
     def last_states(self, cache: KVCache, step: Step, policy: AttentionPolicy) -> Tensor:
-        """Runs a prefill step as `states` does; returns the normalised hidden states [n, H] of each last token alone.
+        """Runs a prefill step; returns the normalised hidden states [n, H] of each sequence's last token.
 
-        The last layer appends what it keeps of all tokens, and does what follows for the last ones.
+        The last layer appends the KV of all tokens, but computes attention and FFN only for the last ones.
         """
         assert step.cu_q is not None
         layer, mixer = self.layers[-1], self.spec.layers[-1].mixer
         chooses = isinstance(mixer, MLASpec) and mixer.topk is not None
-        # In mode dp FFNs gather rows of all ranks, and in host memory keys are read by the parts of a chunk.
+        # Not in mode dp, where FFNs gather all ranks' rows, nor with offloading, where whole chunks read the keys.
         if self.attn_group is not layer.comm or step.staged is not None or not mixer.is_attention or chooses:
             return self.hidden(cache, step, policy)[step.cu_q[1:] - 1]
         rows, lasts = step.last_tokens()
@@ -174,19 +174,17 @@ class Decoder:
     def _run_layers(
         self, layers: Sequence[DecoderLayer], cache: KVCache, step: Step, policy: AttentionPolicy
     ) -> tuple[Parts, Tensor | None, ForwardPass]:
-        """Runs a step through the first layers."""
         parts, fwd = self._begin(cache, step, policy)
         x = None
         for layer in layers:
             normed, x = layer.join_mixer(parts, x, fwd)
             q = layer.project(normed, x, fwd)
-            parts = layer.attend(q, fwd)  # frees the activations of the FFN before, a chunk's largest tensor
+            parts = layer.attend(q, fwd)  # frees the previous FFN's activations, a chunk's largest tensor
             normed, x = layer.join_ffn(parts, x, fwd)
             parts = layer.run_ffn(normed, fwd)
         return parts, x, fwd
 
     def _begin(self, cache: KVCache, step: Step, policy: AttentionPolicy) -> tuple[Parts, ForwardPass]:
-        """Computes this rank's parts [N, H] of the embedded tokens, and prepares what the layers read."""
         parts = self._embed(step.tokens)
         angles = [rotary.angles(step.positions) for rotary in self.rotary]
         fwd = ForwardPass(cache, step, policy, self.overlap, angles, policy.prefetches and step.cu_q is None)
@@ -199,7 +197,7 @@ class Decoder:
         return parts if self._embedding_scale == 1 else parts.mul_(self._embedding_scale)
 
     def _end(self, parts: Parts, x: Tensor | None, fwd: ForwardPass) -> tuple[Tensor, Tensor]:
-        """Computes the normalised states [N, H], with the auxiliary ones beside them, and the residual stream."""
+        # Normalised states [N, H], concatenated with the auxiliary ones, and the residual stream.
         rows = fwd.step.row_shard
         found, x = self.norm(parts, x, rows)
         if self.spec.aux_hidden_state_layers:
@@ -208,6 +206,6 @@ class Decoder:
         return found if rows is None else all_gather_rows(rows, self.attn_group, found), x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Computes logits [n, V_local] fp32 of this rank's rows of the vocabulary, from hidden states [n, H]."""
+        """Returns logits [n, V_local] fp32 of this rank's rows of the vocabulary, from hidden states [n, H]."""
         logits = self.head(hidden)
         return logits if self.spec.logit_scale == 1 else logits.mul_(self.spec.logit_scale)

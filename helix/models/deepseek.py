@@ -1,7 +1,7 @@
-"""DeepSeek-V2, V2-Lite, V3, R1 and V3.2, and GLM-5: latent attention, and routed experts after some dense layers.
+"""DeepSeek-V2, V2-Lite, V3, R1 and V3.2, and GLM-5: MLA, and routed experts after some dense layers.
 
-V3.2 and GLM-5 have indexers, which choose the tokens that a query reads (DSA). Some layers of GLM-5.2 share the choice
-of the layer before.
+V3.2 and GLM-5 have DSA indexers, which select the tokens that a query reads. Some layers of GLM-5.2 share the previous
+layer's selection.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from helix.models.hf import (
 )
 from helix.models.spec import DecoderSpec, LayerSpec
 
-LATENT_NORM_EPS = 1e-6  # of the latents' norms, whatever rms_norm_eps is, as in the released models
+LATENT_NORM_EPS = 1e-6  # of the latents' norms in the released models, whatever rms_norm_eps is
 
 
 def spec_v2(config: Any) -> DecoderSpec:
-    """Reads a V2 config: experts by softmax scores, from all (`greedy`) or from the groups with the best experts."""
+    """Reads a V2 config: softmax routing over all experts (`greedy`) or over the groups with the best experts."""
     check_supported(config, topk_method=("greedy", "group_limited_greedy"), scoring_func=("softmax",))
     check_supported(config, norm_topk_prob=(False,))
     return latent_spec(
@@ -41,19 +41,19 @@ def spec_v3(config: Any) -> DecoderSpec:
 
 
 def sigmoid_experts(config: Any) -> MoESpec:
-    """Reads experts by sigmoid scores plus a bias, from the groups with the highest sum of two scores."""
+    """Reads experts with sigmoid routing plus a bias, from the groups with the best sums of two scores."""
     check_supported(config, topk_method=("noaux_tc",), scoring_func=("sigmoid",))
     return replace(pairs_of(config), scoring="sigmoid", score_correction_bias="gate.e_score_correction_bias")
 
 
 def spec_v32(config: Any) -> DecoderSpec:
-    """Reads a V3.2 config: V3 with an indexer in each layer, whose rotated pairs lie in two halves."""
+    """Reads a V3.2 config: V3 with an indexer in each layer, with RoPE in two halves."""
     check_supported(config, indexer_rope_interleave=(False,))
     return _with_indexers(config, ["full"] * config.num_hidden_layers, interleaved=False)
 
 
 def spec_glm(config: Any) -> DecoderSpec:
-    """Reads a GLM-5 config: V3 with indexers, whose rotated pairs are neighbours; layers may share a choice."""
+    """Reads a GLM-5 config: V3 with indexers, with interleaved RoPE; layers may share a selection."""
     check_supported(config, indexer_rope_interleave=(True,))
     return _with_indexers(config, config.indexer_types, interleaved=True)
 
@@ -92,7 +92,7 @@ def _with_indexers(config: Any, kinds: Any, interleaved: bool) -> DecoderSpec:
 
 
 def latent_spec(config: Any, moe: MoESpec, interleaved: bool, formats: Iterable[str] = FP8) -> DecoderSpec:
-    """Reads a config of latent attention; `moe` are the experts behind the first dense layers."""
+    """Reads an MLA config; `moe` are the experts after the first dense layers."""
     sizes = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
     check_sizes(config, *sizes, *(["q_lora_rank"] if config.q_lora_rank is not None else []))
     check_supported(config, attention_bias=(False,), mlp_bias=(False,), moe_layer_freq=(1,))
@@ -126,14 +126,14 @@ def latent_spec(config: Any, moe: MoESpec, interleaved: bool, formats: Iterable[
 
 
 def experts_of(config: Any, grouped: bool) -> MoESpec:
-    """Reads routed and shared experts, those routed from all or from the best groups."""
+    """Reads routed and shared experts; `grouped`: routing is limited to the best groups."""
     check_sizes(config, "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
     experts, top_k, width = config.n_routed_experts, config.num_experts_per_tok, config.moe_intermediate_size
     groups, top_groups = (config.n_group or 1, config.topk_group or 1) if grouped else (1, 1)
     if min(groups, top_groups) < 1 or experts % groups or not top_k <= experts // groups * top_groups <= experts:
         raise ValueError(
-            f"num_experts_per_tok={top_k} of n_routed_experts={experts} cannot come from topk_group={top_groups} "
-            f"of n_group={groups} equal groups"
+            f"num_experts_per_tok={top_k} of n_routed_experts={experts} cannot be selected from topk_group="
+            f"{top_groups} of n_group={groups} equal groups"
         )
     return MoESpec(
         experts,
@@ -148,7 +148,7 @@ def experts_of(config: Any, grouped: bool) -> MoESpec:
 
 
 def pairs_of(config: Any) -> MoESpec:
-    """Reads experts from the groups with the highest sum of two scores."""
+    """Reads experts whose groups are ranked by the sum of their two best scores."""
     moe = replace(experts_of(config, grouped=True), group_score=2, normalise=bool(config.norm_topk_prob))
     if moe.experts < 2 * moe.groups:
         raise ValueError(f"n_group={moe.groups} leaves a group fewer than two of n_routed_experts={moe.experts}")

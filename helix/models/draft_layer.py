@@ -1,4 +1,4 @@
-"""The contract of a layer that drafts, which `helix.speculation.layer` runs; and that of EAGLE-3."""
+"""The `DraftLayer` interface, which `helix.speculation.layer` runs, and EAGLE-3's layer."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from kernels.dense.linear import linear
 
 
 class DraftLayer(Protocol):
-    """Layer that drafts behind the model's last one: from a token and the state of the one before to its state.
+    """A draft layer on top of the target's last layer.
 
-    Row i takes a state of token i, the model's or the layer's own, and token i + 1; its keys lie where token i's do.
+    Row i reads the state of token i (the target's, or the layer's own) and token i + 1; its KV goes to token i's slot.
 
     Attributes:
-        target_width, width: widths of the model's states, and of its own.
+        target_width, width: widths of the target's states, and of the layer's own.
         vocab_rows: token ids of the columns of `logits`.
-        shared_topk: tokens that its indexer selects for a first draft, and further ones read; 0: each reads its own.
+        shared_topk: tokens that its indexer selects for the first draft and later drafts reuse; 0: each selects.
     """
 
     target_width: int
@@ -41,36 +41,37 @@ class DraftLayer(Protocol):
 
     @property
     def window(self) -> int | None:
-        """Sliding window of its attention, in tokens; None: it reads all keys."""
+        """Sliding window in tokens; None: it reads all keys."""
 
     def append(self, cache: KVCache, step: Step, states: Tensor, *, from_draft: bool) -> tuple[Any, Tensor]:
-        """Adds the keys of a step's tokens, each from its token and the state before it alone, to the cache.
+        """Appends the KV of a step's tokens to the cache.
 
         Args:
-            step: tokens, with the positions of the tokens before them.
-            states: states of the tokens before: the model's [N, read], or, if `from_draft`, the layer's own [N, width].
+            step: tokens, with the positions of the preceding tokens.
+            states: of the preceding tokens: the target's [N, target_width], or, if `from_draft`, the layer's own
+                [N, width].
 
         Returns:
-            What its mixer projects, and inputs [N, width] of `attend`, which may be called for some of the rows.
+            The mixer's queries, and the residual stream [N, width], for `attend`, which may be called for some rows.
         """
 
     def attend(self, queries: Any, x: Tensor, cache: KVCache, step: Step, policy: AttentionPolicy) -> Tensor:
-        """Computes states [N, width] of a step's rows from what `append` returned for them.
+        """Computes states [N, width] from the results of `append`.
 
         Args:
-            policy: prepared for the step before a kernel that comes before this call: attention reads bounds early.
+            policy: prepared for the step at least one kernel before this call: attention reads bounds early.
         """
 
     def logits(self, states: Tensor) -> Tensor:
-        """Computes this rank's logits [n, V_local] fp32 from its own states [n, width]."""
+        """Returns this rank's logits [n, V_local] fp32 from the layer's states [n, width]."""
 
 
 class Eagle3Layer:
-    """A `DraftLayer` on this rank; its states are residual streams, the model's combined by a projection.
+    """EAGLE-3's `DraftLayer`: projects three of the target's hidden states; its own states are residual streams.
 
     Args:
         window: latest tokens of a sequence that it reads.
-        ids: target's token ids of the head's rows [draft_vocab] int64, ascending; None: all, or the target's head.
+        ids: target token ids of the head's rows [draft_vocab] int64, ascending; None: all, or the target's head.
 
     Raises:
         ValueError: the ids do not ascend.
@@ -114,10 +115,10 @@ class Eagle3Layer:
 
     @property
     def description(self) -> str:
-        """Line about what it reads, in which a mistake would cost acceptance alone."""
+        """Log line about what it reads: a mistake there would only show as low acceptance."""
         ids = ", ".join(map(str, self.spec.aux_hidden_state_layers))
         return (
-            f"drafts read what enters layers {ids} of the model ({self.spec.source}), and the latest {self.window:,} "
+            f"drafts read the inputs of layers {ids} of the model ({self.spec.source}), and the latest {self.window:,} "
             f"tokens (its config.json has max_position_embeddings={self.spec.max_positions}; see speculation.window)"
         )
 

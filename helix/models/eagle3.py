@@ -1,4 +1,4 @@
-"""EAGLE-3: one layer with a checkpoint of its own that drafts from three of the target's hidden states."""
+"""EAGLE-3: a draft layer with its own checkpoint that reads three of the target's hidden states."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from helix.models.hf import load_hf_config
 from helix.models.spec import DecoderSpec, LayerSpec
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3Speculator", "Eagle3DraftModel")
-UNUSED = ("d2t", "t2d")  # tensors that are no weights
+UNUSED = ("d2t", "t2d")  # vocabulary maps, not weights
 NUM_AUX = 3
 
 
@@ -21,12 +21,12 @@ class Eagle3Spec:
     """Shape and options of a draft layer's checkpoint.
 
     Attributes:
-        layer: its attention, which reads embeddings and states side by side, and its FFN.
-        name: name of the layer in the checkpoint.
-        vocab: token ids of its head; None: the target's head.
+        layer: attention over concatenated embeddings and states, and FFN.
+        name: of the layer in the checkpoint.
+        vocab: size of its head; None: the target's head.
         aux_hidden_state_layers: layers of the target whose inputs it reads.
-        source: how config.json names these, for messages.
-        own_embedding: whether it has an embedding of its own.
+        source: how config.json names these layers, for messages.
+        own_embedding: whether the checkpoint has an embedding.
         normed_residual: whether the residual stream begins with normalised states.
     """
 
@@ -50,7 +50,7 @@ def read(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], targe
         shapes: shapes of the checkpoint's tensors.
 
     Raises:
-        ValueError: the layer is of another kind, or not for this target.
+        ValueError: the checkpoint is not EAGLE-3's, or not for this target.
     """
     names = config.get("architectures") or []
     if not set(names) & {*ARCHITECTURES}:
@@ -67,13 +67,13 @@ def read(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], targe
     assert isinstance(attention, AttentionSpec)
     own_embedding, vocab = "embed_tokens.weight" in shapes, config.get("draft_vocab_size")
     if of.vocab != target.vocab:
-        raise ValueError(f"config.json: vocab_size={of.vocab}, and the target has {target.vocab} token ids")
+        raise ValueError(f"config.json: vocab_size={of.vocab}, but the target has {target.vocab} token ids")
     if (size := config.get("target_hidden_size") or target.hidden) != target.hidden:
-        raise ValueError(f"config.json: target_hidden_size={size}, and the target's states have {target.hidden}")
+        raise ValueError(f"config.json: target_hidden_size={size}, but the target's hidden size is {target.hidden}")
     if of.hidden != target.hidden and not (own_embedding and "lm_head.weight" in shapes):
         raise ValueError(
-            f"config.json: hidden_size={of.hidden} is not the target's {target.hidden}, whose embedding and head it "
-            "shares: it needs embed_tokens.weight and lm_head.weight of its own"
+            f"config.json: hidden_size={of.hidden} differs from the target's {target.hidden}, so it cannot share the "
+            "target's embedding and head: the checkpoint needs embed_tokens.weight and lm_head.weight"
         )
     aux_hidden_state_layers, source = _aux_hidden_state_layers(config, len(target.layers), speculators)
     return Eagle3Spec(
@@ -94,8 +94,8 @@ def read(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], targe
 def _aux_hidden_state_layers(config: Mapping[str, Any], layers: int, speculators: bool) -> tuple[tuple[int, ...], str]:
     """Returns the layers whose inputs are read, and how config.json names them.
 
-    Some files name them so, others the layers before them. Most have the usual ones, which tell; else files of
-    speculators do the former, and those of SpecForge the latter. The wrong ones would cost acceptance alone.
+    Some files list these layers, others the layers before them. Most have the usual ones, which decides it; else
+    speculators lists the former, SpecForge the latter. A mistake would only cost acceptance.
     """
     usual = 2, layers // 2, layers - 3
     options = config.get("eagle_config")
@@ -114,9 +114,9 @@ def _aux_hidden_state_layers(config: Mapping[str, Any], layers: int, speculators
     after = tuple(i + 1 for i in given)
     if tuple(given) == usual or (speculators and after != usual):
         return tuple(given), f"{given} in config.json"
-    return after, f"behind {given} in config.json"
+    return after, f"after {given} in config.json"
 
 
 def with_eagle3(target: DecoderSpec, spec: Eagle3Spec) -> DecoderSpec:
-    """Returns the target's spec with the layer, as memory sees it: all tokens stay in pages, whatever its window."""
+    """Adds the draft layer to the target's spec, for the cache: all tokens stay in pages, whatever its window."""
     return replace(target, draft=spec.layer, aux_hidden_state_layers=spec.aux_hidden_state_layers)

@@ -1,4 +1,4 @@
-"""Gemma-3 (text): norms around each half of a layer, GELU, windows with a RoPE of their own in most layers."""
+"""Gemma-3 (text): norms before and after each sublayer, GELU, sliding windows with another RoPE in most layers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from helix.models.spec import DecoderSpec
 
 
 def spec(config: Any) -> DecoderSpec:
+    """Reads a config of this family."""
     check_supported(config, hidden_activation=("gelu_pytorch_tanh",), use_bidirectional_attention=(False,))
     check_supported(config, final_logit_softcapping=(), attn_logit_softcapping=())
     check_positive(config, "query_pre_attn_scalar")

@@ -11,6 +11,7 @@ from helix.models.spec import DecoderSpec
 
 
 def spec(config: Any) -> DecoderSpec:
+    """Reads a config of this family."""
     layers, dense = config.num_hidden_layers, config.first_k_dense_replace
     moe = sigmoid_experts(config)
     attention = replace(attention_of(config), qkv_bias=config.attention_bias, qk_norm=config.use_qk_norm)

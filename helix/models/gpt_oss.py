@@ -13,6 +13,7 @@ LIMIT = 7.0  # of the clamped SwiGLU, in every release
 
 
 def spec(config: Any) -> DecoderSpec:
+    """Reads a config of this family."""
     check_supported(config, swiglu_limit=(LIMIT,))
     packed = quantisation(config) == "mxfp4"
     moe = MoESpec(

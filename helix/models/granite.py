@@ -1,4 +1,4 @@
-"""Granite: Llama with factors on embedding, scores, halves of layers and logits."""
+"""Granite: Llama with multipliers on embedding, scores, residuals and logits."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from helix.models.spec import DecoderSpec
 
 
 def spec(config: Any) -> DecoderSpec:
+    """Reads a config of this family."""
     multipliers = "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"
     check_positive(config, *multipliers)
     bias, residual = config.attention_bias, config.residual_multiplier
     scale = float(config.attention_multiplier)
     attention = replace(attention_of(config), qkv_bias=bias, output_bias=bias, multiplier=scale)
     found = decoder_spec(config, attention, MLPSpec(config.intermediate_size, config.mlp_bias))
-    # The stream over `residual_multiplier`: halves of layers are added as they are, and norms see the same directions.
+    # Divide the stream by `residual_multiplier`: then sublayers are added as they are, and norms give the same result.
     return replace(
         found,
         norm_eps=found.norm_eps / residual**2,

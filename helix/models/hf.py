@@ -1,7 +1,7 @@
-"""Reading of a Hugging Face `config.json`, common to all families.
+"""Reads a Hugging Face `config.json`, for all families.
 
-transformers' own config classes read the file, so that defaults, old spellings and types are theirs. Each value of
-their object then goes into a `DecoderSpec`, or is refused by name.
+transformers' config classes read the file, so defaults, old spellings and types are theirs. Each value of the config
+object then goes into a `DecoderSpec`, or is refused by name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from helix.transformers_import import import_transformers
 from helix.worker.kv_cache_spec import dtype_name
 
 DTYPES = ("float32", "bfloat16", "float16")
-# Labels of classifiers, of which transformers would create any number, and what `load_hf_config` is told itself.
+# Labels of classifiers, of which transformers would create any number, and what `load_hf_config` gets as argument.
 IGNORED_KEYS = ("num_labels", "id2label", "label2id", "model_type")
 MAX_SIZE = 1 << 30  # of a dimension: the bytes of a matrix fit 64 bits
 MAX_HEAD_DIM = 1 << 16
@@ -33,16 +33,16 @@ TWO_ROPES = ("gemma3_text", "olmo3")  # families whose RoPE differs by layer typ
 def config_classes() -> Mapping[str, Any]:
     """Returns transformers' config classes by model type.
 
-    Without torch in this process they are imported without it, which saves seconds: planning needs nothing else.
+    If this process has not imported torch, imports them without it, which saves seconds: enough for planning.
     """
     if "torch" not in sys.modules:
         import_transformers()
-        # transformers has just listed the classes of its models; so would this package, which takes 0.3 s more.
+        # transformers has just listed its models' classes; importing this package would do it again, in 0.3 s.
         name = "transformers.models"
         package = importlib.util.find_spec(name)
         assert package is not None
         sys.modules.setdefault(name, importlib.util.module_from_spec(package))
-    from transformers import CONFIG_MAPPING  # a second
+    from transformers import CONFIG_MAPPING  # takes 1 s
 
     found: Mapping[str, Any] = CONFIG_MAPPING
     return found
@@ -58,7 +58,7 @@ def load_hf_config(model_type: str, config: Mapping[str, Any]) -> Any:
     _check_before(config, model_type)
     log = logging.getLogger("transformers")
     level = log.level
-    log.setLevel(logging.CRITICAL)  # its warnings are checked below, and would appear once per rank
+    log.setLevel(logging.CRITICAL)  # its warnings would appear once per rank; the checks here cover them
     try:
         read = classes[model_type](**copy.deepcopy({k: v for k, v in config.items() if k not in IGNORED_KEYS}))
         read.standardize_rope_params()  # as transformers does before each use: outer keys override nested ones
@@ -72,7 +72,7 @@ def load_hf_config(model_type: str, config: Mapping[str, Any]) -> Any:
 
 
 def check_sizes(config: Any, *needed: str) -> None:
-    """Raises ValueError, with their names, unless these attributes are positive integers within the limits."""
+    """Raises ValueError unless these attributes are positive integers within the limits."""
     sizes = {key: getattr(config, key, None) for key in needed}
     if wrong := [f"{key}={size!r}" for key, size in sizes.items() if not _is_size(size)]:
         raise ValueError(f"config.json has {', '.join(wrong)}: positive integers are expected")
@@ -93,11 +93,7 @@ def check_supported(config: Any, **supported: tuple[Any, ...]) -> None:
 
 
 def experts_of(config: Any) -> tuple[int, int]:
-    """Returns the number of a layer's routed experts, and the number per token.
-
-    Raises:
-        ValueError: a token would use more experts than exist.
-    """
+    """Returns the number of routed experts, and the number per token; ValueError if the latter is larger."""
     check_sizes(config, "num_experts", "num_experts_per_tok")
     experts, top_k = config.num_experts, config.num_experts_per_tok
     if top_k > experts:
@@ -106,7 +102,7 @@ def experts_of(config: Any) -> tuple[int, int]:
 
 
 def attention_of(config: Any) -> AttentionSpec:
-    """Reads the attention of a Llama-like config without biases; a family states its differences by `replace`.
+    """Reads the attention of a Llama-like config without biases; families `replace` what differs.
 
     Raises:
         ValueError: a feature is not supported, or a size is not positive.
@@ -129,14 +125,14 @@ def decoder_spec(
     partial_rotary: bool = False,
     formats: Iterable[str] = FP8,
 ) -> DecoderSpec:
-    """Creates the spec of a config whose layers are alike, but for their windows and FFNs.
+    """Creates the spec of a config whose layers differ only in windows and FFNs.
 
     Args:
         config: result of `load_hf_config`.
         ffn: FFN of all layers, or of each; None: a dense one without biases.
         windows: each layer's sliding window; None: full attention in all.
-        partial_rotary: whether the family may rotate a part of a head alone.
-        formats: methods of quantisation that the family supports.
+        partial_rotary: whether the family supports partial rotary embedding.
+        formats: supported quantisation methods.
 
     Raises:
         ValueError: a feature is not supported, or a size is not positive.
@@ -186,18 +182,18 @@ def decoder_spec(
 
 
 def with_nextn(spec: DecoderSpec, ffn: FFNSpec, present: bool) -> DecoderSpec:
-    """Adds the layer for multi-token prediction that a checkpoint may have behind the last one, if it is `present`."""
+    """Adds the MTP layer after the last one if it is `present` in the checkpoint; ignores its tensors otherwise."""
     nextn = LayerSpec(spec.layers[-1].mixer, ffn) if present else None
     return replace(spec, unused=(f"model.layers.{len(spec.layers)}.",), nextn=nextn)
 
 
 def layer_ffns(config: Any, moe: MoESpec, sparse: Iterable[bool]) -> list[FFNSpec]:
-    """Lists the FFN of each layer: experts in those that are sparse, and dense ones."""
+    """Lists the FFN of each layer: experts where `sparse`, else dense."""
     return [moe if has_experts else MLPSpec(config.intermediate_size) for has_experts in sparse]
 
 
 def check_common(config: Any) -> None:
-    """Raises ValueError, with their names, for features and sizes that no family supports."""
+    """Raises ValueError for features and sizes that no family supports."""
     if config.is_heterogeneous:
         raise ValueError("config.json: per_layer_config (layers that differ) is not supported")
     check_supported(config, is_causal=(True,), is_encoder_decoder=(False,))
@@ -206,14 +202,14 @@ def check_common(config: Any) -> None:
 
 
 def check_head_dim(head_dim: Any, origin: str = "") -> None:
-    """Raises ValueError unless heads of this width can be rotated; `origin` says where it comes from."""
+    """Raises ValueError unless the head size supports RoPE; `origin` says where it comes from."""
     if not _is_size(head_dim) or head_dim % 2 or head_dim > MAX_HEAD_DIM:
         known = f"must be a positive even integer of at most {MAX_HEAD_DIM}"
         raise ValueError(f"config.json: head_dim={head_dim!r}{origin} {known}")
 
 
 def check_positive(config: Any, *keys: str) -> None:
-    """Raises ValueError, with their names, unless these attributes are positive numbers, neither tiny nor huge."""
+    """Raises ValueError unless these attributes are numbers from 1e-9 to 1e9."""
     for key in keys:
         value = getattr(config, key)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 1e-9 <= value <= 1e9:
@@ -231,11 +227,7 @@ def quantisation(config: Any) -> str | None:
 
 
 def with_query_scale(spec: DecoderSpec) -> DecoderSpec:
-    """Adds the growth of queries with their position, which RoPE's parameters state.
-
-    Raises:
-        ValueError: they lack it.
-    """
+    """Adds `llama_4_scaling_beta`, which scales queries by position; ValueError if RoPE's parameters lack it."""
     given = spec.rope.scaling
     beta, trained = given.get("llama_4_scaling_beta"), given.get("original_max_position_embeddings")
     if isinstance(beta, bool) or not isinstance(beta, int | float) or not 0 <= beta < math.inf:
@@ -265,7 +257,7 @@ def layer_windows(config: Any) -> tuple[int | None, ...]:
 
 
 def _check_kinds(config: Any, windows: Sequence[int | None] | None) -> None:
-    """Raises ValueError if `layer_types` names sliding, chunked or full attention where the family has another."""
+    # `layer_types` must agree with the attention that the family implements.
     layers = config.num_hidden_layers
     slides = {"sliding_attention": True, "full_attention": False, "chunked_attention": None}
     for kind, window in zip(getattr(config, "layer_types", None) or (), windows or (None,) * layers, strict=False):
@@ -277,10 +269,8 @@ def _check_kinds(config: Any, windows: Sequence[int | None] | None) -> None:
 
 
 def _context(config: Any) -> tuple[int, str]:
-    """Returns the number of positions that the model supports, and the config key with it.
-
-    Dual chunk attention (Qwen2.5-1M, https://arxiv.org/abs/2501.15383) is plain attention within its first chunk.
-    """
+    # Supported positions, and the config key that limits them. Dual chunk attention (Qwen2.5-1M,
+    # https://arxiv.org/abs/2501.15383) is plain attention within its first chunk.
     limits = {"max_position_embeddings": config.max_position_embeddings}
     chunked = getattr(config, "dual_chunk_attention_config", None)
     if chunked:
@@ -296,7 +286,7 @@ def _context(config: Any) -> tuple[int, str]:
 
 
 def _check_before(config: Mapping[str, Any], model_type: str) -> None:
-    """Raises ValueError, with the key, for values on which transformers fails without naming the key."""
+    # Values on which transformers fails without naming the key.
     for key in ("dtype", "torch_dtype"):
         name = config.get(key)
         if isinstance(name, str) and name not in DTYPES:

@@ -1,4 +1,4 @@
-"""Hy3: Qwen3's attention, and experts by sigmoid scores plus a bias, beside shared ones."""
+"""Hy3: Qwen3's attention, experts with sigmoid routing plus a bias, and shared experts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from helix.models.spec import DecoderSpec, NextTokenNames
 
 
 def spec(config: Any) -> DecoderSpec:
+    """Reads a config of this family."""
     check_supported(config, mlp_bias=(False,))
     check_sizes(config, "moe_intermediate_size", "num_shared_experts")
     kinds, layers = config.mlp_layer_types, config.num_hidden_layers

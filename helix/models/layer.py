@@ -27,23 +27,22 @@ from helix.worker.step import Step
 
 
 class Mixer(Protocol):
-    """Part of a layer's mixer on a rank: in it tokens of a sequence see each other.
+    """A rank's shard of a layer's token mixer (attention or recurrent).
 
-    It is made of a `ModelShard`, the mixer's spec, and the layer's index and name. The spec (`helix.layers.specs`)
-    describes the checkpoint's shape, the data that a layer keeps of sequences, and its cost.
+    Built from a `ModelShard`, the mixer's spec (`helix.layers.specs`), and the layer's index and name.
     """
 
     def project(self, x: Tensor, angles: Angles, cache: KVCache, step: Step) -> Any:
-        """Computes what `finish` takes from x [N, H], the same on every rank; appends the tokens' data to the cache."""
+        """Computes the queries for `finish` from x [N, H], the same on every rank; appends to the cache."""
 
     def finish(self, q: Any, cache: KVCache, step: Step, policy: AttentionPolicy) -> PartialSum:
-        """Computes this rank's part [N, H] of the output from the queries of `project`.
+        """Returns this rank's partial sum [N, H] of the output.
 
-        The later half of a prefill step may run concurrently, since this reads only tokens appended before.
+        May overlap the second micro-batch of a prefill step, and so reads only tokens appended before.
         """
 
 
-Parts = Tensor | PartialSum  # a rank's part [N, H] of a sum over ranks
+Parts = Tensor | PartialSum  # a rank's partial sum [N, H]
 MIXERS: dict[type[Any], Callable[[ModelShard, Any, int, str], Mixer]] = {
     AttentionSpec: Attention,
     MLASpec: MLA,
@@ -53,13 +52,13 @@ MIXERS: dict[type[Any], Callable[[ModelShard, Any, int, str], Mixer]] = {
 
 @dataclass
 class ForwardPass:
-    """A step on its way through the layers, and what all of them read.
+    """State of a step that all layers share.
 
     Attributes:
-        overlap: runs messages beside kernels.
-        angles: angles of the step's positions, for each of the model's RoPEs.
-        prefetches: whether the policy fetches early what a layer's queries, guessed from an earlier input, would read.
-        aux_hidden_states: inputs [N, H] of the layers that a draft layer reads, filled as the layers run.
+        overlap: overlaps communication with kernels.
+        angles: of the step's positions, one per RoPE of the model.
+        prefetches: whether the policy prefetches for the next layer.
+        aux_hidden_states: inputs [N, H] of the layers that a draft layer reads, by layer; filled as the layers run.
     """
 
     cache: KVCache
@@ -72,21 +71,20 @@ class ForwardPass:
 
 
 class DecoderLayer:
-    """Residual block: attention over KVP x TPA, then the FFN over the same ranks, with norms around both.
+    """Residual block: attention over KVP x TPA, then the FFN over the same ranks, with norms.
 
-    Each sum over ranks is done by the norm that follows it, which reads the whole residual stream anyway. In mode dp
-    attention and norms have this rank's sequences alone, and the FFN gathers rows and scatters sums.
+    The norm after each sublayer does its all-reduce, since it reads the whole residual stream anyway. In mode dp
+    attention and norms process only this rank's sequences; the FFN all-gathers rows and reduce-scatters sums.
 
     Args:
-        shard: its communicator is that of all ranks.
-        attn_shard: the same, but its communicator joins the ranks that attend the same sequences.
-        before: norm of what the layer before adds to the stream; None: it has none.
+        shard: with the communicator of all ranks.
+        attn_shard: with the communicator of the ranks that attend the same sequences.
+        before: post-norm of the previous layer, if any.
         name: prefix of its tensors, if it is not one of the model's own layers.
 
     Attributes:
-        next_layer: the next layer of the model.
-        full: whether its queries read whole sequences.
-        runs: times that it was computed, or launched.
+        full: whether queries read whole sequences.
+        runs: how often it ran, or was launched.
     """
 
     next_layer: DecoderLayer | None = None
@@ -124,13 +122,13 @@ class DecoderLayer:
         self.full = layer.mixer.is_attention and layer.mixer.window is None
 
     def finish(self, q: Any, x: Tensor, fwd: ForwardPass) -> tuple[Parts, Tensor]:
-        """Computes what follows the queries; returns this rank's parts [N, H] of the next sum, and the stream."""
+        """Runs attention and FFN after `project`; returns this rank's partial sum [N, H], and the stream."""
         parts = self.attend(q, fwd)
         normed, x = self.join_ffn(parts, x, fwd)
         return self.run_ffn(normed, fwd), x
 
     def join_mixer(self, parts: Parts, x: Tensor | None, fwd: ForwardPass) -> tuple[Tensor, Tensor]:
-        """Adds parts [N, H] of a sum over ranks to the stream [N, H], None: 0; returns the mixer's input and both."""
+        """All-reduces `parts` [N, H] and adds them to the stream [N, H] (None: 0); returns mixer input and stream."""
         self.runs += 1
         normed, x = self.input_norm(parts, x, fwd.step.row_shard)
         if self._is_aux_layer:
@@ -138,7 +136,7 @@ class DecoderLayer:
         return normed, x
 
     def project(self, normed: Tensor, x: Tensor, fwd: ForwardPass) -> Any:
-        """Computes the mixer's queries and appends the tokens' data; fetches ahead for the next layer."""
+        """Computes the mixer's queries and appends to the cache; prefetches for the next layer."""
         next_layer = self.next_layer
         if fwd.prefetches and next_layer is not None and next_layer.full:
             prefetch_queries = partial(next_layer.prefetch_queries, x, fwd)
@@ -150,15 +148,14 @@ class DecoderLayer:
         return q
 
     def attend(self, q: Any, fwd: ForwardPass) -> PartialSum:
-        """Computes the mixer's output from its queries."""
         return self.mixer.finish(q, fwd.cache, fwd.step, fwd.policy)
 
     def join_ffn(self, parts: Parts, x: Tensor, fwd: ForwardPass) -> tuple[Tensor, Tensor]:
-        """Adds the mixer's parts to the stream; returns the FFN's input and the sum."""
+        """All-reduces the mixer's output and adds it to the stream; returns FFN input and stream."""
         return self.ffn_norm(parts, x, fwd.step.row_shard)
 
     def run_ffn(self, x: Tensor, fwd: ForwardPass) -> Parts:
-        """Computes the FFN of x [N, H]: a part of a sum over ranks, or in mode dp the whole sum."""
+        """Runs the FFN on x [N, H]; returns a partial sum, or in mode dp the whole sum."""
         if fwd.step.row_shard is not None:
             x = all_gather_rows(fwd.step.row_shard, self.attn_group, x)
         return (
@@ -168,11 +165,11 @@ class DecoderLayer:
         )
 
     def prefetch_queries(self, x: Tensor, fwd: ForwardPass) -> Tensor:
-        """Computes queries [N, Hq, D] of this TPA slice for a guessed input x [N, H]; appends no keys."""
+        """Computes queries [N, Hq, D] for an approximate input x [N, H]; appends no keys."""
         assert isinstance(self.mixer, Attention), "latents have no block selection"
         return self.mixer.queries(self.input_norm.normalize(x), fwd.angles[self.rope], fwd.cache, fwd.step)
 
     def prefetch_sequences(self, fwd: ForwardPass) -> None:
-        """Gathers what this layer reads of sequences, if rows are dealt; see `MLA.prefetch_sequences`."""
+        """In a row-sharded step, starts to gather this layer's KV; see `MLA.prefetch_sequences`."""
         if fwd.step.row_shard is not None and isinstance(self.mixer, MLA):
             self.mixer.prefetch_sequences(fwd.cache, fwd.step.row_shard)

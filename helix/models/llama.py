@@ -11,6 +11,7 @@ from helix.models.spec import DecoderSpec
 
 
 def spec(config: Any) -> DecoderSpec:
+    """Reads a config of this family."""
     bias = config.attention_bias
     attention = replace(attention_of(config), qkv_bias=bias, output_bias=bias)
     return decoder_spec(config, attention, MLPSpec(config.intermediate_size, config.mlp_bias))

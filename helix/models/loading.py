@@ -1,4 +1,4 @@
-"""Loading of a Hugging Face checkpoint: this rank's slices of its weights."""
+"""Loads this rank's slices of a Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from helix.models.decoder import Decoder
 from helix.models.spec import DecoderSpec
 from kernels.scaled import E2M1, E4M3_MAX, ScaledMatrix, quantize_fp8
 
-IGNORED = ("rotary_emb.inv_freq",)  # a computed buffer, left over in some checkpoints
+IGNORED = ("rotary_emb.inv_freq",)  # a computed buffer that some checkpoints contain
 TOWERS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 NUMBERS = ("BF16", "F16", "F32", "F64")  # safetensors' names of plain floating-point types
 PACKED = ("U8",)  # safetensors' name of mxfp4's type
@@ -27,10 +27,9 @@ SCALES = (*NUMBERS, "F8_E8M0")
 
 
 class Checkpoint(CheckpointFiles):
-    """Files of a directory whose weights are read; arguments and errors as there."""
+    """`CheckpointFiles` that can load weights; arguments and errors as there."""
 
     def whole(self, name: str) -> torch.Tensor:
-        """Reads a whole tensor."""
         with self.open(self.files[name], "pt") as shard:
             tensor: torch.Tensor = shard.get_tensor(self.stored[name])
             return tensor
@@ -39,10 +38,10 @@ class Checkpoint(CheckpointFiles):
         """Checks the checkpoint's tensors against those that a model needs.
 
         Args:
-            unused: prefixes of tensors that the checkpoint may have besides.
+            unused: prefixes of further tensors that the checkpoint may have.
 
         Raises:
-            ValueError: lists every missing, unexpected and misshaped tensor, and those of an unsupported type.
+            ValueError: lists every tensor that is missing, unexpected, misshaped or of an unsupported type.
         """
         wanted = {name: shape for s in slices for name, shape in s.stored.items()}
         scales = {name: self.scales[name] for name in wanted if name in self.scales}
@@ -77,7 +76,7 @@ class Checkpoint(CheckpointFiles):
             raise ValueError(f"the weights in {self.path} do not match config.json; {'; '.join(problems)}")
 
     def load(self, weights: Weights, progress: Callable[[int], None] = lambda done: None) -> None:
-        """Fills the parameters, one slice at a time, directly from the file: never two copies of a weight.
+        """Fills the parameters one slice at a time, directly from the file, without a second copy of the weights.
 
         Args:
             progress: called with the number of slices done.
@@ -98,7 +97,6 @@ class Checkpoint(CheckpointFiles):
                 progress(done)
 
     def _fill(self, s: Slice, stored: Callable[[str], Any]) -> None:
-        """Fills a slice's target, given a way to open a tensor of a file."""
         if s.mxfp4:
             _fill_mxfp4(s, *map(stored, s.stored))
         elif s.name in self.scales:
@@ -114,13 +112,13 @@ class Checkpoint(CheckpointFiles):
 
 
 def read_part(stored: Any, ranges: Sequence[range]) -> Tensor:
-    """Reads ranges, none empty, of a tensor in a file; elements between the steps of a range are read and dropped."""
+    """Reads non-empty ranges of a tensor in a file; reads and drops the elements between the steps of a range."""
     between = stored[tuple(slice(r.start, r[-1] + 1) for r in ranges)]
     return between[tuple(slice(None, None, r.step) for r in ranges)]
 
 
 def _fill_fp8(s: Slice, stored: Any, scales: Any, block: tuple[int, int]) -> None:
-    """Fills a slice's target from an e4m3 matrix, of which the slice may begin and end inside blocks."""
+    # The slice may begin and end inside blocks.
     numbers, grid, columns = read_part(stored, s.ranges), _scales(scales, s, block), s.ranges[1]
     if isinstance(s.target, ScaledMatrix):  # as it is stored
         s.target.data.copy_(numbers)
@@ -132,7 +130,7 @@ def _fill_fp8(s: Slice, stored: Any, scales: Any, block: tuple[int, int]) -> Non
 
 
 def _fill_rounded(s: Slice, target: ScaledMatrix, stored: Any) -> None:
-    """Fills a slice's target from an unquantised matrix, rounded to e4m3 in the whole matrix's blocks of `BLOCK`."""
+    # Rounds an unquantised matrix to e4m3, in the whole matrix's blocks of `BLOCK`.
     whole = [
         range(r.start // size * size, min(-(-(r[-1] + 1) // size) * size, total))
         for r, size, total in zip(s.ranges, BLOCK, s.shape, strict=True)
@@ -144,7 +142,7 @@ def _fill_rounded(s: Slice, target: ScaledMatrix, stored: Any) -> None:
 
 
 def _fill_mxfp4(s: Slice, blocks: Any, scales: Any) -> None:
-    """Fills a slice's target from an MXFP4 tensor, of which the slice's columns may begin inside a block."""
+    # The slice's columns may begin inside a block.
     *rows, columns = s.ranges
     covering = range(columns.start // MXFP4_BLOCK, columns[-1] // MXFP4_BLOCK + 1)
     begin = columns.start - covering.start * MXFP4_BLOCK
@@ -161,15 +159,11 @@ def _fill_mxfp4(s: Slice, blocks: Any, scales: Any) -> None:
 
 
 def _scales(scales: Any, s: Slice, block: tuple[int, int]) -> Tensor:
-    """Reads the scales of each of a slice's rows, fp32 [rows, groups], on the target's device.
-
-    Raises:
-        ValueError: a scale is not finite.
-    """
+    # Per row of the slice: fp32 [rows, groups].
     covering = [range(r.start // size, r[-1] // size + 1) for r, size in zip(s.ranges, block, strict=True)]
     grid = read_part(scales, covering[: len(scales.get_shape())]).float().to(s.target.device)
     if not grid.isfinite().all():
-        raise ValueError(f"{s.name} has scales that are not finite (NaN or infinite): its file is damaged")
+        raise ValueError(f"{s.name} has scales that are NaN or infinite: its file is damaged")
     rows = s.ranges[0]
     places = torch.arange(rows.start, rows.stop, rows.step, device=grid.device) // block[0] - covering[0].start
     return grid.reshape([len(r) for r in covering]).index_select(0, places)
@@ -190,18 +184,18 @@ def weights_of(
     spec: DecoderSpec, layout: HelixLayout, rank: int, dtype: torch.dtype, formats: Formats = unquantized
 ) -> Weights:
     """Returns a rank's weight declarations, on the meta device."""
-    comm = LoopbackWorld(layout.world_size).communicator(rank, layout.kvp_group(rank))  # a place, nothing is sent
+    comm = LoopbackWorld(layout.world_size).communicator(rank, layout.kvp_group(rank))  # only for its rank
     return Decoder(spec, layout, comm, dtype, torch.device("meta"), formats).weights
 
 
 def is_untrained(weights: Weights) -> bool:
-    """Returns whether all norms have the value with which training begins, as in a model whose weights are random."""
+    """Returns whether all norm weights are 1, as before training: then the weights are random."""
     norms = [s.target for s in weights.slices if s.name.endswith("norm.weight") and isinstance(s.target, torch.Tensor)]
     return bool(norms) and all(bool(norm.eq(1).all()) for norm in norms)
 
 
 def randomize(weights: Weights, seed: int) -> None:
-    """Fills weights with random values; the ranks of a kvp group get the same QKV, as from a checkpoint."""
+    """Fills weights with random values; replicated slices are equal on all ranks, as from a checkpoint."""
     for s in weights.slices:
         if 0 in s.target.shape:
             continue
@@ -216,7 +210,7 @@ def randomize(weights: Weights, seed: int) -> None:
 
 
 def _randomize_scaled(target: ScaledMatrix, generator: torch.Generator) -> None:
-    """Fills a matrix of few bits with numbers of about 0.02: any bits of e2m1, or normally distributed e4m3."""
+    # Values of about 0.02: random bits as e2m1, or normally distributed e4m3.
     if target.packed:
         target.data.random_(generator=generator)
         target.scales.fill_(127 - 7)

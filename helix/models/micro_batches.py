@@ -1,8 +1,7 @@
-"""Layers of a long prefill step in two halves: one computes while the other's messages are in flight
-(`comm.dual_batch_overlap`).
+"""Runs a long prefill step as two micro-batches: one computes while the other communicates.
 
-A turn ends where messages do, or where products that hide the other half's do. KV is appended a turn before it is
-attended.
+See `comm.dual_batch_overlap`. A stage ends with communication, or with the GEMMs that hide the other micro-batch's. KV
+is appended one stage before it is attended.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ End = Callable[[Parts, Tensor, ForwardPass], tuple[Tensor, Tensor]]
 
 
 def should_split(comm: Communicator, layers: Sequence[DecoderLayer], cache: KVCache, step: Step) -> bool:
-    """Returns whether a step runs in halves; `comm` is of the ranks that attend the same sequences."""
-    # Halves cannot overlap if all layers share the GPU pages of a chunk (cache in host memory), nor with states,
-    # which depend on all earlier tokens, nor with small sums between ranks, whose boxes are one stream's. Two ranks
-    # that send sums alone, in one kernel with the norm, take less than halves lose.
+    """Returns whether to split a step; `comm` is of the ranks that attend the same sequences."""
+    # No overlap if all layers share the GPU pages of a chunk (offloaded cache), nor with recurrent states, which depend
+    # on all earlier tokens, nor with small all-reduces, whose LL buffers belong to one stream. On two ranks that only
+    # all-reduce, in one kernel with the norm, a split costs more than it hides.
     few = (
         comm.fuses_all_reduce_norm
         and comm.world_size <= dual_batch_overlap.MAX_UNSPLIT_RANKS
@@ -45,14 +44,14 @@ def should_split(comm: Communicator, layers: Sequence[DecoderLayer], cache: KVCa
 def run(
     overlap: DualBatchOverlap, layers: Sequence[DecoderLayer], step: Step, begin: Begin, end: End | None
 ) -> list[tuple[Any, Tensor]]:
-    """Runs both halves of a step through the layers: what `Decoder` does, a turn at a time.
+    """Runs both micro-batches through the layers, stage by stage.
 
     Args:
-        begin: computes the parts [n, H] of a half that the first layer reads.
-        end: takes what the last layer returns; None: nothing follows the queries of the last layer.
+        begin: computes a micro-batch's input [n, H] of the first layer.
+        end: gets the last layer's results; None: stop after the queries of the last layer.
 
     Returns:
-        For each half: the result of `end`, or the last layer's queries; and the residual stream [n, H].
+        Per micro-batch: the result of `end`, or the last layer's queries; and the residual stream [n, H].
     """
 
     def enter(micro_batch: Step) -> tuple[ForwardPass, Tensor, Tensor]:
@@ -68,7 +67,7 @@ def run(
                 return [*zip(q, x, strict=True)]
             parts = run_both(layer.attend, q, fwds)
             normed, x = zip(*run_both(layer.join_ffn, parts, x, fwds), strict=True)
-            del parts  # the activations of an FFN are a chunk's largest tensors
+            del parts  # FFN activations are a chunk's largest tensors
             parts = run_both(layer.run_ffn, normed, fwds)
             join = end if layer.next_layer is None else layer.next_layer.join_mixer
             normed, x = zip(*run_both(join, parts, x, fwds), strict=True)
@@ -77,7 +76,7 @@ def run(
 
 
 def select_rows(found: Sequence[tuple[Any, ...]], rows: Tensor) -> tuple[Any, ...]:
-    """Selects rows [n] of tensors, nested alike, whose rows come in one part or in two halves."""
+    """Selects rows [n] of equally nested tensors, which are whole or split in two micro-batches."""
 
     def select(parts: tuple[Any, ...]) -> Any:
         if parts[0] is None:

@@ -1,4 +1,4 @@
-"""MiniMax-M2: a part of each head is rotated, norms are over all heads, and experts by sigmoid scores plus a bias."""
+"""MiniMax-M2: partial RoPE, QK norms over all heads, and experts with sigmoid routing plus a bias."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from helix.models.spec import DecoderSpec
 
 
 def spec(config: Any) -> DecoderSpec:
+    """Reads a config of this family."""
     moe = MoESpec(
         *experts_of(config),
         config.intermediate_size,
@@ -20,7 +21,7 @@ def spec(config: Any) -> DecoderSpec:
         block="block_sparse_moe",
         matrices=("w1", "w3", "w2"),
     )
-    if (rotated := getattr(config, "rotary_dim", None)) is not None:  # published configs say it so
+    if (rotated := getattr(config, "rotary_dim", None)) is not None:  # as in published configs
         check_sizes(config, "rotary_dim", "head_dim")
         config.rope_parameters["partial_rotary_factor"] = rotated / config.head_dim
     attention = replace(attention_of(config), qk_norm=True, norm_over="all")

@@ -1,4 +1,4 @@
-"""Ministral-3 and Mistral-Medium-3.5: Mistral, with queries that grow with their position."""
+"""Ministral-3 and Mistral-Medium-3.5: Mistral with position-dependent query scaling."""
 
 from __future__ import annotations
 
@@ -9,5 +9,6 @@ from helix.models.spec import DecoderSpec
 
 
 def spec(config: Any) -> DecoderSpec:
+    """Reads a config of this family."""
     attention, windows = attention_of(config), (config.sliding_window,) * config.num_hidden_layers
     return with_query_scale(decoder_spec(config, attention, windows=windows))

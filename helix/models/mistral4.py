@@ -1,4 +1,4 @@
-"""Mistral-Small-4: DeepSeek's latent attention, queries that grow with their position, experts by softmax scores."""
+"""Mistral-Small-4: DeepSeek's MLA, position-dependent query scaling, experts with softmax routing."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from helix.models.spec import DecoderSpec
 
 
 def spec(config: Any) -> DecoderSpec:
+    """Reads a config of this family."""
     check_sizes(config, "qk_rope_head_dim", "qk_nope_head_dim")
     rope, nope = config.qk_rope_head_dim, config.qk_nope_head_dim
     if (share := config.rope_parameters.pop("partial_rotary_factor", None)) not in (None, rope / (rope + nope)):
         raise ValueError(
-            f"config.json: partial_rotary_factor={share!r} must be the share of qk_rope_head_dim={rope} beside "
+            f"config.json: partial_rotary_factor={share!r} must be qk_rope_head_dim={rope} divided by its sum with "
             f"qk_nope_head_dim={nope}"
         )
     moe = replace(pairs_of(config), exact_router=False, storage="joined")

@@ -10,6 +10,7 @@ from helix.models.spec import DecoderSpec
 
 
 def spec(config: Any) -> DecoderSpec:
+    """Reads a config of this family."""
     moe = MoESpec(
         *experts_of(config),
         config.intermediate_size,

@@ -1,4 +1,4 @@
-"""Overrides of a model's `config.json`: merged into it, and checked against the keys that its readers know."""
+"""Merges overrides into a model's `config.json`, and checks them against the keys that its readers know."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from helix.models import SHARED_KEYS, family_of, get_text_config, multimodal_arc
 from helix.models.checkpoint import WeightFormat, read_config
 from helix.models.hf import TWO_ROPES, config_classes
 
-# Spellings of RoPE. transformers takes one and drops the others, so overrides of any of them become rope_parameters.
+# Spellings of RoPE. transformers reads one and drops the others, so overrides of any become rope_parameters.
 ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor")
-KEPT = ("rope_theta", "partial_rotary_factor")  # what RoPE without scaling still has
+KEPT = ("rope_theta", "partial_rotary_factor")  # parameters of RoPE without scaling
 TRAINED = "original_max_position_embeddings"
-LAYERS = ("full_attention", "sliding_attention")  # kinds of layers whose RoPE differs in families of two
+LAYERS = ("full_attention", "sliding_attention")  # layer types with different RoPE (TWO_ROPES)
 # Keys within objects that some reader knows.
 WITHIN = {
     "rope_parameters": (
@@ -27,7 +27,7 @@ WITHIN = {
     "quantization_config": ("quant_method", "fmt", "quant_algo", "format", "weight_block_size", "config_groups"),
     "dual_chunk_attention_config": ("chunk_size", TRAINED, "local_size"),
 }  # fmt: skip
-# Keys that are not in every config class of transformers: its classes, or families here, read them besides.
+# Further keys that transformers' classes, or families here, read.
 BESIDES = (
     "model_type", *ROPE[:3], ROPE[4], TRAINED, "quantization_config", "dual_chunk_attention_config",
     "full_attention_interval", "head_dim", "index_share_for_mtp_iteration", "index_skip_topk_offset", "index_topk_freq",
@@ -38,16 +38,16 @@ BESIDES = (
 
 
 def overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a model's config, that of its text part, with overrides merged into it.
+    """Merges overrides into the config of a model's text part.
 
-    Objects are merged; lists and single values are replaced; null deletes a key. A key with two names, such as
-    `torch_dtype`, and RoPE with its two spellings are overridden by either.
+    Objects merge; lists and single values replace; null deletes a key. Either name of a key with two names, such as
+    `torch_dtype`, and either spelling of RoPE works.
 
     Args:
-        config: content of `config.json`; empty where the overrides are a whole shape.
+        config: content of `config.json`; empty if the overrides are a whole config.
 
     Raises:
-        ValueError: the family is unknown, or an object that must be there is missing.
+        ValueError: the family is unknown, or a required object is missing.
     """
     base, over = _flat(config, overrides)
     result = dict(base)
@@ -65,24 +65,24 @@ def overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[
             result[key] = _merged(result.get(key), value)
         elif value is None and defaults.get(key) in (None, MISSING):
             result.pop(key, None)
-        else:  # null stays where transformers would put a number in its place, such as a window
+        else:  # keep null where transformers would default to a number, such as a window
             result[key] = value
     _override_rope(result, {key: over[key] for key in over if key in ROPE}, family, TRAINED in defaults)
     return result
 
 
 def load_spec_config(path: Path | None, inline: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads the config of a model's text part from a directory; inline keys are merged into it, or are all of it."""
+    """Reads a model's text config from a directory and merges inline keys; without a directory, they are the config."""
     if path is None and not inline:
         raise ValueError("no model: set model.path=DIR, or a shape with model=NAME and model.load=random")
     return overridden(read_config(path) if path is not None else {}, inline)
 
 
 def check_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any], name: str) -> None:
-    """Raises ValueError for an override that no reader of this model's config knows; it names the nearest known one.
+    """Raises ValueError for an override that no reader of this model's config knows, and names the closest known key.
 
     Args:
-        name: what the overrides are set as, such as `model.config`.
+        name: setting of the overrides, such as `model.config`.
     """
     if not overrides:
         return
@@ -96,8 +96,8 @@ def check_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any], nam
         top |= {*_defaults(whole.get("model_type"))} - {"text_config"}
     if over.get("rope_parameters", 0) is None:
         raise ValueError(
-            f"{name}.{inside}rope_parameters=null would delete rope_theta too: set {name}.{inside}rope_scaling=null to "
-            "turn scaling off, or single keys of rope_parameters"
+            f"{name}.{inside}rope_parameters=null would delete rope_theta, too: set {name}.{inside}rope_scaling=null "
+            "to turn scaling off, or single keys of rope_parameters"
         )
     for path, value in _leaves(overrides):
         text = ".".join(map(str, path))
@@ -113,11 +113,11 @@ def check_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any], nam
 
 
 def ignored_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any], name: str) -> list[str]:
-    """Describes the overrides that transformers accepts and that change nothing here, a line each."""
+    """Lists, a line each, the overrides that transformers accepts but that have no effect here."""
     found = []
     wanted = _meaning(config, overrides) if overrides else None
     for path, value in _leaves(overrides):
-        # Neither without the key nor with another value does the model differ, nor is that refused: it is not read.
+        # The key is not read if the model is the same without it and with other values.
         if all(_meaning(config, _replaced(overrides, path, new)) == wanted for new in (MISSING, *_others(value))):
             resolved = overridden(config, overrides)
             rope, text = resolved.get("rope_parameters"), ".".join(map(str, path))
@@ -131,7 +131,7 @@ def ignored_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any], n
 
 
 def _flat(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
-    """Returns a config, that of its text part, and its overrides, in which those of the text part come first."""
+    # Text parts of a config and its overrides.
     if not config:
         return {}, {**get_text_config(overrides)}
     if multimodal_architecture(config) is None:
@@ -145,7 +145,7 @@ def _flat(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[Mapp
 
 
 def _merged(old: Any, new: Mapping[str, Any]) -> dict[str, Any]:
-    """Merges objects, at any depth; null deletes."""
+    # Null deletes.
     result = dict(old) if isinstance(old, Mapping) else {}
     for key, value in new.items():
         if value is None:
@@ -156,15 +156,12 @@ def _merged(old: Any, new: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _override_rope(config: dict[str, Any], over: Mapping[str, Any], family: str, outside: bool) -> None:
-    """Merges overrides of RoPE, in the order given, into a config that may spell it in another way.
-
-    Args:
-        outside: whether the family's config has the trained context outside of rope_parameters too, where it counts.
-    """
+    # Merges overrides of RoPE, in order, into a config that may use another spelling. `outside`: the family's config
+    # has the trained context outside of rope_parameters, too, and that one counts.
     objects = [part.get(key) for part in (config, over) for key in ROPE[:2]]
     own = {key: config[key] for key in ROPE if config.get(key) is not None}
     if not over or not all(isinstance(part, Mapping | None) for part in objects) or (not own and len(over) == 1):
-        for key, value in over.items():  # as they are: one spelling, or what the reader refuses
+        for key, value in over.items():  # one spelling, or something that the reader refuses
             if value is None:
                 config.pop(key, None)
             else:
@@ -173,7 +170,7 @@ def _override_rope(config: dict[str, Any], over: Mapping[str, Any], family: str,
     layers = LAYERS if family in TWO_ROPES else ()
     rope: dict[str, Any] = {}
     scaled = own.get("rope_scaling") and not layers  # transformers then takes no other object
-    for key in sorted(own, key=lambda key: key in ROPE[:2]):  # objects come last: there, their values count
+    for key in sorted(own, key=lambda key: key in ROPE[:2]):  # objects come last: they take precedence
         if not (scaled and key == "rope_parameters"):
             _put(rope, key, own[key], layers, LAYERS[:1])
     for key, value in over.items():
@@ -186,11 +183,7 @@ def _override_rope(config: dict[str, Any], over: Mapping[str, Any], family: str,
 
 
 def _put(rope: dict[str, Any], key: str, value: Any, layers: tuple[str, ...], full: tuple[str, ...]) -> None:
-    """Puts one spelled key into RoPE's parameters, those of each kind of layers if there are such kinds.
-
-    Args:
-        full: kinds of layers that `rope_theta` is for.
-    """
+    # Puts one key into RoPE's parameters, per layer type if they differ; `full`: layer types of `rope_theta`.
     if key in ROPE[:2]:
         if value is None:
             parts: list[Any] = [rope.get(layer) for layer in layers] or [rope]
@@ -211,7 +204,7 @@ def _put(rope: dict[str, Any], key: str, value: Any, layers: tuple[str, ...], fu
 
 
 def _spelled(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns RoPE's parameters with the kind as `rope_type`, which older files call `type`."""
+    # Older files call `rope_type` `type`.
     found = {key: _spelled(value) if isinstance(value, Mapping) else value for key, value in parameters.items()}
     if (kind := found.pop("type", None)) is not None:
         found.setdefault("rope_type", kind)
@@ -219,19 +212,19 @@ def _spelled(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _defaults(model_type: Any) -> dict[str, Any]:
-    """Returns the keys of a config class of transformers, and their defaults; none of a class that there is not."""
+    # Keys and defaults of a config class of transformers; empty if there is none.
     classes = config_classes()
     known = isinstance(model_type, str) and model_type in classes
     return {field.name: field.default for field in fields(classes[model_type])} if known else {}
 
 
 def _names(family: str) -> dict[str, str]:
-    """Returns the keys that have another name in transformers' config objects, and that name."""
+    # Keys with another name in transformers' config objects.
     return {"torch_dtype": "dtype", **config_classes()[family].attribute_map}
 
 
 def _known(family: str, base: Mapping[str, Any]) -> Iterator[str]:
-    """Lists the keys of a family that some reader knows, and those within its objects, with dots."""
+    # Keys of a family that some reader knows, dotted within objects.
     yield from {**_defaults(family), **_names(family)}
     yield from BESIDES
     if family == "gemma3_text":
@@ -246,7 +239,7 @@ def _known(family: str, base: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _is_strange_within(text: str, known: set[str]) -> bool:
-    """Returns whether a key lies in an object whose keys are known, and is none of them."""
+    # An unknown key of an object whose keys are known.
     return (
         text.partition(".")[0] in (*ROPE[:2], *WITHIN)
         and "." in text
@@ -255,7 +248,7 @@ def _is_strange_within(text: str, known: set[str]) -> bool:
 
 
 def _nearest(text: str, known: set[str]) -> str:
-    """Returns the known key that is nearest: the same word elsewhere, or the one that is spelled most like it."""
+    # The same last component elsewhere, else the closest spelling.
     elsewhere = sorted(
         (k for k in known if k.rpartition(".")[2] == text.rpartition(".")[2]), key=lambda k: k.count(".")
     )
@@ -263,7 +256,6 @@ def _nearest(text: str, known: set[str]) -> str:
 
 
 def _leaves(overrides: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Lists the values of overrides that are no objects, each with the keys that lead to it."""
     for key, value in overrides.items():
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, (*above, key))
@@ -272,7 +264,7 @@ def _leaves(overrides: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterat
 
 
 def _replaced(overrides: Mapping[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
-    """Returns overrides with another value in a place; MISSING: without it, and objects that it leaves empty."""
+    # MISSING deletes the key, and objects that become empty.
     key, *rest = path
     inner = _replaced(overrides[key], tuple(rest), value) if rest else value
     return {
@@ -283,7 +275,6 @@ def _replaced(overrides: Mapping[str, Any], path: tuple[str, ...], value: Any) -
 
 
 def _others(value: Any) -> list[Any]:
-    """Returns other values of the same kind."""
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int | float):
@@ -292,7 +283,7 @@ def _others(value: Any) -> list[Any]:
 
 
 def _meaning(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:
-    """Returns all that is read from a config with overrides; None if it is refused."""
+    # All that is read from the config; None if it is refused.
     try:
         resolved = overridden(config, overrides)
         return spec_from_config(resolved), WeightFormat.from_config(resolved.get("quantization_config"))

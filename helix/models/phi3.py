@@ -11,6 +11,7 @@ from helix.models.spec import DecoderSpec
 
 
 def spec(config: Any) -> DecoderSpec:
+    """Reads a config of this family."""
     windows = (config.sliding_window,) * config.num_hidden_layers
     attention, ffn = replace(attention_of(config), fused=True), MLPSpec(config.intermediate_size, fused=True)
     return decoder_spec(config, attention, ffn, windows=windows, partial_rotary=True)

@@ -10,4 +10,5 @@ from helix.models.spec import DecoderSpec
 
 
 def spec(config: Any) -> DecoderSpec:
+    """Reads a config of this family."""
     return decoder_spec(config, replace(attention_of(config), qkv_bias=True), windows=layer_windows(config))

@@ -1,4 +1,4 @@
-"""Qwen2-MoE: Qwen2 with routed experts, beside a shared one with a weight of its own."""
+"""Qwen2-MoE: Qwen2 with routed experts and a gated shared expert."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from helix.models.spec import DecoderSpec
 
 
 def spec(config: Any) -> DecoderSpec:
+    """Reads a config of this family."""
     ffns = layer_ffns(config, shared_gated(config), sparse_layers(config))
     attention = replace(attention_of(config), qkv_bias=config.qkv_bias)
     return decoder_spec(config, attention, ffns, windows=layer_windows(config))

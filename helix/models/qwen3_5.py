@@ -1,4 +1,4 @@
-"""Qwen3.5, 3.6 and 3.8, their text part: Gated DeltaNet in three of four layers, gated attention in the fourth."""
+"""Qwen3.5, 3.6 and 3.8 (text): Gated DeltaNet in three of four layers, gated attention in the fourth."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from helix.models.spec import DecoderSpec
 
 
 def spec_dense(config: Any) -> DecoderSpec:
-    """Reads a config of a dense model."""
+    """Reads the config of a dense model."""
     return hybrid(config, "apart")
 
 
 def spec_moe(config: Any) -> DecoderSpec:
-    """Reads a config of a model with experts in every layer."""
-    config.intermediate_size = config.moe_intermediate_size  # of dense layers, of which there are none
+    """Reads the config of a model with experts in every layer."""
+    config.intermediate_size = config.moe_intermediate_size  # required, but there are no dense layers
     moe = shared_gated(config)
     return hybrid(config, "apart", moe, moe)

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3 with routed experts in every layer, or in every few."""
+"""Qwen3-MoE: Qwen3 with routed experts in every layer, or every n-th."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from helix.models.spec import DecoderSpec
 
 
 def spec(config: Any) -> DecoderSpec:
+    """Reads a config of this family."""
     check_sizes(config, "moe_intermediate_size")
     moe = MoESpec(*experts_of(config), config.moe_intermediate_size, normalise=config.norm_topk_prob)
     bias, layers = config.attention_bias, config.num_hidden_layers
     attention = replace(attention_of(config), qkv_bias=bias, output_bias=bias, qk_norm=True)
-    windows = (config.sliding_window,) * layers  # unlike in the dense models, in all layers
+    windows = (config.sliding_window,) * layers  # in all layers, unlike the dense models
     return decoder_spec(config, attention, layer_ffns(config, moe, sparse_layers(config)), windows=windows)
 
 
 def sparse_layers(config: Any) -> tuple[bool, ...]:
-    """Returns whether each layer has experts, from `decoder_sparse_step` and `mlp_only_layers`."""
+    """Returns per layer whether it has experts, from `decoder_sparse_step` and `mlp_only_layers`."""
     check_sizes(config, "decoder_sparse_step")
     every, dense = config.decoder_sparse_step, config.mlp_only_layers
     return tuple(i not in dense and (i + 1) % every == 0 for i in range(config.num_hidden_layers))
 
 
 def shared_gated(config: Any) -> MoESpec:
-    """Reads experts of which one is shared, behind a sigmoid gate."""
+    """Reads routed experts, and a shared one with a sigmoid gate."""
     check_sizes(config, "moe_intermediate_size", "shared_expert_intermediate_size")
     return MoESpec(
         *experts_of(config),

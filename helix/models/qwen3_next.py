@@ -18,6 +18,7 @@ KINDS = ("linear_attention", "full_attention")
 
 
 def spec(config: Any) -> DecoderSpec:
+    """Reads a config of this family."""
     moe = shared_gated(config)
     return hybrid(config, "fused", layer_ffns(config, moe, sparse_layers(config)), moe)
 
@@ -28,14 +29,14 @@ def hybrid(
     ffn: FFNSpec | Sequence[FFNSpec] | None = None,
     moe: MoESpec | None = None,
 ) -> DecoderSpec:
-    """Creates the spec of a config whose layers have Gated DeltaNet, stored as `storage`, or gated attention.
+    """Creates the spec of a hybrid of Gated DeltaNet (stored as `storage`) and gated attention.
 
     Args:
         ffn: see `decoder_spec`.
-        moe: experts of the layer for multi-token prediction; None: it has the FFN of the other layers.
+        moe: experts of the MTP layer; None: it has the FFN of the other layers.
 
     Raises:
-        ValueError: `layer_types` has another kind or no attention, or heads do not divide.
+        ValueError: `layer_types` has another type or no attention, or heads do not divide.
     """
     if unknown := sorted({*config.layer_types} - {*KINDS}):
         raise ValueError(f"config.json: layer_types has {', '.join(unknown)}; supported: {', '.join(KINDS)}")
@@ -60,7 +61,7 @@ def hybrid(
         weight_offset=1.0,
         nextn=replace(attending, ffn=moe or attending.ffn) if _has_mtp(config) else None,
         nextn_names=MTP,
-        unused=("mtp.", "model.visual."),  # layers for multi-token prediction, and what reads images
+        unused=("mtp.", "model.visual."),
         layers=tuple(
             replace(layer, mixer=delta) if kind == "linear_attention" else layer
             for layer, kind in zip(spec.layers, config.layer_types, strict=True)
@@ -69,5 +70,5 @@ def hybrid(
 
 
 def _has_mtp(config: Any) -> bool:
-    """Returns whether checkpoints have a layer for multi-token prediction; of Qwen3-Next's no key says so."""
+    # Qwen3-Next has an MTP layer without a key that says so.
     return bool(getattr(config, "mtp_num_hidden_layers", 1))

@@ -1,4 +1,4 @@
-"""Seed-OSS: Llama with a bias of its own for the output projection."""
+"""Seed-OSS: Llama with separate settings for QKV and output bias."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from helix.models.spec import DecoderSpec
 
 
 def spec(config: Any) -> DecoderSpec:
+    """Reads a config of this family."""
     bias, output = config.attention_bias, config.attention_out_bias
     attention = replace(attention_of(config), qkv_bias=bias, output_bias=output)
     return decoder_spec(config, attention, MLPSpec(config.intermediate_size, config.mlp_bias))

@@ -1,4 +1,4 @@
-"""A model as data: its layers' shapes, and its options; families differ in these alone."""
+"""A model as data: the shapes and options in which model families differ."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ from helix.worker.kv_cache_spec import KVCacheSpec
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """Spec of one layer: the mixer of tokens, and the FFN after it.
-
-    Attributes:
-        rope: its own RoPE; None: the model's.
-    """
+    """Token mixer and FFN of a layer, and its RoPE (None: the model's)."""
 
     mixer: MixerSpec
     ffn: MLPSpec | MoESpec
@@ -24,7 +20,7 @@ class LayerSpec:
 
 
 class NextTokenNames(NamedTuple):
-    """Names of a layer for multi-token prediction and of what is around it; {} is the number of the model's layers."""
+    """Tensor names of an MTP layer and its inputs; {} is the number of the model's layers."""
 
     layer: str = "model.layers.{}"
     token_norm: str = "model.layers.{}.enorm"
@@ -42,21 +38,21 @@ class DecoderSpec:
 
     Attributes:
         tied: whether the head shares the embedding's weights.
-        max_positions: context for which the model was trained, in tokens; `limited_by`: the config key with it.
-        dtype: the checkpoint's own dtype, `float32`, `bfloat16` or `float16`.
+        max_positions: context length of the model, in tokens; `limited_by`: the config key that sets it.
+        dtype: of the checkpoint: `float32`, `bfloat16` or `float16`.
         eos: token ids that end a sequence.
-        unused: prefixes of checkpoint tensors that this model does not use.
-        norms: placement of norms: before, after or around each half of a layer.
-        weight_offset: number that gains of norms have more than their tensors.
-        embedding_scale, logit_scale: factors on what is embedded, and on logits.
-        round_embedding_scale: whether the first is rounded to the dtype of activations.
-        nextn: layer for multi-token prediction that checkpoints have behind the last one; None: they have none.
+        unused: prefixes of checkpoint tensors to ignore.
+        norms: position of norms: before, after or around each sublayer.
+        weight_offset: added to norm weights.
+        embedding_scale, logit_scale: factors on embeddings and logits.
+        round_embedding_scale: whether to round `embedding_scale` to the activations' dtype.
+        nextn: the checkpoint's multi-token prediction (MTP) layer, if any.
         nextn_names: names of its tensors.
-        nextn_shared_topk: tokens that its indexer chooses for the first draft of a step, and the others read; 0: each
-            reads its own.
-        draft: layer behind the last one that drafts, and keeps data in the model's pages; None: nothing is drafted so.
-        aux_hidden_state_layers: layers whose inputs the draft layer reads, in order; their number: the last output.
-            Empty: it reads the normalised output.
+        nextn_shared_topk: tokens that its indexer selects for the first draft of a step and later drafts reuse; 0: each
+            draft selects.
+        draft: draft layer after the last layer, which caches KV in the model's pages; None: there is none.
+        aux_hidden_state_layers: layers whose inputs the draft layer reads, in order; the number of layers stands for
+            the last output. Empty: it reads the normalised output.
     """
 
     vocab: int
@@ -83,7 +79,7 @@ class DecoderSpec:
 
     @property
     def ropes(self) -> list[RopeSpec]:
-        """Different RoPEs of the layers, and the model's first."""
+        """Distinct RoPEs of the layers, the model's first."""
         found = [self.rope]
         for layer in self.layers:
             if layer.rope is not None and layer.rope not in found:
@@ -92,7 +88,7 @@ class DecoderSpec:
 
     @property
     def attention(self) -> AttentionSpec | MLASpec:
-        """Attention of the first layer that reads whole sequences, else of the first layer."""
+        """Attention of the first layer with full attention, else of the first with attention."""
         attending = [layer.mixer for layer in self.layers if layer.mixer.is_attention]
         found = next((mixer for mixer in attending if mixer.window is None), attending[0])
         assert isinstance(found, AttentionSpec | MLASpec)
@@ -100,17 +96,15 @@ class DecoderSpec:
 
     @property
     def experts(self) -> MoESpec | None:
-        """Spec of the experts; None in a dense model."""
         return next((layer.ffn for layer in self.layers if isinstance(layer.ffn, MoESpec)), None)
 
     @property
     def indexers(self) -> list[IndexerSpec]:
-        """Indexers of the layers that choose tokens (DSA)."""
         mixers = [layer.mixer for layer in self.layers]
         return [m.indexer for m in mixers if isinstance(m, MLASpec) and m.indexer is not None]
 
     def without_indexers(self) -> DecoderSpec:
-        """Returns the spec of layers that read what others chose."""
+        """Returns the spec with DSA layers that reuse another layer's selection."""
 
         def alone(layer: LayerSpec) -> LayerSpec:
             mixer = layer.mixer
@@ -120,46 +114,40 @@ class DecoderSpec:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Sliding windows in tokens of the layers that attend, None for full attention."""
+        """Sliding window, in tokens, of each attention layer; None for full attention."""
         return tuple(layer.mixer.window for layer in self.layers if layer.mixer.is_attention)
 
     @property
     def full(self) -> list[int]:
-        """Indices of the layers that read whole sequences."""
+        """Indices of the layers with full attention."""
         return [i for i, layer in enumerate(self.layers) if layer.mixer.is_attention and layer.mixer.window is None]
 
     @property
     def has_states(self) -> bool:
-        """True if some layers keep a state of each sequence in place of its tokens."""
+        """Whether some layers have recurrent states instead of a KV cache."""
         return not all(layer.mixer.is_attention for layer in self.layers)
 
     @property
     def context(self) -> str:
-        """Phrase about `max_positions` for error messages."""
         return f"context of {self.max_positions} tokens ({self.limited_by} in config.json)"
 
     def kv_cache_specs(
         self, layout: HelixLayout, rank: int, dtype: str, kv: str = "auto"
     ) -> list[tuple[KVCacheSpec, ...]]:
-        """Lists the data that each layer keeps on a rank, for a model of `dtype` and this kv.dtype."""
+        """Lists what each layer caches on a rank; `dtype` is the model's, `kv` is kv.dtype."""
         return [layer.mixer.kv_cache_specs(layout, rank, dtype, kv) for layer in self.stack]
 
     @property
     def stack(self) -> tuple[LayerSpec, ...]:
-        """All layers, the one that drafts included."""
         return self.layers if self.draft is None else (*self.layers, self.draft)
 
     def with_mtp(self) -> DecoderSpec:
-        """Returns the spec with the layer for multi-token prediction.
-
-        Raises:
-            ValueError: the model has none.
-        """
+        """Returns the spec with the MTP layer as draft layer; ValueError if the model has none."""
         if self.nextn is None:
             raise ValueError(
-                "speculation.drafter=mtp: config.json names no layer for multi-token prediction "
-                "(num_nextn_predict_layers of DeepSeek-V3 and its kin, mtp_num_hidden_layers of Qwen3.5): "
-                "set speculation=ngram or another drafter"
+                "speculation.drafter=mtp: config.json names no multi-token prediction layer (num_nextn_predict_layers "
+                "in DeepSeek-V3 and similar models, mtp_num_hidden_layers in Qwen3.5): set speculation=ngram or "
+                "another drafter"
             )
         name = self.nextn_names.layer.format(len(self.layers))
         shared = (f"{name}.{part}" for part in ("embed_tokens.", "shared_head.head.", "shared_head.weight"))

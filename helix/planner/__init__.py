@@ -1,5 +1,5 @@
-"""Simulator of decode steps: the time and memory of a step on any hardware, also before it exists.
+"""Performance simulator: predicts time and memory of decode steps on any hardware.
 
-It models memory traffic, arithmetic, launches and messages. `docs/simulator.md` has its formulas, and a point computed
-by hand.
+It models memory traffic, FLOPs, kernel launches and messages.
+`docs/simulator.md` has the formulas, and a point computed by hand.
 """

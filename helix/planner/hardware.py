@@ -1,4 +1,4 @@
-"""Hardware as data: every number has a provenance and a source, which results inherit."""
+"""Hardware as data: every number has a provenance and a source, and results inherit the worst provenance."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# From measured on this hardware to promised by its vendor; a result has the provenance of its worst input.
+# From measured on this hardware to promised by its vendor.
 PROVENANCE = ("measured", "interpolated", "extrapolated", "roofline")
 MEASURED, INTERPOLATED, EXTRAPOLATED, ROOFLINE = range(4)
-# Of a number: those of the paper without scales, then of the runtime's weights, e4m3 with a scale for 128 numbers and
-# e2m1 with one for 32.
+# Bytes per value: the paper's dtypes without scales; the runtime's e4m3 with a scale per 128 values, and e2m1 with a
+# scale per 32.
 DTYPE_BYTES = {"fp4": 0.5, "fp8": 1.0, "bf16": 2.0, "e4m3": 1 + 4 / 128, "mxfp4": 17 / 32}
-# Of keys and values, those in e4m3, with a scale for each token and head; e4m3_all: index keys, too.
+# How many of keys and values are in e4m3, with a scale per token and head; e4m3_all: index keys, too.
 QUANTIZED_KV = {"e4m3": 2, "e4m3_all": 2, "k16v8": 1}
 COLLECTIVES = ("all_to_all", "all_reduce", "all_gather", "send")
 
@@ -35,20 +35,20 @@ class Constant:
 
 
 def interpolate(known: Mapping[int, Constant], sizes: Array) -> tuple[Array, Array]:
-    """Interpolates value and provenance at `sizes` between known ones (log2); beyond them the last one counts."""
+    """Interpolates value and provenance at `sizes` (linear in log2 of the size); constant beyond the known sizes."""
     at = np.array(sorted(known))
     values = np.interp(np.log2(sizes), np.log2(at), [known[size].value for size in at])
     inside = (sizes >= at[0]) & (sizes <= at[-1])
-    known_size = (np.asarray(sizes)[..., None] == at).any(-1)  # of few sizes; np.isin takes six times as long
+    known_size = (np.asarray(sizes)[..., None] == at).any(-1)  # np.isin takes six times as long for few sizes
     level = np.where(known_size, MEASURED, np.where(inside, INTERPOLATED, EXTRAPOLATED))
     return values, np.maximum(level, max(constant.level for constant in known.values()))
 
 
 def sent_bytes(op: str, width: Any, message: Any) -> Any:
-    """Computes the bytes that one rank sends, of numbers or arrays.
+    """Returns the bytes that one rank sends.
 
     Args:
-        message: bytes of all_to_all: a rank's parts for all ranks, its own included; all_reduce and send: the tensor;
+        message: bytes; all_to_all: a rank's messages to all ranks, itself included; all_reduce and send: the tensor;
             all_gather: the gathered tensor.
     """
     if op == "send":
@@ -61,9 +61,9 @@ class Collective:
     """Cost model of a collective: seconds = latency(width) + bytes that a rank sends / rate.
 
     Attributes:
-        latency_s: latency by number of ranks; between these interpolated logarithmically, beyond them extrapolated.
-        bytes_per_s: rate of the bytes that one rank sends.
-        measured_bytes: size above which messages are extrapolated.
+        latency_s: by number of ranks; interpolated logarithmically between them, extrapolated beyond.
+        bytes_per_s: of the bytes that one rank sends.
+        measured_bytes: message size above which the model extrapolates.
     """
 
     latency_s: Mapping[int, Constant]
@@ -71,7 +71,6 @@ class Collective:
     measured_bytes: float
 
     def latency(self, width: Array) -> tuple[Array, Array]:
-        """Returns the seconds and provenance for each width."""
         seconds, level = interpolate(self.latency_s, width)
         last = sorted(self.latency_s)[-2:]
         if len(last) > 1:
@@ -86,31 +85,30 @@ class Hardware:
 
     Attributes:
         gpus: number of GPUs.
-        memory_bytes: memory of one GPU.
-        read_bytes_per_s: rate of reads much larger than the caches.
-        flops: dense matrix rate by dtype.
-        kernel_s: time of a kernel in a captured step beyond its bytes and FLOPs: launch, ramp, tail, and the small
-            kernels beside it (norms, RoPE, append, merging of splits).
-        product_s: the same for a projection, by rows of its input; empty: as any kernel.
-        latent_share: share of the read rate that MLA's attention reaches; None: all of it.
-        latent_flops: FLOP/s of MLA's attention with many heads; None: as any product.
-        e4m3_share: shares of the read rate at which numbers in e4m3 are read, which are converted: `weights`,
-            `experts`, keys and values of heads (`kv`; values alone: `k16v8`) and `latents`; and the share of
-            `latent_flops` over them; empty: all of it.
-        chunk_s: time of each further HOP-B chunk of a layer.
-        collectives: the runtime's own collectives, if it has them on this hardware.
-        nccl: the library's collectives; empty: not measured.
-        finding_s: time per layer of block-sparse attention beyond its bytes (chosen blocks and all key bounds) and
-            beyond kernel_s, which dense attention takes as well; None: unknown.
+        memory_bytes: per GPU.
+        read_bytes_per_s: of reads much larger than the caches.
+        flops: dense matrix FLOP/s by dtype.
+        kernel_s: overhead of a kernel in a captured step: launch, ramp, tail, and the small kernels around it (norms,
+            RoPE, append, merging of splits).
+        product_s: the same for a projection, by rows of its input; empty: kernel_s.
+        latent_share: share of the read rate that MLA attention reaches; None: 1.
+        latent_flops: FLOP/s of MLA attention with many heads; None: as any GEMM.
+        e4m3_share: shares of the read rate for e4m3 data, which needs conversion: `weights`, `experts`, keys and values
+            (`kv`; only values: `k16v8`) and `latents`; and `latent_flops`, the share of that rate; missing: 1.
+        chunk_s: overhead of each HOP-B chunk of a layer after the first.
+        collectives: the runtime's own collectives.
+        nccl: NCCL's collectives; empty: not measured.
+        finding_s: overhead per layer of block-sparse attention, besides its bytes (selected blocks and all key bounds)
+            and kernel_s; None: unknown.
         finding_sequence_s: the same per sequence; None: 0.
-        bounds_share: share of the read rate at which the choice reads key bounds; None: all.
-        link_bytes_per_s: rate from host memory to a GPU, in chosen blocks, while all GPUs fetch; None: unknown.
-        fetch_s: fixed time per layer of finding the missing blocks and fetching them.
-        gather_share: share of the read rate that attention over single chosen keys reaches; for self-speculation, like
-            the next three; None: unknown.
+        bounds_share: share of the read rate at which selection reads key bounds; None: 1.
+        link_bytes_per_s: from host memory to a GPU, in blocks, while all GPUs fetch; None: unknown.
+        fetch_s: overhead per layer of finding and fetching missing blocks.
+        gather_share: share of the read rate of attention over single selected keys; for self-speculation, like the next
+            three; None: unknown.
         collect_share: additional time of attention that writes scores, as a share of the attention.
-        select_s: time of choosing the keys of the next drafts in all layers, beyond the bytes of scores.
-        select_bytes_per_s: rate at which the choice reads scores; its instructions take longer than its reads.
+        select_s: overhead of selecting the next drafts' keys in all layers, besides the bytes of scores.
+        select_bytes_per_s: rate at which selection reads scores, bound by its instructions.
     """
 
     name: str
@@ -189,27 +187,19 @@ class Hardware:
         )
 
     def over_nccl(self) -> Hardware:
-        """Returns the same hardware with the library's collectives.
-
-        Raises:
-            ValueError: they were not measured.
-        """
+        """Returns the same hardware with NCCL's collectives; ValueError if they were not measured."""
         if not self.nccl:
-            raise ValueError(f"nothing is known of NCCL's collectives on {self.name}: add nccl to its description")
+            raise ValueError(f"hardware {self.name} has no numbers for NCCL's collectives: add nccl to its description")
         return replace(self, collectives=self.nccl)
 
     def rate(self, dtype: str) -> Constant:
-        """Returns the FLOP/s in `dtype`.
-
-        Raises:
-            ValueError: the rate is unknown.
-        """
+        """Returns the FLOP/s in `dtype`; ValueError if unknown."""
         if dtype not in self.flops:
             raise ValueError(f"{self.name} has no rate for {dtype}; known: {', '.join(self.flops)}")
         return self.flops[dtype]
 
     def collective_s(self, op: str, width: Array, message: Array) -> tuple[Array, Array, Array]:
-        """Computes latency and transfer of a collective, in seconds, and provenance; 0 for a single rank."""
+        """Returns latency and transfer time of a collective, in seconds, and provenance; 0 for a single rank."""
         known = self.collectives[op]
         latency, level = known.latency(np.maximum(width, 2))
         # Up to the measured sizes latency dominates; beyond them the rate counts.

@@ -1,7 +1,7 @@
 """Phases of a decoder layer and their costs: bytes read, FLOPs, launches and messages of the slowest rank.
 
-Weights and KV are read from memory once per step; activations stay in GPU caches. Shares are whole heads, columns and
-experts, and the largest share counts; KV is divided evenly. Experts are chosen uniformly and independently.
+Assumptions: a step reads weights and KV from memory once; activations stay in GPU caches. Ranks hold whole heads,
+columns and experts, and the largest share counts; KV is divided evenly. Routing is uniform and independent.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from helix.planner.hardware import (
 from helix.planner.points import DP, HELIX, MEDHA, Options, Points, Sparse
 from helix.worker.kv_cache_spec import LATENT_GROUP, score_planes
 
-MAX_KERNEL_ROWS = 32  # most rows of our projection kernels, beyond which the library's run; experts always use ours
+MAX_KERNEL_ROWS = 32  # more rows use cuBLAS, except for experts
 SELECT_LAUNCHES = 5  # kernels/sparse/select_tokens.py
 SCORE_BYTES, SLOT_BYTES = 2, 4
 COUNTED_DIGITS, DIGIT_VALUES = (
     2,
     256,
-)  # kernels/indexer/select_topk.py: digits whose counts ranks gather, and numbers of a digit
-SCORE_READS, NUMBER_BYTES = 5, 4  # of an indexer's scores, which are written once, and read by each launch of a choice
+)  # kernels/indexer/select_topk.py: digits whose histograms are gathered, and values per digit
+SCORE_READS, NUMBER_BYTES = 5, 4  # an indexer's scores are written once, and read by each launch of the selection
 
-Number = Any  # int, float or array: one formula serves all
+Number = Any  # int, float or array
 
 
 def pipelined(compute: Number, exchange: Number, chunks: Number) -> Number:
-    """Computes the time of `chunks` pieces, each exchanged while the next is computed (HOP-B, figure 3)."""
+    """Returns the time of `chunks` pieces, each exchanged while the next is computed (HOP-B, figure 3)."""
     return np.maximum(chunks * compute + exchange, compute + chunks * exchange)
 
 
 def experts_touched(experts: int, top_k: int, tokens: Number) -> Number:
-    """Computes the expected number of distinct experts that `tokens` choose, each `top_k` uniformly."""
+    """Returns the expected number of distinct experts for `tokens`, each with `top_k` uniform ones."""
     return experts * (1 - (1 - top_k / experts) ** tokens)
 
 
@@ -68,7 +68,6 @@ class Phase:
     level: Array
 
     def arrays(self) -> tuple[Array, ...]:
-        """Returns the additive arrays, then the provenance."""
         return self.seconds, self.bytes, self.flops, self.sent, self.launches, self.level
 
     def times(self, count: Number) -> Phase:
@@ -82,21 +81,19 @@ class Phase:
         return Phase(self.name, *[*added, np.maximum(level, other_level)])
 
     def where(self, condition: Array, other: Phase) -> Phase:
-        """Selects this phase where the condition holds, the other elsewhere."""
         pairs = zip(self.arrays(), other.arrays(), strict=True)
         return Phase(self.name, *(np.where(condition, a, b) for a, b in pairs))
 
 
 def _ceil_div(a: Number, b: Number) -> Array:
-    """Divides a by b, rounding up."""
     return -(-a // b)
 
 
 class Layer:
-    """Costs of a layer's two halves over all points.
+    """Costs of a layer's mixer and FFN over all points.
 
     Args:
-        drafting: whether the step is a draft step of self-speculation, instead of one that verifies.
+        drafting: whether the step is a draft step of self-speculation, instead of a verification step.
     """
 
     def __init__(
@@ -128,7 +125,7 @@ class Layer:
         self.item |= _kv_items(self.mixer, options.kv)
         self.rate = hardware.rate(options.arithmetic or options.weights)
         self.zeros = np.zeros(len(points))
-        # Points at which rows go to the ranks of their experts and back; elsewhere every rank has all rows.
+        # Where rows are sent to the ranks of their experts and back; elsewhere every rank has all rows.
         self.dispatched = (p.mode == DP) & (options.dispatch == "chosen")
         self.gathered = (p.mode == DP) & (options.dispatch == "all")
 
@@ -152,11 +149,11 @@ class Layer:
         flops: Number = None,
         kind: str = "weights",
     ) -> Phase:
-        """Computes the cost of a product of `rows` rows with `weights` weights on this rank.
+        """Returns the cost of a GEMM of `rows` rows with `weights` weights on this rank.
 
         Args:
-            flops: its FLOPs, if they are others.
-            kind: `weights`, `experts` or `other`, whose dtype options name.
+            flops: None: 2 * rows * weights.
+            kind: `weights`, `experts` or `other`: selects the dtype in `Options`.
         """
         hw = self.hardware
         share = hw.e4m3_share.get(kind) if (getattr(self.options, kind) or self.options.weights) == "e4m3" else None
@@ -177,7 +174,7 @@ class Layer:
         share: Constant | None = None,
         rate: Constant | None = None,
     ) -> Phase:
-        """Computes the cost of kernels that read at `share` of the read rate and compute at `rate` (None: default)."""
+        # Kernels that read at `share` of the read rate and compute at `rate`.
         hw, rate = self.hardware, rate or self.rate
         reached = hw.read_bytes_per_s.value * (share.value if share is not None else 1.0)
         work = np.maximum(read / reached, flops / rate.value)
@@ -194,7 +191,7 @@ class Layer:
         flops: Number = 0.0,
         launches: Number = 1,
     ) -> Phase:
-        """Makes a phase out of its seconds and the constants that they were computed with."""
+        # `constants` determine the provenance.
         level, zeros = max(INTERPOLATED, *(constant.level for constant in constants)), self.zeros
         sums = zeros + seconds, zeros + read, zeros + flops, zeros, zeros + launches
         return Phase(name, *sums, zeros.astype(int) + level)
@@ -205,7 +202,6 @@ class Layer:
         return Phase(name, latency + wire, self.zeros, self.zeros, sent, self.zeros + (width > 1), level)
 
     def row_bytes(self, rows: Number) -> Number:
-        """Counts the bytes of a message of `rows` rows of hidden states."""
         return rows * self.spec.hidden * self.item["messages"]
 
     def _heads(self, window: int | None) -> list[Phase]:
@@ -223,7 +219,7 @@ class Layer:
         ]
 
     def recurrent(self, spec: GatedDeltaSpec) -> list[Phase]:
-        """Lists the phases of a layer with states, each of which a step reads and writes once."""
+        """Lists the phases of a recurrent layer, whose states a step reads and writes once."""
         p, s, heads = self.points, self.spec, self._state_heads(spec)
         width = np.where(p.mode == MEDHA, p.tpa, p.ranks)
         return [
@@ -234,41 +230,39 @@ class Layer:
         ]
 
     def _state_heads(self, spec: GatedDeltaSpec) -> Array:
-        """Computes the value heads of the fullest rank, over all of which a layer is cut."""
+        # On the fullest rank.
         return _ceil_div(spec.value_heads, self.points.ffn_ranks)
 
     def _state_rows(self, spec: GatedDeltaSpec) -> Array:
-        """Computes the rows of such a layer's first projection: q, k, v, z and two gates of each head."""
+        # Rows of the input projection: q, k, v, z and two gates per head.
         heads = self._state_heads(spec)
         keys = np.minimum(_ceil_div(heads, spec.group) + (heads % spec.group > 0), spec.key_heads)
         return 2 * keys * spec.key_dim + heads * (2 * spec.value_dim + 2)
 
     def state_bytes(self, spec: GatedDeltaSpec) -> Array:
-        """Counts the bytes of a sequence's state, in fp32."""
         return self._state_heads(spec) * spec.key_dim * spec.value_dim * 4
 
     def recurrent_bytes(self, spec: GatedDeltaSpec) -> Array:
-        """Counts the bytes of such a layer's weights on the fullest rank."""
         rows = self._state_rows(spec) + self._state_heads(spec) * spec.value_dim
         return self.spec.hidden * rows * self.item["weights"]
 
     @property
     def gated(self) -> bool:
-        """True if attention's output has gates, which are projected apart."""
+        """Whether attention has output gates, which take another GEMM."""
         return isinstance(self.mixer, AttentionSpec) and self.mixer.gated
 
     @property
     def gates(self) -> Number:
-        """Number of heads whose gates a rank computes: those of which it has the output."""
+        """Number of heads whose gates a rank computes: its heads after the exchange."""
         return self.o * self.gated
 
     def _latent(self, window: int | None) -> list[Phase]:
-        """Lists the phases of MLA, with the faster order of W_UV and exchange, and the faster making of queries."""
+        # With the faster order of W_UV and exchange, and the faster way to compute queries.
         s, m, p = self.spec, self.mixer, self.points
         assert isinstance(m, MLASpec)
 
         def queries(heads: Number, width: Array) -> list[Phase]:
-            """Lists the phases that make the queries of some heads, gathered over `width` ranks."""
+            # Queries of `heads` heads, gathered over `width` ranks.
             first = s.hidden * (m.entry + (m.q_rank or heads * m.query))
             projections = [self.kernel("qkv", first, self.rows)]
             projections += [self.kernel("query up", m.q_rank * heads * m.query, self.rows)] if m.q_rank else []
@@ -286,7 +280,7 @@ class Layer:
         return [*query_phases, *attention_phases, *self._output(m.value)]
 
     def indexing(self) -> list[Phase]:
-        """Lists the phases of one indexer: projections, scores of all tokens, and a choice over the ranks."""
+        """Lists the phases of one indexer: projections, scores of all tokens, and selection over the ranks."""
         m, p, hw = self.mixer, self.points, self.hardware
         if not self.spec.indexers:
             return []
@@ -296,7 +290,7 @@ class Layer:
         scanned = self.sequences * tokens * self.index_bytes(indexer)
         gathers = self.collective("choose tokens", "all_gather", p.kvp, self.rows * DIGIT_VALUES * NUMBER_BYTES * p.kvp)
         lists = self.collective("choose tokens", "all_gather", p.kvp, self.rows * (m.topk or 0) * 8.0 * p.kvp)
-        # Of single queries, the launch that computes scores counts their first digit, and the one before zeroes counts.
+        # For single queries the scoring launch builds the first digit's histogram, and the one before zeroes it.
         reads, launches = (SCORE_READS - 1, COUNTED_DIGITS + 1) if self.single else (SCORE_READS, COUNTED_DIGITS + 3)
         kernels = self._roofline_phase("choose tokens", self.rows * tokens * reads * NUMBER_BYTES, kernels=launches)
         return [
@@ -306,19 +300,16 @@ class Layer:
         ]
 
     def index_bytes(self, indexer: IndexerSpec) -> float:
-        """Counts the bytes of an index key."""
         return indexer.width + 4.0 if self.options.kv == "e4m3_all" else indexer.width * self.item["plain_kv"]
 
     def _block_selection(self, window: int | None) -> Sparse | None:
-        """Returns the block selection of a layer with this window; None if queries read all tokens."""
         return self.sparse if window is None else None
 
     def _visible_tokens(self, window: int | None) -> Array:
-        """Computes the tokens that a query may read on a rank."""
+        # Tokens that a query may read on a rank.
         return min(window or self.length, self.length) / self.points.kvp
 
     def _read_tokens(self, window: int | None) -> Array:
-        """Computes the tokens that a query reads on a rank."""
         visible = self._visible_tokens(window)
         if self.drafting and window is None:
             return self.draft_keys()
@@ -328,41 +319,36 @@ class Layer:
         return visible if sparse is None else np.minimum(sparse.blocks(self.points.kvp) * sparse.block, visible)
 
     def draft_keys(self) -> Array:
-        """Computes the keys of a sequence that a draft reads on a rank, in layers without a window."""
+        """Returns the keys of a sequence that a draft reads on a rank, in layers without a window."""
         s = self.self_drafts
         assert s is not None and s.sparsity is not None
         kvp = self.points.kvp
         return np.minimum((np.maximum(s.sparsity * self.length, LEAST_KEYS) + s.tail) / kvp, self.length / kvp)
 
     def num_score_planes(self) -> Array:
-        """Computes the score planes that verification writes in such a layer."""
+        """Returns the score planes that verification writes in a layer without a window."""
         groups, each = np.unique(self.q // self.kv, return_inverse=True)
         planes = [score_planes(self.options.step_tokens, int(g), self.head_dim, "bfloat16") for g in groups]
         return np.array(planes)[each]
 
     def key_selection(self) -> Phase:
-        """Computes the cost of choosing the keys of the next drafts, in all layers at once."""
+        """Returns the cost of selecting the next drafts' keys, in all layers at once."""
         scores = self.num_score_planes() * self.sequences * self.kv * (self.length / self.points.kvp) * SCORE_BYTES
         read = scores * len(self.spec.full)
         price, rate = self.required_constant("select_s"), self.required_constant("select_bytes_per_s")
         return self._phase("select", price.value + read / rate.value, price, rate, read=read, launches=SELECT_LAUNCHES)
 
     def required_constant(self, name: str) -> Constant:
-        """Returns a constant of the hardware for self-speculation.
-
-        Raises:
-            ValueError: the constant is unknown.
-        """
+        """Returns a hardware constant for self-speculation; ValueError if unknown."""
         found: Constant | None = getattr(self.hardware, name)
         if found is None:
             raise ValueError(
-                f"{name} is not known on {self.hardware.name}: add it to its description, or leave out "
+                f"{name} is not known for {self.hardware.name}: add it to its description, or leave out "
                 "speculation=sparse"
             )
         return found
 
     def _block_scoring(self, window: int | None) -> list[Phase]:
-        """Lists the phases of block selection, which reads vectors of blocks and of candidates' parts."""
         sparse = self._block_selection(window)
         if sparse is None:
             return []
@@ -370,23 +356,23 @@ class Layer:
         price, each = hw.finding_s, hw.finding_sequence_s
         if price is None:
             raise ValueError(
-                f"the price of finding blocks is not known on {hw.name}: add finding_s to its description, "
-                "or take dense attention"
+                f"hardware {hw.name} has no finding_s, the cost of block selection: add it to its description, or use "
+                "attention=dense"
             )
         kvp = self.points.kvp
-        scored = sparse.scored(self.length, kvp) if sparse.topk else 0.0  # without a choice no scores
+        scored = sparse.scored(self.length, kvp) if sparse.topk else 0.0  # no selection, no scores
         bounds = self.sequences * 2 * self.kv * self.head_dim * scored
         fixed = self._phase("", price.value + (self.sequences * each.value if each is not None else 0.0), price)
         found = [
             self._roofline_phase("find blocks", bounds * self.item["plain_kv"], 0.0, 0, hw.bounds_share).plus(fixed)
         ]
-        if sparse.choice == "global":  # a score and a number of each candidate block, sent to every other rank
+        if sparse.choice == "global":  # score and index of each candidate block, sent to every other rank
             offered = self.rows * self.kv * sparse.topk * kvp * 8.0
             found.append(self.collective("offer blocks", "all_to_all", kvp, offered))
         return found
 
     def _offload_fetches(self, window: int | None) -> list[Phase]:
-        """Lists the fetch of a layer's chosen blocks that are neither hot nor guessed from host memory."""
+        # Selected blocks that are neither resident nor prefetched.
         offload, layers = self.options.offload, len(self.spec.full)
         if self._block_selection(window) is None or offload is None:
             return []
@@ -394,14 +380,13 @@ class Layer:
 
     @property
     def num_prefetched_layers(self) -> int:
-        """Number of layers whose blocks are fetched ahead: all that choose, except for the model's first layer."""
         guesses = (
             self.sparse is not None and self.options.offload is not None and self.options.offload.prefetch is not None
         )
         return self.spec.windows[1:].count(None) if guesses else 0
 
     def prefetch(self) -> tuple[list[Phase], Array]:
-        """Computes the cost of guesses in all layers, and the seconds per step in which the link is busy."""
+        """Returns the cost of prefetch selections in all layers, and the seconds per step that the link is busy."""
         s = self.spec
         if not self.num_prefetched_layers:
             return [], self.zeros
@@ -413,14 +398,14 @@ class Layer:
         return [guess.times(self.num_prefetched_layers)], busy
 
     def _fetch(self, share: float) -> Phase:
-        """Computes the cost of fetching this share of a layer's chosen blocks that are not hot."""
+        # Fetch of this share of a layer's selected blocks that are not resident.
         sparse, offload = self.sparse, self.options.offload
         assert sparse is not None and offload is not None
         rate, fixed = self.hardware.link_bytes_per_s, self.hardware.fetch_s
         if rate is None or fixed is None:
             raise ValueError(
-                f"the link to host memory is not known on {self.hardware.name}: add link_bytes_per_s and fetch_s to "
-                "its description (helix calibrate), or leave out kv.offload=host"
+                f"hardware {self.hardware.name} has no link_bytes_per_s or fetch_s, the cost of fetching from host "
+                "memory: add them to its description (helix calibrate), or leave out kv.offload=host"
             )
         selected = np.minimum(
             _ceil_div(sparse.touched_blocks, self.points.kvp) * sparse.block, self._visible_tokens(None)
@@ -430,18 +415,13 @@ class Layer:
         return self._phase("fetch", fixed.value + fetched_bytes / rate.value, rate, fixed, launches=2)
 
     def _attend(self, window: int | None, stored: Number, per_pair: int, value: int) -> tuple[Phase, Phase]:
-        """Computes the cost of attention over this rank's shard, and the exposed cost of the exchange.
-
-        Args:
-            stored: values per token that this rank reads.
-            per_pair: multiplications per query head and token.
-            value: values per head that are exchanged, besides its fp32 LSE.
-        """
+        # Attention over this rank's shard, and the exposed part of the exchange. `stored`: values per token that this
+        # rank reads; `per_pair`: multiplications per query head and token; `value`: values per head in a message.
         p, hw = self.points, self.hardware
         tokens = self._read_tokens(window)
         readers = (
             self.sequences if self._block_selection(window) is None else self.rows
-        )  # each query chooses its own blocks
+        )  # each query selects its own blocks
         readers = self.rows if self.spec.indexers else readers  # or tokens
         read = readers * tokens * stored * self.item["kv" if window is None else "plain_kv"]
         flops = 2.0 * self.rows * tokens * self.q * per_pair
@@ -460,7 +440,7 @@ class Layer:
             attention = replace(attention, seconds=(1 + more.value) * attention.seconds, level=level)
         message = self.rows * self.q * (value * self.item["messages"] + 4)
         latency, wire, level = hw.collective_s("all_to_all", p.kvp, message)
-        # Medha: all heads of a group go to its one rank with the output projection, and nothing overlaps.
+        # Medha: all heads of a group go to one rank, which has the output projection, without overlap.
         wire = np.where(p.mode == MEDHA, wire * p.kvp, wire)
         data = attention.seconds - hw.kernel_s.value
         exposed = self.attention_and_exchange_s(data, latency, wire) - data
@@ -468,11 +448,11 @@ class Layer:
         return attention, Phase("exchange", exposed, self.zeros, self.zeros, sent, self.zeros + (p.kvp > 1), level)
 
     def attention_and_exchange_s(self, data: Array, latency: Array, wire: Array) -> Array:
-        """Computes the seconds of attention and exchange together, without the attention's kernel launch.
+        """Returns the seconds of attention and exchange together, without the attention's kernel_s.
 
-        Batched: one message for all sequences of a chunk; its latency counts once, after the last chunk, and HOP-B uses
-        the best number of chunks, a power of two up to the batch, unless options give one. Serial: each sequence has
-        its own collective.
+        Batched: one message for all sequences of a chunk. Its latency counts once, after the last chunk; HOP-B uses the
+        best number of chunks, a power of two up to the batch, unless `Options.chunks` is set. Serial: one collective
+        per sequence.
 
         Args:
             data: seconds of attention over the whole batch.
@@ -500,16 +480,14 @@ class Layer:
         ]
 
     def _gather_rows(self) -> Phase:
-        """Computes the cost of gathering the rows of all groups on every rank."""
         return self.collective("gather rows", "all_gather", self.points.dp, self.row_bytes(self.all_rows))
 
     @property
     def inputs(self) -> int:
-        """Width of what queries, keys and values are projected from, in layers that keep keys and values."""
         return (self.mixer.inputs if isinstance(self.mixer, AttentionSpec) else None) or self.spec.hidden
 
     def input_projection(self, width: int) -> list[Phase]:
-        """Lists the phases of a layer that drafts before its attention: a projection of what it reads, by columns."""
+        """Lists the phases of a draft layer's row-parallel input projection."""
         if not width:
             return []
         ranks = self.points.ranks
@@ -518,7 +496,6 @@ class Layer:
 
     @property
     def head_dim(self) -> int:
-        """Width of a head of layers that keep keys and values."""
         assert isinstance(self.mixer, AttentionSpec)
         return self.mixer.head_dim
 
@@ -528,7 +505,7 @@ class Layer:
         return [self._gather_rows(), product, self._sum_rows()]
 
     def _sum_rows(self) -> Phase:
-        """Computes the cost of the sum over all ranks, of all rows; in the runtime's mode dp, each of a rank's own."""
+        # All-reduce of all rows; in the runtime's mode dp a reduce-scatter.
         ranks, message = self.points.ranks, self.row_bytes(self.all_rows)
         summed = self.collective("ffn all-reduce", "all_reduce", ranks, message)
         scattered = self.collective("ffn all-reduce", "all_gather", ranks, message)  # a reduce-scatter's bytes
@@ -565,7 +542,6 @@ class Layer:
     # ---- memory
 
     def attention_bytes(self) -> Array:
-        """Counts the bytes of a layer's attention weights on the fullest rank."""
         s, m, item = self.spec, self.mixer, self.item
         if isinstance(m, AttentionSpec):
             numbers = m.head_dim * (self.inputs * (self.q + 2 * self.kv + self.gates) + s.hidden * self.o)
@@ -575,7 +551,6 @@ class Layer:
         return projections * item["weights"] + self.q * (m.nope + m.value) * m.latent * item["other"]
 
     def ffn_bytes(self, spec: MLPSpec | MoESpec) -> Array:
-        """Counts the bytes of a layer's FFN weights on the fullest rank."""
         s, p, item = self.spec, self.points, self.item
         if isinstance(spec, MLPSpec):
             return 3 * s.hidden * _ceil_div(spec.width, p.ffn_ranks) * item["weights"]
@@ -584,29 +559,29 @@ class Layer:
         return s.hidden * (spec.experts * item["other"] + shared + routed)
 
     def _shared_columns(self, spec: MoESpec) -> Array:
-        """Computes the columns of shared experts per rank: like a dense FFN's, or in mode dp (`chosen`) a group's."""
+        # Per rank: like a dense FFN, or in mode dp (`chosen`) sharded within a group.
         p, width = self.points, spec.shared_width
         return np.where(self.dispatched, _ceil_div(width, p.tpa), _ceil_div(width, p.ffn_ranks))
 
     def token_numbers(self) -> Array:
-        """Counts the cached values per token and layer on the rank that stores it."""
+        """Returns the cached values per token and layer on the rank that stores it."""
         m = self.mixer
         return np.full(len(self.points), m.entry) if isinstance(m, MLASpec) else 2 * self.kv * m.head_dim
 
 
 def _cheaper(usual: list[Phase], other: list[Phase], allowed: Array) -> list[Phase]:
-    """Selects the faster list at each point; `other` only where it is allowed."""
+    # The faster list at each point; `other` only where allowed.
     better = allowed & (sum(phase.seconds for phase in other) < sum(phase.seconds for phase in usual))
     return [b.where(better, a) for a, b in zip(usual, other, strict=True)]
 
 
 def _kv_items(mixer: AttentionSpec | MLASpec, kv: str) -> dict[str, float]:
-    """Counts the bytes of a stored number, with its scales; `plain_kv`: of those in windows, and of key bounds."""
+    # Bytes per cached value, with scales; `plain_kv`: in windows, and of key bounds.
     if kv not in QUANTIZED_KV:
         return {"kv": DTYPE_BYTES[kv], "plain_kv": DTYPE_BYTES[kv]}
     quantized, plain = QUANTIZED_KV[kv], DTYPE_BYTES["bf16"]
     if isinstance(mixer, MLASpec):
-        assert kv != "k16v8", "latents are keys and values at once"
+        assert kv != "k16v8", "with latents, keys and values are the same data"
         groups = -(-mixer.latent // LATENT_GROUP)
         return {"kv": (mixer.latent + 4 * groups + plain * mixer.rope) / mixer.entry, "plain_kv": plain}
     return {"kv": (quantized * (1 + 4 / mixer.head_dim) + (2 - quantized) * plain) / 2, "plain_kv": plain}

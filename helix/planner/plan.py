@@ -1,4 +1,4 @@
-"""Planner: the best layout of a model on a number of GPUs, with reasons."""
+"""Planner: finds the best layout of a model on a number of GPUs, and explains why."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from helix.planner.points import DP, Grid, LayerDrafts, Options, Points, Specula
 from helix.planner.step import StepCost, memory_of, predict
 from helix.setup.buffers import max_chunk, prompt_bytes, token_buffers
 
-MODES = ("tp", "medha", "helix")  # modes compared unless a question names others
+MODES = ("tp", "medha", "helix")  # compared by default
 CHUNKS = (1, 2, 4, 8)  # numbers of HOP-B chunks that the runtime uses
 GAMMAS = (1, 2, 4, 8, 16)
-SELF_GAMMAS = tuple(range(1, 17))  # the same where drafts have a cost
+SELF_GAMMAS = tuple(range(1, 17))  # the same if drafts have a cost
 MAX_APPEND_BLOCK = 16  # the runtime's append block
 MAX_DRAFT_APPEND_BLOCK = 64  # the same for self-speculation (conf/speculation/sparse.yaml)
-MAX_IMBALANCE = 1.01  # most tokens of the fullest rank over the mean, before a smaller append block is used
-BATCHES = np.unique(np.round(2 ** np.arange(0, 12.01, 0.25))).astype(np.int64)  # tried if the question has no batch
+MAX_IMBALANCE = 1.01  # tokens of the fullest rank over the mean; above, use a smaller append block
+BATCHES = np.unique(np.round(2 ** np.arange(0, 12.01, 0.25))).astype(np.int64)  # tried if the query has no batch
 DTYPE = "bfloat16"  # of activations
-MIN_KV_FRACTION = 0.01  # of the memory, for KV, where chunks of prompts need all
-MEDIAN_ERROR = 0.02  # the median error of predicted steps on an H200 (docs/simulator.md)
-MIN_MENTIONED_SHARE = 0.02  # least share of the step by which phases must differ to be named, except for the largest
+MIN_KV_FRACTION = 0.01  # of the memory, if prompt chunks need all of it
+MEDIAN_ERROR = 0.02  # of predicted steps on an H200 (docs/simulator.md)
+MIN_MENTIONED_SHARE = 0.02  # of the step: reasons name phases that differ by more, and the largest difference
 
 
 @dataclass(frozen=True)
 class PlanQuery:
-    """Question to the planner.
+    """Query to the planner.
 
     Attributes:
         context: tokens of each sequence in the cache.
-        batch: number of sequences; None: the number with the best throughput within `ttl_s`.
-        ttl_s: most seconds per token; None: no limit.
+        batch: number of sequences; None: the best throughput within `ttl_s`.
+        ttl_s: maximum seconds per token; None: no limit.
         acceptance: probability that a draft is accepted; None: no speculation.
         gamma: drafts per step; None: the best of GAMMAS, or of SELF_GAMMAS.
-        sparsity: share of its keys that drafts of self-speculation read; None: another drafter.
-        layer: the layer that drafts; None, and no sparsity: drafts are free of cost.
-        modes: modes of the layouts to compare; dp only for plain steps that read all keys, as the runtime has it.
+        sparsity: share of keys that drafts of self-speculation read; None: another drafter.
+        layer: the draft layer; None, and no sparsity: drafts cost nothing.
+        modes: modes to compare; as in the runtime, dp only for dense steps without drafts.
         widths: names and values of widths that layouts must have.
-        chunks: numbers of HOP-B chunks to try, with 1 (off) the first.
-        options: dtypes, page size, share of the memory; the planner chooses the rest.
+        chunks: numbers of HOP-B chunks to try, 1 (off) first.
+        options: dtypes, page size, share of the memory; the planner sets the rest.
     """
 
     spec: DecoderSpec
@@ -79,27 +79,24 @@ class PlanQuery:
         if self.gamma is not None and self.acceptance is None:
             raise ValueError(f"gamma={self.gamma} needs acceptance: the probability that a drafted token is accepted")
         if self.gamma is not None and self.gamma >= MAX_QUERIES:
-            raise ValueError(f"gamma={self.gamma} must be at most {MAX_QUERIES - 1}, the most that the runtime drafts")
+            raise ValueError(f"gamma={self.gamma} must be at most {MAX_QUERIES - 1}, the runtime's limit")
         if self.acceptance is not None and not 0 <= self.acceptance <= 1:
             raise ValueError(f"acceptance={self.acceptance:g} must be from 0 to 1: it is a probability")
         if self.draft_has_cost and self.acceptance is None:
-            drafter = "speculation=sparse" if self.layer is None else "a layer that drafts"
+            drafter = "speculation=sparse" if self.layer is None else "a draft layer"
             raise ValueError(f"{drafter} needs acceptance: the probability that a drafted token is accepted")
 
     @property
     def draft_has_cost(self) -> bool:
-        """True if drafts have a cost."""
         return self.sparsity is not None or self.layer is not None
 
     @property
     def gammas(self) -> tuple[int, ...]:
-        """Numbers of drafts per step to try; 0: none."""
         if self.acceptance is None:
             return (0,)
         return (0, self.gamma) if self.gamma is not None else (0, *(SELF_GAMMAS if self.draft_has_cost else GAMMAS))
 
     def settings(self, options: Options, chunks: int, gamma: int, append_block: int) -> Options:
-        """Returns options with these numbers of HOP-B chunks (1: off) and of drafts, and this append block."""
         drafts = None
         if gamma and self.acceptance is not None:
             drafts = Speculation(gamma, self.acceptance, self.sparsity, self.layer)
@@ -108,20 +105,19 @@ class PlanQuery:
 
 @dataclass(frozen=True)
 class PlannedLayout:
-    """A layout with its best settings, and the prediction for it.
+    """A layout with its best settings, and its prediction.
 
     Attributes:
         chunks: number of HOP-B chunks; 1: off.
         gamma: drafts per step; 0: no speculation.
         ttl_s: token-to-token latency of a sequence.
-        user, gpu: tokens/s of one sequence, and of one GPU.
-        weight_bytes, kv_bytes: bytes on the fullest rank's GPU.
-        host_bytes: bytes of keys and values in its host memory.
+        weight_bytes, kv_bytes: on the fullest rank's GPU.
+        host_bytes: keys and values in the fullest rank's host memory.
         free_bytes: rest of the GPU's memory, for activations, graphs and buffers.
         largest_batch: most sequences of this length that fit.
-        longest: longest sequences that fit at this batch, in tokens.
+        longest_context: longest sequences that fit at this batch, in tokens.
         phases: seconds per token, by phase.
-        provenance: provenance of the worst input, out of hardware.PROVENANCE.
+        provenance: of the worst input, one of hardware.PROVENANCE.
     """
 
     layout: HelixLayout
@@ -143,12 +139,10 @@ class PlannedLayout:
 
     @property
     def points(self) -> Points:
-        """The layout and batch as a point to predict."""
         return Points.of(**vars(self.layout), batch=self.batch)
 
     @property
     def name(self) -> str:
-        """The layout in words, without widths of 1 and derived ones."""
         return self.points.describe(0)
 
 
@@ -157,8 +151,8 @@ class RejectedLayout:
     """A layout in which the batch does not fit.
 
     Attributes:
-        weight_bytes, missing_bytes: bytes on the fullest rank; with two memories, of the one that lacks more.
-        largest_batch: most sequences that would fit; 0: not even one.
+        weight_bytes, missing_bytes: on the fullest rank; of GPU and host memory, the one that lacks more.
+        largest_batch: most sequences that would fit.
     """
 
     layout: HelixLayout
@@ -168,11 +162,7 @@ class RejectedLayout:
 
 
 class NoLayoutFits(ValueError):
-    """No layout has memory for what a question asks.
-
-    Attributes:
-        reason: what is lacking; the message has, besides, what would fit.
-    """
+    """No layout has enough memory; the message is `reason`, plus what would fit."""
 
     def __init__(self, reason: str, remedies: Sequence[str] = ()) -> None:
         super().__init__("; ".join([reason, *remedies]))
@@ -181,11 +171,11 @@ class NoLayoutFits(ValueError):
 
 @dataclass(frozen=True)
 class Ranking:
-    """All layouts of a question, the best first, those within `ttl_s` before others.
+    """All layouts of a query, best first, layouts within `ttl_s` before others.
 
     Attributes:
-        reason: reason of the first one's rank; also says if no layout is within `ttl_s`.
-        verdict: verdict on splitting KV over GPUs (kvp of at least 2), with the reason.
+        reason: why the first layout is the best, and whether any layout is within `ttl_s`.
+        verdict: whether splitting KV over GPUs (kvp of at least 2) helps, and why.
     """
 
     query: PlanQuery
@@ -199,11 +189,11 @@ class Ranking:
 
 
 def plan(query: PlanQuery) -> Ranking:
-    """Compares every layout of exactly `gpus` GPUs, each with its best HOP-B chunks, gamma and, if not given, batch.
+    """Compares all layouts of exactly `gpus` GPUs, each with its best HOP-B chunks, gamma and, if unset, batch.
 
     Raises:
-        NoLayoutFits: no layout has memory for it.
-        ValueError: the model or hardware cannot be predicted, or there is no such layout.
+        NoLayoutFits: no layout has enough memory.
+        ValueError: the model or hardware is not modelled, or there is no such layout.
     """
     q = query
     choices, rejected = [], []
@@ -220,7 +210,7 @@ def plan(query: PlanQuery) -> Ranking:
     def key(choice: PlannedLayout) -> tuple[float, ...]:
         speed = choice.ttl_s if q.batch is not None else -choice.tokens_per_s_gpu
         row = choice.layout
-        # Speeds equal to nine digits are ties, which the layout with the smallest widths wins.
+        # Speeds equal to nine digits are ties: the layout with the smallest widths wins.
         return (not ranking.meets_ttl(choice), float(f"{speed:.9e}"), row.kvp, row.ep, row.mode != "tp", row.tpa)
 
     choices.sort(key=key)
@@ -228,7 +218,7 @@ def plan(query: PlanQuery) -> Ranking:
 
 
 def _grids(q: PlanQuery) -> list[tuple[Grid, Options]]:
-    """Lists all layouts of the question's GPUs that the runtime has, and the options of each."""
+    # All layouts of the runtime on the query's GPUs, with options.
     plain = q.acceptance is None and q.options.sparse is None and (q.batch is None or q.gpus <= q.batch)
     grids = [
         grid
@@ -242,7 +232,7 @@ def _grids(q: PlanQuery) -> list[tuple[Grid, Options]]:
 
 
 def _append_block(length: int, kvp: int, largest: int = MAX_APPEND_BLOCK) -> int:
-    """Returns the runtime's append block, halved until the fullest rank has little more than its share of tokens."""
+    # Halve the runtime's append block until tokens are balanced.
     block = largest
     while block > 1 and -(-length // (block * kvp)) * block > MAX_IMBALANCE * length / kvp:
         block //= 2
@@ -250,7 +240,7 @@ def _append_block(length: int, kvp: int, largest: int = MAX_APPEND_BLOCK) -> int
 
 
 def _fitting_batches(q: PlanQuery, grid: Grid, options: Options) -> tuple[Points, Options] | RejectedLayout:
-    """Finds the batches for which a layout has memory, and its share for KV; or the memory that it lacks."""
+    # Batches for which a layout has memory, with the share for KV; or the memory that it lacks.
     batches = np.array([q.batch]) if q.batch is not None else BATCHES[grid.dp <= BATCHES]  # or groups would idle
     points = Points.crossed([grid], batches)
     memory = memory_of(q.spec, q.hardware, points, q.context, options)
@@ -269,12 +259,11 @@ def _fitting_batches(q: PlanQuery, grid: Grid, options: Options) -> tuple[Points
 
 
 def _best(q: PlanQuery, grid: Grid, options: Options) -> PlannedLayout | RejectedLayout:
-    """Finds the best settings of one layout, or the memory that it lacks."""
     room = _fitting_batches(q, grid, options)
     if isinstance(room, RejectedLayout):
         return room
     points, options = room
-    # One choice of blocks over all ranks is an exchange inside attention, which chunks would split.
+    # A global selection communicates inside attention, which chunks would split.
     one_choice = options.sparse is not None and options.sparse.choice == "global"
     found: list[tuple[float, PlannedLayout]] = []
     for gamma in q.gammas:
@@ -289,14 +278,14 @@ def _best(q: PlanQuery, grid: Grid, options: Options) -> PlannedLayout | Rejecte
                 continue
             value = float(step.ttl_s[i]) if q.batch is not None else -float(step.tokens_per_s_gpu[i])
             late = q.ttl_s is not None and step.ttl_s[i] > q.ttl_s
-            value = value + 1e9 * late  # those beyond the limit come last
+            value = value + 1e9 * late  # layouts beyond the limit come last
             if not found or value < found[-1][0]:
                 found.append((value, _planned_layout(q, step, i, tried)))
-    return found[-1][1]  # without speculation and chunks all batches that fit were tried
+    return found[-1][1]  # not empty: plain steps were tried at all batches that fit
 
 
 def _reserve_prompt_memory(q: PlanQuery, layout: HelixLayout, weight_bytes: float, options: Options) -> Options:
-    """Returns options with no more memory for KV than the engine leaves to it beside chunks of prompts."""
+    # Limit KV to what the engine leaves besides prompt chunks.
     free = int(q.hardware.memory_bytes.value - weight_bytes)
     if free <= 0:
         return options
@@ -307,7 +296,7 @@ def _reserve_prompt_memory(q: PlanQuery, layout: HelixLayout, weight_bytes: floa
 
 
 def _fastest(q: PlanQuery, step: StepCost) -> int | None:
-    """Returns the index of a layout's best batch: the question's, or the fastest in the limit, else the smallest."""
+    # Index of the best batch: the query's, or the fastest within the limit, else the smallest.
     fits = np.flatnonzero(step.fits)  # drafts need memory for a few more tokens
     if not len(fits):
         return None
@@ -319,7 +308,6 @@ def _fastest(q: PlanQuery, step: StepCost) -> int | None:
 
 
 def _planned_layout(q: PlanQuery, step: StepCost, i: int, options: Options) -> PlannedLayout:
-    """Describes point `i` of a prediction with these options."""
     weights, kv = float(step.memory.weight_bytes[i]), float(step.memory.kv_bytes[i])
     free, drafts = q.hardware.memory_bytes.value - weights, options.speculation
     tokens = drafts.tokens if drafts is not None else 1.0
@@ -346,7 +334,7 @@ def _planned_layout(q: PlanQuery, step: StepCost, i: int, options: Options) -> P
 
 
 def _longest_context(q: PlanQuery, step: StepCost, i: int, room_bytes: float, options: Options) -> int:
-    """Computes the longest sequences that fit the fullest rank: the inverse of `memory_of`."""
+    # On the fullest rank: the inverse of `memory_of`.
     if options.offload is not None:  # of two memories
         point = step.points[np.array([i])]
 
@@ -363,7 +351,7 @@ def _longest_context(q: PlanQuery, step: StepCost, i: int, room_bytes: float, op
 
 
 def curve(q: PlanQuery, choice: PlannedLayout) -> StepCost:
-    """Predicts a choice's layout and settings at every batch that fits, a point for each."""
+    """Predicts a planned layout at every batch that fits."""
     batches = BATCHES[(choice.layout.dp <= BATCHES) & (choice.largest_batch >= BATCHES)]
     point = choice.points
     points = Points(*(np.repeat(getattr(point, field.name), len(batches)) for field in fields(point)))
@@ -378,14 +366,14 @@ def _reason(ranking: Ranking) -> str:
     first, limit = ranking.choices[0], ranking.query.ttl_s
     late = ""
     if limit is not None and not ranking.meets_ttl(first):
-        late = f"No layout keeps to ttl_ms={1e3 * limit:g}: the nearest, {first.name}, takes {_ms(first.ttl_s)}. "
+        late = f"No layout meets ttl_ms={1e3 * limit:g}: the closest, {first.name}, takes {_ms(first.ttl_s)}. "
     return late + _why_first(ranking)
 
 
 def _why_first(ranking: Ranking) -> str:
     first, *others = ranking.choices
     if not others:
-        return f"{first.name} is the only layout with room for it."
+        return f"{first.name} is the only layout with enough memory."
     ties = [c for c in others if abs(c.ttl_s / first.ttl_s - 1) < 1e-6 and c.batch == first.batch]
     runner_up = next((c for c in others if c not in ties), None)
     same = f"{first.name} is level with {', '.join(c.name for c in ties)}"
@@ -395,12 +383,12 @@ def _why_first(ranking: Ranking) -> str:
     close = [
         c.name for c in others if c not in ties and _speed(ranking, first) < (1 + MEDIAN_ERROR) * _speed(ranking, c)
     ]
-    closer = f" Within the {MEDIAN_ERROR:.0%} that predictions are off: {', '.join(close)}; time them." if close else ""
+    closer = f" Within the prediction error of {MEDIAN_ERROR:.0%}: {', '.join(close)}; time them." if close else ""
     return comparison + (f" {same}." if ties else "") + closer
 
 
 def _speed(ranking: Ranking, choice: PlannedLayout) -> float:
-    """Returns the speed by which layouts are ranked; 0 beyond the limit."""
+    # Ranks layouts; 0 beyond the limit.
     if not ranking.meets_ttl(choice):
         return 0.0
     return choice.tokens_per_s_user if ranking.query.batch is not None else choice.tokens_per_s_gpu
@@ -416,7 +404,7 @@ def _verdict(ranking: Ranking) -> str:
     if split is None:
         if q.gpus > 1 and "helix" not in q.modes:
             return f"{left_out} helix."
-        why = "a single GPU has nobody to split KV with" if q.gpus == 1 else "none of its layouts has memory for it"
+        why = "a single GPU cannot split KV" if q.gpus == 1 else "none of its layouts has enough memory"
         return f"Helix does not help here: {why}."
     if whole is None and not any(r.layout.kvp == 1 for r in ranking.rejected):
         if "tp" not in q.modes:
@@ -432,7 +420,7 @@ def _verdict(ranking: Ranking) -> str:
 
 
 def _compare(ranking: Ranking, a: PlannedLayout, b: PlannedLayout) -> str:
-    """Describes how much faster one choice is than another, and in which phases; times are per token."""
+    # How much faster `a` is than `b`, and in which phases; times are per token.
     speedup = b.ttl_s / a.ttl_s - 1
     times = f"{_ms(a.ttl_s)} a token instead of {_ms(b.ttl_s)}"
     if a.batch != b.batch:
@@ -486,12 +474,12 @@ def _no_layout_fits(q: PlanQuery, rejected: list[RejectedLayout]) -> ValueError:
 
 
 def min_gpus(q: PlanQuery) -> int | None:
-    """Returns the fewest further GPUs of one NVLink domain that have memory for the question; None if none have."""
+    """Returns the smallest larger number of GPUs of one NVLink domain with enough memory, or None."""
     return next((n for n in range(q.gpus + 1, q.hardware.gpus + 1) if _fits(replace(q, gpus=n))), None)
 
 
 def largest_batch(q: PlanQuery) -> int:
-    """Returns the most sequences of this length that fit, up to the question's; 0: not even one."""
+    """Returns the most sequences of this length that fit, up to the query's batch."""
     return bisect_left(range(1, (q.batch or 1) + 1), True, key=lambda n: not _fits(replace(q, batch=n)))
 
 
@@ -502,7 +490,6 @@ def longest_context(q: PlanQuery) -> int:
 
 
 def _fits(q: PlanQuery) -> bool:
-    """Returns whether any layout has memory for the question's sequences."""
     return any(not isinstance(_fitting_batches(q, grid, options), RejectedLayout) for grid, options in _grids(q))
 
 

@@ -1,4 +1,4 @@
-"""Points of a search, as arrays: layouts of GPUs and numbers of sequences."""
+"""The planner's search space as arrays: layouts and batch sizes; and the options that all points share."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from helix.layout import HelixLayout
 from helix.models import DecoderSpec
 from helix.planner.hardware import Array
 
-# The runtime's three (helix/layout.py), and `dp`: whole sequences on groups of ranks, with experts over all ranks, as
-# DeepSeek-R1 is served.
+# The runtime's three (helix/layout.py), and `dp`: data-parallel attention on groups of ranks with experts over all
+# ranks, as DeepSeek-R1 is served.
 MODES = ("tp", "dp", "medha", "helix")
 TP, DP, MEDHA, HELIX = range(4)
 
@@ -45,7 +45,7 @@ class Points:
 
     @classmethod
     def of(cls, mode: str, batch: int = 1, *, tpf: int | None = None, **widths: int) -> Points:
-        """Creates a single point; other widths are 1, and an unset `tpf` takes all FFN ranks that `ep` leaves.
+        """Creates a single point; other widths default to 1, `tpf` to the FFN ranks divided by `ep`.
 
         Raises:
             ValueError: the mode is unknown, or `ep` does not divide the ranks.
@@ -74,7 +74,7 @@ class Points:
 
     @property
     def ranks(self) -> Array:
-        """Number of ranks of a pipeline stage."""
+        """Ranks per pipeline stage."""
         return self.dp * self.kvp * self.tpa
 
     @property
@@ -91,7 +91,6 @@ class Points:
         return self.pp * self.batch
 
     def describe(self, i: int) -> str:
-        """Describes point `i` in words, without widths of 1 and derived ones."""
         words = [MODES[self.mode[i]]]
         words += [f"{key}={value}" for key in ("pp", "dp", "kvp", "tpa") if (value := getattr(self, key)[i]) > 1]
         words += [f"tpf={self.tpf[i]} ep={self.ep[i]}"] if self.ep[i] > 1 else []
@@ -111,16 +110,16 @@ class Points:
 
 @dataclass(frozen=True)
 class Sparse:
-    """Block-sparse decode: each KV head reads the sequence's first and last blocks and the best-scored ones between.
+    """Block-sparse decode: each KV head reads the first and last blocks, and the best-scoring ones in between.
 
     Attributes:
-        topk: chosen blocks, or parts, over all ranks; each rank chooses its share, rounded up.
+        topk: selected blocks, or subblocks, over all ranks; each rank selects its share, rounded up.
         sink_blocks, local_blocks: first and last blocks, always read.
-        block: tokens of a block; the choice reads two vectors of key size per block.
+        block: tokens per block; selection reads two vectors of key size per block.
         choice: `local`, or `global`: ranks exchange the scores of their best blocks.
         from_tokens: shorter sequences read all blocks.
-        parts: parts of a block among which the choice is; it reads two vectors of each part of the candidates, too.
-        candidates: blocks whose parts are considered, over all ranks.
+        parts: subblocks per block; selection also reads two vectors per subblock of the candidates.
+        candidates: blocks whose subblocks are scored, over all ranks.
     """
 
     topk: int = 32
@@ -133,11 +132,11 @@ class Sparse:
     candidates: int = 0
 
     def blocks(self, kvp: Array) -> Array:
-        """Computes the blocks that the fullest rank reads; parts as the blocks that they would fill."""
+        """Returns the blocks that the fullest rank reads; subblocks count as fractions."""
         return -(-self.topk // (kvp * self.parts)) - (-(self.sink_blocks + self.local_blocks) // kvp)
 
     def scored(self, length: int, kvp: Array) -> Array:
-        """Computes the blocks, and the parts of candidates, whose vectors the choice reads on a rank."""
+        """Returns the blocks, and subblocks of candidates, whose vectors selection reads on a rank."""
         blocks = length / self.block / kvp
         if self.parts == 1:
             return blocks
@@ -145,30 +144,28 @@ class Sparse:
 
     @property
     def description(self) -> str:
-        """The choice in words."""
         return f"{self.topk} chosen {'blocks' if self.parts == 1 else 'parts'} of {self.block // self.parts} tokens"
 
     @property
     def touched_blocks(self) -> int:
-        """Number of blocks between the first and the last ones of which anything is read, over all ranks."""
+        """Blocks between the first and the last ones that are read at least in part, over all ranks."""
         return self.topk if self.parts == 1 else min(self.topk, self.candidates)
 
     @property
     def bounds_per_block(self) -> int:
-        """Number of pairs of vectors that are kept of a block."""
+        """Pairs of bound vectors stored per block."""
         return 1 if self.parts == 1 else 1 + self.parts
 
 
 @dataclass(frozen=True)
 class Offload:
-    """A cache in host memory, from which a block-sparse step fetches the chosen blocks that are not on the GPU.
+    """KV cache in host memory, from which block-sparse steps fetch the selected blocks.
 
     Attributes:
-        hits: share of the chosen blocks that are on the GPU already.
-        host_bytes: host memory for one rank's keys and values; infinite: as much as needed.
-        gpu_bytes: GPU memory of the cache; None: the share of the memory that weights leave.
-        ahead: share of the other chosen blocks that a guess predicts, so that they are fetched while the layer before
-            computes (`kv.offload_prefetch`); None: no guesses.
+        hit_rate: share of the selected blocks that are resident on the GPU.
+        host_bytes: host memory for one rank's keys and values.
+        gpu_bytes: GPU memory of the cache; None: from `Options.memory_fraction`.
+        prefetch: share of the other selected blocks that prefetching predicts (`kv.offload_prefetch`); None: off.
     """
 
     hit_rate: float
@@ -179,13 +176,13 @@ class Offload:
 
 @dataclass(frozen=True)
 class LayerDrafts:
-    """Layer that drafts, one run a draft.
+    """A draft layer (MTP or EAGLE-3), which runs once per draft.
 
     Attributes:
-        spec: a model of this one layer, with the vocabulary of its head.
-        joined: width of what its first run of a step projects to its own.
-        next_input_width: the same of further runs; 0: they project nothing.
-        shared_head: whether the head is the model's.
+        spec: a model of this single layer, with the vocabulary of its head.
+        input_width: input width of the projection in the first run of a step.
+        next_input_width: the same for later runs; 0: no projection.
+        shared_head: whether it uses the model's LM head.
     """
 
     spec: DecoderSpec
@@ -202,7 +199,7 @@ class Speculation:
         gamma: drafts per step.
         acceptance: probability that a draft is accepted, given that those before it were.
         sparsity: share of a sequence's keys that drafts of self-speculation read; None: another drafter.
-        layer: the layer that drafts; None: another drafter.
+        layer: the draft layer; None: another drafter.
     """
 
     gamma: int
@@ -212,12 +209,12 @@ class Speculation:
 
     @property
     def tokens(self) -> float:
-        """Expected tokens of a step: the accepted drafts, and one more."""
+        """Expected tokens per step: the accepted drafts, and one more."""
         return sum(self.acceptance**i for i in range(self.gamma + 1))
 
     @property
     def tail(self) -> int:
-        """Most keys newer than the candidates: those of the last step, and drafts."""
+        """Most keys newer than the candidates: the last step's, and drafts."""
         return 2 * self.gamma + 1
 
 
@@ -226,23 +223,23 @@ class Options:
     """Options that all points share.
 
     Attributes:
-        weights, kv, messages: dtypes, see `helix.planner.hardware.BYTES`.
-        experts: dtype of routed experts; None: that of other weights.
-        other: dtype of the embedding, head, routers, and MLA's up-projections of latents; None: that of other weights.
-        arithmetic: dtype of products; None: that of the weights.
+        weights, kv, messages: dtypes, see `helix.planner.hardware.DTYPE_BYTES`.
+        experts: dtype of routed experts; None: `weights`.
+        other: dtype of the embedding, head, routers, and MLA's up-projections of latents; None: `weights`.
+        arithmetic: dtype of GEMMs; None: `weights`.
         hopb: whether the exchange of some sequences overlaps the attention of others (mode helix only).
         chunks: number of HOP-B chunks; None: the best number for each point.
-        exchange: `batched` (one message for all sequences) or `serial` (one collective for each).
-        queries: in MLA, every rank computes those of `all` its heads (the paper), or ranks gather them if that is
-            `faster` (the runtime).
-        shared: shared experts are a `dense` FFN (the paper), or among the `routed` experts if these are as wide and on
-            all ranks, ep = 1 (the runtime).
+        exchange: `batched` (one message for all sequences) or `serial` (one collective per sequence).
+        queries: MLA queries: every rank computes `all` its heads (the paper), or ranks gather them if that is `faster`
+            (the runtime).
+        shared: shared experts are a `dense` FFN (the paper), or `routed` experts if they have the same width and ep = 1
+            (the runtime).
         dispatch: in mode dp, rows go to the ranks of their `chosen` experts (all-to-all, the papers' baseline), or to
-            `all` ranks, with shared experts divided among these (all-gather and reduce-scatter, the runtime).
-        tier: cache in host memory for block-sparse steps; None: it is on the GPU.
+            `all` ranks, which share the shared experts (all-gather and reduce-scatter, the runtime).
+        offload: KV cache in host memory for block-sparse steps; None: on the GPU.
         memory_fraction: share of the memory left by weights that KV may take.
-        prompt_chunk: most tokens of a prefill step, for which memory is left; None: as many as the engine chooses.
-        append_block, page_size: those of the cache, to which its size is rounded up.
+        prompt_chunk: tokens of a prefill step to reserve memory for; None: the engine's choice.
+        append_block, page_size: of the cache.
     """
 
     weights: str = "fp4"
@@ -267,7 +264,6 @@ class Options:
 
     @property
     def step_tokens(self) -> int:
-        """Number of query tokens per sequence and step."""
         return 1 + (self.speculation.gamma if self.speculation is not None else 0)
 
 
@@ -275,27 +271,25 @@ def check(spec: DecoderSpec, options: Options) -> None:
     """Raises ValueError for combinations that are not modelled."""
     s = options.speculation
     if options.offload is not None and s is not None and s.layer is not None:
-        raise ValueError(
-            "kv.offload=host moves the model's own layers, and a layer that drafts is one more: set kv.offload=none"
-        )
+        raise ValueError("kv.offload=host offloads only the model's own layers, not a draft layer: set kv.offload=none")
     if s is not None and s.sparsity is not None:
-        what, remedy = "speculation=sparse", "take other drafts"
+        what, remedy = "speculation=sparse", "use another drafter"
         if options.sparse is not None:
-            raise ValueError(f"{what} is verified over all keys, and block-sparse attention reads a part of them")
+            raise ValueError(f"{what} verifies drafts with full attention: set attention=dense")
         if spec.has_states:
-            raise ValueError(f"{what} is not supported for models whose layers keep states (Gated DeltaNet): {remedy}")
+            raise ValueError(f"{what} is not supported for models with recurrent states (Gated DeltaNet): {remedy}")
     elif options.sparse is not None:
-        what, remedy = "block-sparse attention", "take dense attention"
+        what, remedy = "block-sparse attention", "use dense attention"
     else:
         return
     if spec.attention.latent is not None:
-        raise ValueError(f"{what} chooses by the keys of heads, and the model has latents (MLA): {remedy}")
+        raise ValueError(f"{what} does not support latents (MLA), which this model has: {remedy}")
     if not spec.full:
-        raise ValueError(f"{what}: every layer of the model has a sliding window already: {remedy}")
+        raise ValueError(f"{what}: every layer of the model already has a sliding window: {remedy}")
 
 
 def problems(spec: DecoderSpec, p: Points) -> list[tuple[str, Array]]:
-    """Lists the rules of layouts, each with the points that break it; in the runtime's modes these are its rules."""
+    """Lists the rules for layouts, each with the points that break it; in the runtime's modes they are its rules."""
     grid = (p.mode == HELIX) | (p.mode == MEDHA)
     heads, experts = spec.attention, 1 if spec.experts is None else spec.experts.experts
     tpa = np.maximum(p.tpa, 1)  # a width of 0 breaks the first rule
@@ -307,7 +301,7 @@ def problems(spec: DecoderSpec, p: Points) -> list[tuple[str, Array]]:
         ("in modes tp and dp tpa divides the KV heads, or they divide it and it is at most the query heads", ~whole),
         ("modes tp and dp have kvp = 1", ~grid & (p.kvp > 1)),
         ("modes tp and medha have dp = 1", ((p.mode == TP) | (p.mode == MEDHA)) & (p.dp > 1)),
-        ("modes other than dp are for models whose layers keep states", (p.dp > 1) & spec.has_states),
+        ("models with recurrent states do not support dp", (p.dp > 1) & spec.has_states),
         ("mode dp has dp of at least 2", (p.mode == DP) & (p.dp < 2)),
         ("dp is at most the batch: other groups would idle", p.dp > p.batch),
         (f"ep is at most the {experts} experts (1 in a dense model)", p.ep > experts),
@@ -316,7 +310,7 @@ def problems(spec: DecoderSpec, p: Points) -> list[tuple[str, Array]]:
 
 
 def check_points(spec: DecoderSpec, p: Points) -> None:
-    """Raises ValueError, with the rule, for the first point that breaks one."""
+    """Raises ValueError for the first point that breaks a rule."""
     for rule, broken in problems(spec, p):
         if broken.any():
             i = int(np.argmax(broken))
@@ -327,7 +321,7 @@ def check_points(spec: DecoderSpec, p: Points) -> None:
 def layouts(spec: DecoderSpec, gpus: Iterable[int], modes: Sequence[str] = MODES, pp: bool = True) -> list[Grid]:
     """Lists all layouts of exactly one of `gpus` GPUs, each once.
 
-    A grid without KV or data parallelism appears only as `tp`; pipeline stages are searched only for baselines.
+    Grids without KV or data parallelism appear only as `tp`; only baselines have pipeline stages.
 
     Raises:
         ValueError: a mode is unknown.

@@ -1,4 +1,4 @@
-"""Cost of a decode step of a whole model: time, speed for a user and for a GPU, memory."""
+"""Predicts a decode step of a whole model: latency, throughput per user and per GPU, and memory."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from helix.planner.points import LayerDrafts, Options, Points, check, check_poin
 from helix.setup.buffers import PIECE_TOKENS
 from helix.worker.kv_cache_spec import LISTS, MAX_RING_TOKENS
 
-DRAFT_STEP_KERNELS = 8  # in a run of a layer that drafts: positions, norms, its part of the sampling
-NUMBER_BYTES = 4  # of an entry that maps blocks to places
-RUN_EDGE_PAGES = 2  # pages that a run of tokens touches besides those it fills
-CHUNK_TOKENS = 8192  # tokens of a prompt chunk, besides two pieces of the tokens before it
+DRAFT_STEP_KERNELS = 8  # small kernels per run of a draft layer: positions, norms, sampling
+NUMBER_BYTES = 4  # of an entry of the resident-block map
+RUN_EDGE_PAGES = 2  # pages that a run of tokens touches but does not fill
+CHUNK_TOKENS = 8192  # of a prompt chunk, besides two pieces of the tokens before it
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Memory:
 
     Attributes:
         kv_bytes: KV on the GPU.
-        largest_batch: most sequences per stage that fit; 0 if even the weights do not fit.
+        largest_batch: most sequences per stage that fit; 0 if the weights do not fit.
         host_bytes: keys and values in host memory.
     """
 
@@ -44,7 +44,7 @@ class StepCost:
 
     Attributes:
         phases: cost of each phase over all layers.
-        step_s: seconds of a step; of a pipeline, the seconds of a sequence through all stages.
+        step_s: seconds of a step, through all pipeline stages.
         ttl_s: token-to-token latency of a sequence; with speculation, the expected one.
         level: provenance, an index into hardware.PROVENANCE.
     """
@@ -58,12 +58,10 @@ class StepCost:
 
     @property
     def tokens_per_s_user(self) -> Array:
-        """Tokens/s of one user: interactivity."""
         return 1 / self.ttl_s
 
     @property
     def tokens_per_s_gpu(self) -> Array:
-        """Tokens/s of one GPU: throughput."""
         return self.points.users / self.ttl_s / self.points.gpus
 
     @property
@@ -75,7 +73,7 @@ class StepCost:
 
 
 def predict(spec: DecoderSpec, hardware: Hardware, points: Points, length: int, options: Options) -> StepCost:
-    """Predicts every point's decode step, with `length` tokens of each sequence in the cache, even if it does not fit.
+    """Predicts the decode step of every point, with `length` cached tokens per sequence, even if it does not fit.
 
     Raises:
         ValueError: a layout breaks a rule or needs too many GPUs, or a combination is not modelled.
@@ -99,7 +97,7 @@ def predict(spec: DecoderSpec, hardware: Hardware, points: Points, length: int, 
 
 
 def _forward(layer: Layer) -> tuple[list[Phase], Array]:
-    """Computes the phases of a forward pass, from embedding to token, and its seconds."""
+    # Phases of a forward pass, from embedding to token, and its seconds.
     total: dict[str, Phase] = {}
 
     def add(phases: list[Phase], count: int = 1) -> None:
@@ -119,7 +117,7 @@ def _forward(layer: Layer) -> tuple[list[Phase], Array]:
     if prefetch:
         exposed_s = np.maximum(0.0, link_s - sum(phase.seconds for phase in total.values()))
         add([replace(total["fetch"].times(0), name="wait for the link", seconds=exposed_s)])
-    # The stage with the most layers determines the pace of all stages.
+    # The stage with the most layers sets the pace.
     seconds = sum(phase.seconds for phase in total.values()) * _stage_imbalance(layer)
     outer = _outer_phases(layer)
     add(outer)
@@ -127,35 +125,30 @@ def _forward(layer: Layer) -> tuple[list[Phase], Array]:
 
 
 def _forward_phase(layer: Layer) -> Phase:
-    """Computes the cost of a forward pass, all phases together."""
     phases, seconds = _forward(layer)
     return replace(reduce(Phase.plus, phases), seconds=seconds)
 
 
 def _outer_phases(layer: Layer) -> list[Phase]:
-    """Lists the phases outside layers: the head with sampling, and messages between pipeline stages."""
+    # LM head, sampling, and messages between pipeline stages.
     spec, p = layer.spec, layer.points
     rows = layer.all_rows
     send = layer.collective("send", "send", np.where(p.pp > 1, 2, 1), layer.row_bytes(rows))
     return [
         layer.kernel("head", -(-spec.vocab // p.ranks) * spec.hidden, rows, kind="other"),
-        layer.collective("sampling", "all_gather", p.ranks, rows * p.ranks * 8.0),  # a score and an id of each rank
+        layer.collective("sampling", "all_gather", p.ranks, rows * p.ranks * 8.0),  # a score and an id per rank
         send.times(p.pp - 1),
     ]
 
 
 def _draft_layer(model: Layer, spec: DecoderSpec) -> Layer:
-    """Returns the layer of a spec, which drafts for a model in runs of one token a sequence."""
     alone = replace(model.options, speculation=None, sparse=None, hopb=False)
     return Layer(spec, model.hardware, model.points, model.length, alone)
 
 
 def _layer_drafts(model: Layer, drafts: LayerDrafts, gamma: int) -> Phase:
-    """Computes the cost of all drafts of a step by a layer.
-
-    The run that writes the keys of verified tokens is that of the next step's first draft. Its projections have more
-    rows, which few rows of weights' time do not show.
-    """
+    # The run that writes the KV of verified tokens is also the next step's first draft. Its projections have more rows,
+    # but few rows are bound by reading weights anyway.
     first = next_draft = _draft_layer(model, drafts.spec)
     if drafts.spec.nextn_shared_topk:
         next_draft = _draft_layer(model, drafts.spec.without_indexers())
@@ -173,11 +166,7 @@ def _layer_drafts(model: Layer, drafts: LayerDrafts, gamma: int) -> Phase:
 
 
 def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int, options: Options) -> Memory:
-    """Computes the memory of every point.
-
-    Raises:
-        ValueError: as in `predict`.
-    """
+    """Returns the memory of every point; ValueError as in `predict`."""
     check(spec, options)
     check_points(spec, points)
     if (points.gpus > hardware.gpus).any():
@@ -194,12 +183,12 @@ def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int
     cycle = options.append_block * p.kvp
     local = -(-(length + options.step_tokens) // cycle) * options.append_block  # tokens on the fullest rank
     paged = -(-local // options.page_size) * options.page_size
-    # A stage holds its layers' KV of all batches in flight: together ceil(layers / pp) * pp layers of one batch.
+    # A stage holds its layers' KV of all batches in flight: in total ceil(layers / pp) * pp layers of one batch.
     imbalance, kv, plain = _stage_imbalance(layer), layer.item["kv"], layer.item["plain_kv"]
     numbers = layer.token_numbers() * imbalance
     windows = [window for window in spec.windows if window is not None]
-    rings = [window for window in windows if window <= MAX_RING_TOKENS or options.offload]  # the others lie in pages
-    fixed_size = sum(_ring_tokens(layer, window) for window in rings) * numbers * plain  # of a sequence, at any length
+    rings = [window for window in windows if window <= MAX_RING_TOKENS or options.offload]  # the others use pages
+    fixed_size = sum(_ring_tokens(layer, window) for window in rings) * numbers * plain  # per sequence
     fixed_size = fixed_size + sum(n * layer.state_bytes(mixer) * imbalance for mixer, n in _states(spec).items())
     sparse, offload = options.sparse, options.offload
     if sparse is not None and offload is not None:
@@ -209,18 +198,18 @@ def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int
     else:
         host_bytes, fixed_bytes, room = np.zeros(len(p)), np.zeros(len(p)), free
         sequence_bytes = paged * numbers * (len(spec.full) * kv + (len(windows) - len(rings)) * plain)
-        if sparse is not None:  # two vectors per block or part, a key and a value per token
+        if sparse is not None:  # two vectors per block or subblock; a key and a value per token
             sequence_bytes = (
                 sequence_bytes
                 + paged * numbers * (len(spec.windows) - len(rings)) * plain * sparse.bounds_per_block / sparse.block
             )
         sequence_bytes = sequence_bytes + paged * sum(map(layer.index_bytes, spec.indexers))
-        if drafts is not None:  # whatever its window
+        if drafts is not None:  # all tokens are paged, whatever its window
             draft_layer = _draft_layer(layer, drafts.spec)
             sequence_bytes = sequence_bytes + paged * draft_layer.token_numbers() * draft_layer.item["kv"]
             sequence_bytes = sequence_bytes + paged * sum(map(draft_layer.index_bytes, drafts.spec.indexers))
         if layer.self_drafts is not None:
-            columns = layer.draft_keys() + layer.self_drafts.tail  # of a table; a rank may hold the whole tail
+            columns = layer.draft_keys() + layer.self_drafts.tail  # one rank may hold the whole tail
             scores = paged * layer.num_score_planes() * SCORE_BYTES + columns * SLOT_BYTES
             sequence_bytes = sequence_bytes + scores * layer.kv * len(spec.full)
     sequence_bytes = sequence_bytes + fixed_size
@@ -234,7 +223,6 @@ def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int
 
 
 def _weight_bytes(model: Layer, drafts: LayerDrafts | None) -> Array:
-    """Counts the bytes of all weights on the fullest rank."""
     spec, p = model.spec, model.points
     # Embedding and head are in different stages of a pipeline.
     vocabulary = -(-spec.vocab // p.ranks) * spec.hidden * np.where((p.pp > 1) | spec.tied, 1, 2)
@@ -248,7 +236,6 @@ def _weight_bytes(model: Layer, drafts: LayerDrafts | None) -> Array:
 
 
 def _layer_weight_bytes(layer: Layer) -> Array:
-    """Counts the bytes of the weights of all layers on the fullest rank."""
     spec, mixer = layer.spec, layer.mixer
     total = len(spec.windows) * layer.attention_bytes()
     for states, count in _states(spec).items():
@@ -260,12 +247,11 @@ def _layer_weight_bytes(layer: Layer) -> Array:
 
 
 def _states(spec: DecoderSpec) -> Counter[GatedDeltaSpec]:
-    """Counts the layers with states, by kind."""
     return Counter(layer.mixer for layer in spec.layers if isinstance(layer.mixer, GatedDeltaSpec))
 
 
 def _ring_tokens(layer: Layer, window: int) -> Array:
-    """Computes the tokens in a slot's ring on a rank, for a layer with a window; see `helix.worker.kv_cache.ring`."""
+    # Tokens of a row's ring buffer on a rank; see `helix.worker.kv_cache.ring`.
     options = layer.options
     cycle = options.append_block * layer.points.kvp
     touched = -(-((window + options.step_tokens - 1) // cycle + 1) * options.append_block // options.page_size) + 1
@@ -273,10 +259,8 @@ def _ring_tokens(layer: Layer, window: int) -> Array:
 
 
 def _offload_gpu_bytes(layer: Layer, pages: Array) -> tuple[Array, Array]:
-    """Computes the least GPU bytes of a cache in host memory: for prompts, and for each sequence of `pages` pages.
-
-    The formula is that of `helix.setup.offload.offload_bytes`.
-    """
+    # Minimum GPU bytes of an offloaded cache: for prompts, and per sequence of `pages` pages; the same formula as
+    # `helix.setup.offload.offload_bytes`.
     layers, sparse, item = len(layer.spec.full), layer.options.sparse, layer.item
     assert sparse is not None
     block = 2 * sparse.block * layer.head_dim * item["kv"]  # a page of one head
@@ -292,6 +276,6 @@ def _offload_gpu_bytes(layer: Layer, pages: Array) -> tuple[Array, Array]:
 
 
 def _stage_imbalance(layer: Layer) -> Array:
-    """Computes the layers of the fullest stage, times the stages, over the model's layers."""
+    # Layers of the fullest stage, times the stages, over the model's layers.
     layers, pp = len(layer.spec.layers), layer.points.pp
     return -(-layers // pp) * pp / layers

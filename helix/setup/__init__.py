@@ -1,1 +1,1 @@
-"""Construction of an engine, in sizes that a config and the memories allow."""
+"""Builds an engine from a config, sized to fit GPU and host memory."""

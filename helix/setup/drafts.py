@@ -1,4 +1,4 @@
-"""Checkpoints of a run: the model's, and those of its draft model and its layer that drafts."""
+"""Opens and checks the checkpoints of a run: the model, its draft model and its draft layer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from helix.tokenizer import has_tokenizer
 
 @dataclass(frozen=True)
 class CheckedDraft:
-    """The draft model of a checked run; attributes as there."""
+    """The draft model of a checked run."""
 
     layout: HelixLayout
     spec: DecoderSpec
@@ -38,10 +38,10 @@ class CheckedDraft:
 def load_eagle3(
     config: SpeculationConfig, target: Decoder, layout: HelixLayout, comm: Communicator, *, check: bool = False
 ) -> Eagle3Layer:
-    """Builds and loads this rank's part of the draft layer of speculation.drafter=eagle3.
+    """Builds and loads this rank's shard of the EAGLE-3 draft layer.
 
     Args:
-        target: part of the target on this rank.
+        target: this rank's shard of the target.
         check: whether to check the checkpoint's tensors instead of loading them.
 
     Raises:
@@ -54,7 +54,7 @@ def load_eagle3(
         layout.check_heads(attention.q_heads, attention.kv_heads)
         window = min(config.window or spec.max_positions, target.spec.max_positions)
         if window in target.spec.windows:
-            raise ValueError(f"its window of {window} tokens is one of the target's: set another speculation.window")
+            raise ValueError(f"its window of {window} tokens equals a window of the target: change speculation.window")
         checkpoint = Checkpoint(Path(str(config.path)))
         d2t = checkpoint.whole("d2t") if "d2t" in checkpoint.files else None
         ids = None if d2t is None else d2t + torch.arange(len(d2t))
@@ -70,33 +70,33 @@ def load_eagle3(
 
 
 def check_eagle3(config: Config, layout: HelixLayout, target: DecoderSpec) -> None:
-    """Raises ValueError if the layer of speculation.drafter=eagle3 is not for this target and layout."""
-    comm = LoopbackWorld(layout.world_size).communicator(0, layout.kvp_group(0))  # a place, nothing is sent
+    """Raises ValueError if the EAGLE-3 layer does not fit this target and layout."""
+    comm = LoopbackWorld(layout.world_size).communicator(0, layout.kvp_group(0))  # only for its rank
     model = Decoder(target, layout, comm, torch.float32, torch.device("meta"))
     load_eagle3(config.speculation, model, layout, comm, check=True)
 
 
 def open_checkpoint(config: ModelConfig, spec: DecoderSpec) -> tuple[Checkpoint | None, DecoderSpec]:
-    """Opens a model's checkpoint, None for random weights; returns it with the spec that has its head.
+    """Opens a model's checkpoint (None for random weights); returns it, and the spec completed by its tensors.
 
     Raises:
         ValueError: its files cannot be read.
     """
     if config.load != "checkpoint":
         return None, spec
-    assert config.path is not None, "check_weights comes before"
+    assert config.path is not None, "call check_weights first"
     checkpoint = Checkpoint(Path(config.path), stored_format(config))
     return checkpoint, checkpoint.as_stored(spec)
 
 
 def check_tensors(checkpoint: Checkpoint | None, spec: DecoderSpec) -> None:
-    """Raises ValueError if a checkpoint does not have the tensors of the whole model, of which ranks take slices."""
+    """Raises ValueError unless a checkpoint has exactly the model's tensors."""
     if checkpoint is not None:
         checkpoint.check(weights_of(spec, HelixLayout.create(), 0, torch.float32).slices, spec.unused)
 
 
 def make_draft(config: Config, target_layout: HelixLayout, target: DecoderSpec) -> CheckedDraft:
-    """Makes the draft model's part of a run; raises ValueError unless it can propose to the target."""
+    """Creates the draft model's layout, spec and checkpoint; ValueError if it cannot draft for the target."""
     speculation = config.speculation
     try:
         if speculation.model.path is None and not speculation.model.config:
@@ -105,7 +105,7 @@ def make_draft(config: Config, target_layout: HelixLayout, target: DecoderSpec) 
         check_weights(speculation.model, "speculation.model")
         check_latents(config, spec)
         if spec.has_states:
-            raise ValueError("a model whose layers keep states (Gated DeltaNet) cannot draft: set speculation=ngram")
+            raise ValueError("a model with recurrent states (Gated DeltaNet) cannot draft: set speculation=ngram")
         layout = make_draft_layout(speculation.layout, spec, target_layout.world_size)
         check_draft(target.vocab, spec.vocab, layout, Stripes(target_layout, *config.blocks))
         check_layout(layout, spec)
@@ -116,7 +116,7 @@ def make_draft(config: Config, target_layout: HelixLayout, target: DecoderSpec) 
 
 
 def check_draft_files(config: Config, draft: CheckedDraft) -> None:
-    """Raises ValueError if the draft model has other tokens than the target, or not all of its weights."""
+    """Raises ValueError if the draft model's tokenizer differs from the target's, or its weights are incomplete."""
     target, model = config.model.path, config.speculation.model.path
     try:
         if has_tokenizer(target) and has_tokenizer(model):
@@ -127,7 +127,7 @@ def check_draft_files(config: Config, draft: CheckedDraft) -> None:
 
 
 def check_tokenizers(target: Path, draft: Path) -> None:
-    """Raises ValueError if a token id stands for different texts in the target and the draft model."""
+    """Raises ValueError if any token id means different texts in the target and the draft model."""
     files = [path / "tokenizer.json" for path in (target, draft)]
     if read_text(files[0]) == read_text(files[1]):
         return
@@ -137,7 +137,7 @@ def check_tokenizers(target: Path, draft: Path) -> None:
         text = differing[0]
         raise ValueError(
             f"the tokenizers in {target} and {draft} differ in {len(differing)} tokens, such as {text!r}: id "
-            f"{ours.get(text, 'none')} and {theirs.get(text, 'none')}; a draft model has to share the target's tokens"
+            f"{ours.get(text, 'none')} and {theirs.get(text, 'none')}; a draft model must share the target's tokens"
         )
 
 

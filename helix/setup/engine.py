@@ -1,4 +1,4 @@
-"""Construction of an engine, its cache and its drafter, in sizes that the memory of all ranks allows."""
+"""Builds an engine with its KV cache and drafter, sized to fit the memory of all ranks."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from helix.worker.kv_cache_spec import ITEMSIZE, EngineSizes, dtype_name, page_b
 from helix.worker.model_runner import ModelRunner
 from kernels.attention.dequantized_prefill import PIECE_BYTES
 
-SLOT_TOKENS = 1024  # for which each slot of decode.max_batch=auto has pages
+SLOT_TOKENS = 1024  # decode.max_batch=auto reserves pages for this many tokens per row
 
 
 def draft_budget(config: SpeculationConfig) -> DraftBudget:
-    """Returns the selection of the keys that drafts read with speculation.drafter=sparse."""
+    """Returns the budget of speculation.drafter=sparse."""
     return DraftBudget(config.policy, config.sparsity)
 
 
@@ -56,10 +56,10 @@ def make_drafter(
             return SparseDrafter(model, cache, sizes, draft_budget(config), config.noise)
         case "mtp" | "eagle3":
             layer = model.next_token if config.drafter == "mtp" else draft
-            assert layer is not None and not isinstance(layer, DraftModel), "make_spec and the loader have it"
+            assert layer is not None and not isinstance(layer, DraftModel), "make_spec and the loader create it"
             return LayerDrafter(layer, model, cache, sizes, config.noise)
         case "model":
-            assert isinstance(draft, DraftModel), "loaded with the model that it drafts for"
+            assert isinstance(draft, DraftModel), "loaded with the target"
             return ModelDrafter(draft, model.spec.vocab, cache.placement, sizes)
         case _:
             return NoDrafts()
@@ -69,7 +69,7 @@ def auto_slots(
     config: Config, model: Decoder, placement: KVPlacement, sizes: EngineSizes, capacity: int,
     draft: DraftModel | DraftLayer | None,
 ) -> int:  # fmt: skip
-    """Returns the slots of decode.max_batch=auto, at most those of `sizes`; a collective call.
+    """Returns the batch size of decode.max_batch=auto, at most `sizes.slots`; a collective call.
 
     Args:
         capacity: bytes available to the cache.
@@ -83,7 +83,7 @@ def auto_slots(
         total += draft.slot_bytes(placement, sized) if isinstance(draft, DraftModel) else 0
         if config.speculation.drafter == "sparse":
             total += draft_budget(config.speculation).table_bytes(spec, placement, comm.rank, sized)
-        return total + (slots * sized.length * torch.int32.itemsize if sized.drafts else 0)  # texts for drafters
+        return total + (slots * sized.length * torch.int32.itemsize if sized.drafts else 0)  # token ids for drafters
 
     page_cost = sum(page_bytes(layer_specs, placement.page_size) for layer_specs in cache_specs)
     slot_cost = placement.stripes.pages_for(min(SLOT_TOKENS, sizes.length)) * page_cost
@@ -94,14 +94,14 @@ def auto_slots(
 def make_cache(
     config: Config, model: Decoder, placement: KVPlacement, sizes: EngineSizes, capacity: int, draft_page: int = 0
 ) -> KVCache:
-    """Creates a cache on the GPU with the pages of `sizes`, or as many as its memory allows; a collective call.
+    """Creates a GPU cache with `sizes.pages` pages, or as many as fit; a collective call.
 
     Args:
-        capacity: bytes of the GPU available to the cache.
-        draft_page: bytes of a draft model's page, of which there are as many.
+        capacity: GPU bytes available to the cache.
+        draft_page: bytes of a page of the draft model's cache, which has as many pages.
 
     Raises:
-        ConfigError: kv.tokens does not fit, or not even one page; or the host cannot pin kv.host_snapshots.
+        ConfigError: kv.tokens does not fit, not even one page fits, or the host cannot pin kv.host_snapshots.
     """
     kv, spec, comm, dtype = config.kv, model.spec, model.comm, dtype_name(model.weights.dtype)
     sparse = config.attention.policy != "dense"
@@ -118,19 +118,19 @@ def make_cache(
         tables = keys.table_bytes(spec, placement, comm.rank, sizes)
     fitting = max(0, (capacity - tables - non_page_bytes) // max(page_cost, 1))
     pages = min(comm.all_gather_object(min(fitting, sizes.pages)))
-    beside = f"beside the buffers of prefill chunks of {sizes.chunk} tokens"
+    beside = f"besides buffers for prefill chunks of {sizes.chunk} tokens"
     beside += f", {non_page_bytes} bytes of windows and states" if non_page_bytes else ""
-    beside += f" and {tables} bytes of tables of what drafts read" if tables else ""
+    beside += f" and {tables} bytes of tables for sparse drafts" if tables else ""
     if kv.tokens is not None and pages < sizes.pages:
         raise ConfigError(
             f"kv.tokens={kv.tokens} needs {sizes.pages} pages of {page_cost} bytes on each rank, but "
             f"kv.memory_fraction={kv.memory_fraction} of the free memory holds {pages} {beside}: "
-            "take fewer tokens, or a larger layout.kvp"
+            "set fewer kv.tokens, or a larger layout.kvp"
         )
     if pages == 0:
         raise ConfigError(
             f"kv.memory_fraction={kv.memory_fraction} of the free memory holds no page of {page_cost} bytes {beside}: "
-            "raise it, set a smaller decode.prefill_chunk, or take a layout whose ranks hold fewer weights"
+            "raise it, set a smaller decode.prefill_chunk, or use a layout with fewer weights per rank"
         )
     host_snapshots = (
         make_host_snapshots(kv.host_snapshots, cache_specs, placement, comm, sizes) if kv.host_snapshots else None
@@ -151,31 +151,31 @@ def build_engine(
 ) -> Engine:
     """Creates an engine with KV for `wanted_tokens` tokens over all ranks, or as many as memory or kv.tokens allow.
 
-    The buffers of its longest prefill chunk are reserved before pages are counted.
+    Reserves the buffers of the largest prefill chunk before it counts pages.
 
     Args:
         max_batch: sequences at a time, over all ranks.
-        fewer: whether they may be fewer, where memory has no pages for so many.
         draft: the model of speculation.drafter=model, whose cache has as many pages; or the layer of eagle3.
+        fewer: whether to reduce `max_batch` if memory has too few pages.
 
     Raises:
-        ConfigError: kv.tokens does not fit, or not even one page; or a host cannot pin kv.offload_host_bytes.
+        ConfigError: kv.tokens does not fit, not even one page fits, or a host cannot pin kv.offload_host_bytes.
     """
     spec, comm, kv = model.spec, model.comm, config.kv
     placement = KVPlacement(layout, layout.kvp_rank(comm.rank), *config.blocks)
     dtype = dtype_name(model.weights.dtype)
     drafts = 0 if config.speculation.drafter == "none" else config.speculation.gamma
-    # In mode dp each rank has its own slots and pages, of sequences that come to any of the ranks.
+    # In mode dp each rank has its own rows and pages.
     max_batch = -(-max_batch // layout.dp)
     wanted = -(-kv.tokens // layout.dp) if kv.tokens else wanted_tokens + drafts * max_batch
-    # Halves of a chunk that take turns unpack a matrix of few bits each, and a piece of keys, or hold scores of tokens.
+    # Each micro-batch unpacks a quantised matrix and a piece of keys, or holds indexer scores.
     piece = 0 if kv.dtype == "auto" else PIECE_BYTES
     if isinstance(spec.attention, MLASpec) and spec.attention.topk is None:
-        piece = 2 * MAX_EXPANDED_BYTES  # keys and values, and the latents of these, in order and not
+        piece = 2 * MAX_EXPANDED_BYTES  # keys and values, and their latents, before and after reordering
     apart = model.weights.max_matrix_size * ITEMSIZE[dtype] + (
         MAX_SCORES * torch.float32.itemsize if spec.indexers else 0
     )
-    micro_batches = 4 if comm.capturable else 2  # those of captured chunks have memory of their own
+    micro_batches = 4 if comm.capturable else 2  # captured chunks have their own memory
     free = free_bytes(comm.device) - micro_batches * (apart + piece)
     buffers = token_buffers(spec, layout, comm.rank, dtype)
     fixed, has_experts = config.decode.prefill_chunk, spec.experts is not None
@@ -186,7 +186,7 @@ def build_engine(
     layer = model.next_token if config.speculation.drafter == "mtp" else draft
     if comm.capturable and layer is not None and not isinstance(layer, DraftModel):
         captured = max_captured_size(chunk, layout.world_size)
-        capacity -= captured * layer.target_width * ITEMSIZE[dtype]  # states that a captured chunk leaves to it
+        capacity -= captured * layer.target_width * ITEMSIZE[dtype]  # states that a captured chunk outputs
     if config.speculation.drafter == "suffix":
         capacity -= config.speculation.suffix_pool_tokens * 8
     longest = min(wanted, spec.max_positions)
@@ -200,7 +200,7 @@ def build_engine(
         draft_page = draft.page_bytes(placement)
     make = make_offloaded_cache if kv.offload == "host" else make_cache
     cache = make(config, model, placement, sizes, capacity, draft_page)
-    budget = min(wanted, max(placement.stripes.tokens_in(cache.pages) - drafts, 1))  # drafts lie behind a sequence
+    budget = min(wanted, max(placement.stripes.tokens_in(cache.pages) - drafts, 1))  # drafts follow a sequence
     max_length = min(budget, spec.max_positions)
     if (limit := config.decode.max_length) is not None and limit < max_length:
         max_length, cache.remedy = limit, "raise decode.max_length"
@@ -216,7 +216,7 @@ def build_engine(
         sizes,
         policy=make_policy(config.attention, placement, max_length, comm, kv),
         drafter=make_drafter(config.speculation, draft, model, cache, sizes),
-        # One choice over all ranks is itself an exchange inside attention, which chunks would split.
+        # A global selection communicates inside attention, which chunks would split.
         hopb="none" if global_selection else config.hopb.chunks,
     )
     return Engine(

@@ -1,4 +1,4 @@
-"""Construction of a cache in host memory, in sizes that both memories allow."""
+"""Builds a KV cache in host memory, sized to fit host and GPU memory."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from helix.worker.kv_cache import slot_bytes, snapshot_bytes, with_bounds
 from helix.worker.kv_cache_spec import LISTS, EngineSizes, KVCacheSpec, dtype_name, keys_and_values, token_bytes
 from helix.worker.offloaded_cache import OffloadedCache, OffloadMemory, ring_pages
 
-# FLOPs of a chunk's attention in the time of a byte over the link: a chunk of 4,096 takes 2.4 times as long as fetching
-# its prefix, at Qwen2.5-7B's shape on an H200 with PCIe 5.
+# FLOPs of a chunk's attention per byte of the link: a chunk of 4,096 takes 2.4 times as long as fetching its prefix,
+# for Qwen2.5-7B on an H200 with PCIe 5.
 FLOPS_PER_BYTE = 12_000
 
 
 @dataclass(frozen=True)
 class OffloadBytes:
-    """Bytes of a cache in host memory on one rank's GPU.
+    """GPU bytes of an offloaded cache on one rank.
 
     Attributes:
-        fixed: bytes of rings, of prompt chunks and of pieces before them.
-        page: bytes per page: its key bounds, and the places of its blocks.
-        resident_block: bytes of one hot place for every KV head, in all layers.
+        fixed: rings, prompt chunks and the pieces before them.
+        page: per page: its key bounds, and the map of its resident blocks.
+        resident_block: one resident block for every KV head, in all layers.
     """
 
     fixed: int
@@ -47,7 +47,7 @@ class OffloadBytes:
 def offload_bytes(
     cache_specs: Sequence[tuple[KVCacheSpec, ...]], placement: KVPlacement, sizes: EngineSizes
 ) -> OffloadBytes:
-    """Counts the bytes on the GPU, for layers that keep key bounds beside keys and values (`with_bounds`)."""
+    """Returns the GPU bytes; `cache_specs` include key bounds (`with_bounds`)."""
     block, page = BlockLayout.of(cache_specs, placement.page_size), placement.page_size
     page_specs = [k for layer_specs in cache_specs for k in layer_specs if k.per == "page"]
     heads, layers = block.heads, sum(k.name == "bounds" for k in page_specs)
@@ -68,31 +68,31 @@ def make_host_snapshots(
     comm: Communicator,
     sizes: EngineSizes,
 ) -> HostStore:
-    """Creates the host memory of `count` snapshots of states; a collective call.
+    """Allocates host memory for `count` state snapshots; a collective call.
 
     Raises:
         ConfigError: the host cannot pin it.
     """
-    size = max(snapshot_bytes(cache_specs, placement, sizes), 16)  # of a rank without heads as well
+    size = max(snapshot_bytes(cache_specs, placement, sizes), 16)  # also on a rank without heads
     return host_store((count, size), torch.uint8, comm, "kv.host_snapshots")
 
 
 def piece_pages(page_size: int) -> int:
-    """Counts the pages of two pieces: one is fetched while the other is read."""
+    """Returns the pages of two pieces: one is fetched while the other is read."""
     return 2 * -(-PIECE_TOKENS // page_size)
 
 
 def make_offloaded_cache(
     config: Config, model: Decoder, placement: KVPlacement, sizes: EngineSizes, capacity: int, draft_page: int = 0
 ) -> OffloadedCache:
-    """Creates a cache with the pages of `sizes`, or as many as both memories allow; a collective call.
+    """Creates a cache with `sizes.pages` pages, or as many as fit in both memories; a collective call.
 
-    Every page takes host memory, and its key bounds take GPU memory. The rest of the GPU's share holds hot blocks, at
-    least those that the sequences of all slots choose at once.
+    Pages take host memory, their key bounds GPU memory. The rest of the GPU's share holds resident blocks, at least
+    those that a full batch selects in a step.
 
     Args:
-        capacity: bytes of the GPU available to the cache, if the config has no number.
-        draft_page: bytes of a draft model's page, of which there are as many.
+        capacity: GPU bytes available to the cache, unless kv.offload_gpu_bytes is set.
+        draft_page: bytes of a page of the draft model's cache, which has as many pages.
 
     Raises:
         ConfigError: either memory is too small, or the host cannot pin it.
@@ -113,9 +113,8 @@ def make_offloaded_cache(
     if kv.tokens is not None and on_host < sizes.pages:
         raise ConfigError(
             f"kv.tokens={kv.tokens} needs {sizes.pages} pages of {page_bytes} bytes on each rank, but "
-            "kv.offload_host_bytes="
-            f"{kv.offload_host_bytes:.0f} holds {on_host}: set at least {sizes.pages * page_bytes}, or take fewer "
-            "tokens"
+            f"kv.offload_host_bytes={kv.offload_host_bytes:.0f} holds {on_host}: set at least "
+            f"{sizes.pages * page_bytes}, or fewer kv.tokens"
         )
     longest = min(sizes.length, on_host * stripes.page_tokens)
     policy = make_policy(config.attention, placement, longest, comm, kv)
@@ -132,9 +131,9 @@ def make_offloaded_cache(
         enough = min_bytes + min_pages * gpu_page_bytes
         share = f"kv.memory_fraction={kv.memory_fraction}" if kv.offload_gpu_bytes is None else "kv.offload_gpu_bytes"
         raise ConfigError(
-            f"{share} gives {capacity} bytes of the GPU, but what decode.max_batch={sizes.slots} sequences choose in a "
-            f"step, prompts in chunks of {sizes.chunk} and {min_pages} pages take {enough}: set at least "
-            "that, or decode.max_batch, attention.num_blocks or attention.from_tokens lower"
+            f"{share} gives {capacity} bytes of the GPU, but the blocks that decode.max_batch={sizes.slots} sequences "
+            f"select in a step, prompt chunks of {sizes.chunk} tokens and {min_pages} pages take {enough}: set at "
+            "least that, or lower decode.max_batch, attention.num_blocks or attention.from_tokens"
         )
     num_resident = (capacity - size.fixed - pages * gpu_page_bytes) // size.resident_block
     memory = OffloadMemory(
@@ -148,26 +147,25 @@ def make_offloaded_cache(
     on_host, on_gpu = (min(comm.all_gather_object(pages)) * stripes.page_tokens for pages in page_limits)
     cache.remedy = (
         f"kv.offload_host_bytes={kv.offload_host_bytes:.0f} has room for {on_host} tokens, the GPU's share of "
-        f"{capacity} bytes for "
-        f"{on_gpu}: raise the lesser, or use a larger layout.kvp"
+        f"{capacity} bytes for {on_gpu}: raise the smaller one, or use a larger layout.kvp"
     )
     return cache
 
 
 def min_chunk(spec: DecoderSpec, dtype: str, kv: str) -> int:
-    """Computes the tokens of a prompt chunk whose attention takes as long as fetching the tokens before it."""
+    """Returns the chunk size, in tokens, whose attention takes as long as fetching the tokens before it."""
     mixer = spec.attention
-    assert isinstance(mixer, AttentionSpec), "latents are not kept in host memory"
+    assert isinstance(mixer, AttentionSpec), "latents cannot be offloaded"
     group, width = mixer.q_heads / mixer.kv_heads, mixer.head_dim
     number = token_bytes(keys_and_values(1, width, dtype, kv, None)) / (2 * width)  # bytes
     return math.ceil(FLOPS_PER_BYTE * number / (2 * group))
 
 
 def short_chunk_warning(spec: DecoderSpec, dtype: str, kv: str, chunk: int) -> str | None:
-    """Returns a warning if chunks are so short that prompts wait for the link with this kv.dtype; else None."""
+    """Returns a warning if chunks are so short that prefill waits for the link with this kv.dtype; else None."""
     if chunk >= (needed := min_chunk(spec, dtype, kv)):
         return None
     return (
-        f"warning: prompts in chunks of {chunk:,} tokens wait for what lies before them to come from host memory: with "
-        f"decode.prefill_chunk={needed} or more, computing takes as long"
+        f"warning: prompt chunks of {chunk:,} tokens wait for earlier tokens to arrive from host memory: set "
+        f"decode.prefill_chunk={needed} or more to hide the transfer"
     )

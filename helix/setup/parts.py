@@ -1,4 +1,4 @@
-"""Parts that a config names: layouts, specs, formats of weights. No torch here: the planner makes them, too."""
+"""Creates the layouts, specs and weight formats that a config names. Free of torch: the planner uses them, too."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from helix.models.overrides import check_overrides, ignored_overrides, load_spec
 
 
 def make_layout(config: LayoutConfig) -> HelixLayout:
-    """Creates the layout; raises ValueError if the widths do not form one."""
+    """Creates the layout; ValueError if the widths do not form one."""
     return HelixLayout.create(config.mode, config.kvp, config.tpa, config.tpf, config.ep, config.dp)
 
 
 def make_spec(config: Config, key: str = "model") -> DecoderSpec:
-    """Creates the spec of the model.
+    """Creates the spec of a model.
 
     Args:
-        key: where the model is set, which errors name.
+        key: setting of the model, for messages.
 
     Raises:
-        ValueError: the runtime does not know the model or an override of its config, or it lacks a drafter.
+        ValueError: the model or an override of its config is unknown, or it lacks the drafter's layer.
     """
     model = config.model
     if model.path is not None and "architectures" in model.config:
@@ -44,7 +44,7 @@ def make_spec(config: Config, key: str = "model") -> DecoderSpec:
 
 
 def make_eagle3(config: SpeculationConfig, target: DecoderSpec) -> Eagle3Spec:
-    """Reads the spec of speculation.drafter=eagle3; raises ValueError if its checkpoint is not for this target."""
+    """Reads the EAGLE-3 spec; ValueError if its checkpoint is not for this target."""
     if config.path is None:
         raise ValueError("speculation=eagle3 needs speculation.path=DIR, the directory of the draft layer's checkpoint")
     path = Path(config.path)
@@ -56,7 +56,7 @@ def make_eagle3(config: SpeculationConfig, target: DecoderSpec) -> Eagle3Spec:
 
 
 def make_formats(config: ModelConfig, checkpoint: CheckpointFiles | None, on_gpu: bool) -> Formats:
-    """Returns the storage of a model's matrices, as model.weights names it."""
+    """Returns the quantised formats of a model's matrices, from model.weights."""
     if config.weights == "bf16" or (config.weights == "auto" and not on_gpu):
         return unquantized
     stored = stored_format(config)
@@ -66,28 +66,28 @@ def make_formats(config: ModelConfig, checkpoint: CheckpointFiles | None, on_gpu
 
 
 def stored_format(config: ModelConfig) -> WeightFormat | None:
-    """Returns the format of a model's quantised weights; None if they are not quantised."""
+    """Returns the checkpoint's quantisation format; None if it is not quantised."""
     return WeightFormat.from_config(resolved_config(config).get("quantization_config"))
 
 
 def stored_config(config: ModelConfig) -> dict[str, Any]:
-    """Returns what a model's checkpoint has as its config; empty for a shape without a checkpoint."""
+    """Returns the checkpoint's config; empty for a shape without a checkpoint."""
     return {} if config.path is None else read_config(Path(config.path))
 
 
 def resolved_config(config: ModelConfig) -> dict[str, Any]:
-    """Returns a model's config as it is run: that of its text part, with overrides."""
+    """Returns the config of a model's text part, with overrides."""
     return load_spec_config(None if config.path is None else Path(config.path), config.config)
 
 
 def models_of(config: Config) -> dict[str, ModelConfig]:
-    """Returns the models of a run by the key under which they are set: the target, and the draft model if any."""
+    """Returns the target, and the draft model if any, by the key that sets them."""
     draft = {"speculation.model": config.speculation.model} if config.speculation.drafter == "model" else {}
     return {"model": config.model, **draft}
 
 
 def ignored(config: Config) -> list[str]:
-    """Describes the overrides of models' configs that change nothing, a line each."""
+    """Lists, a line each, the overrides of models' configs that have no effect."""
     return [
         line
         for key, model in models_of(config).items()
@@ -96,7 +96,7 @@ def ignored(config: Config) -> list[str]:
 
 
 def make_draft_layout(config: DraftLayoutConfig, spec: DecoderSpec, world_size: int) -> HelixLayout:
-    """Creates the draft model's layout over `world_size` ranks; raises ValueError if the widths do not form one."""
+    """Creates the draft model's layout over `world_size` ranks; ValueError if the widths do not form one."""
     kvp, tpa = config.kvp, config.tpa
     if kvp is None and tpa is None:
         widest = max(n for n in range(1, world_size + 1) if world_size % n == 0 and spec.attention.kv_heads % n == 0)

@@ -1,4 +1,4 @@
-"""Drafters: proposal of the tokens that a decode step verifies."""
+"""Drafters: they propose the tokens that a decode step verifies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Acceptance of sampled drafts: rejection sampling over a sharded vocabulary.
+"""Rejection sampling of drafts over a sharded vocabulary.
 
 A draft is accepted with probability min(1, p / q). The first rejected draft is replaced by a sample from max(p - q, 0).
 This changes a request's tokens, but not their distribution.
@@ -26,21 +26,18 @@ def accepted_candidates(
     *,
     filtered: bool,
 ) -> Candidates:
-    """Accepts a step's drafts by rejection sampling, and draws candidates for the token behind them.
+    """Verifies a step's drafts by rejection sampling, and samples candidates for the token after them.
 
-    All ranks call alike and get the same result. Rows with temperature 0 accept drafts that are the best tokens.
+    A collective call with the same result on all ranks. Rows with temperature 0 accept drafts that are the argmax.
 
     Args:
         logits: [B * (n + 1), V_local] fp32, the target's after the last token and after each draft.
         vocab_offset: token id of the first column.
         drafts: [B, n] int64.
-        q: distributions from which they were drawn, sharded like `logits`.
-        positions: position of the token after each of these [B * (n + 1)] int64.
+        q: distributions that the drafts were sampled from, sharded like `logits`.
+        positions: [B * (n + 1)] int64, positions of the sampled tokens.
         state: B rows.
-        filtered: any row with temperature > 0 has top-k or top-p on.
-
-    Returns:
-        What `DecodeState.commit` takes.
+        filtered: whether any row with temperature > 0 has top-k or top-p on.
     """
     B, n = drafts.shape
     p, best = distribution(logits.unflatten(0, (B, n + 1)), vocab_offset, state, comm, filtered=filtered)

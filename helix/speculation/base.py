@@ -1,10 +1,10 @@
-"""The contract of a drafter.
+"""The `Drafter` interface.
 
-A decode step appends a sequence's last token and its drafts, draws a token after each, and accepts those drafts that
-equal the drawn tokens. Every draw depends only on the seed, the position and the tokens before it, so tokens are the
-same as without drafts. A drafter may propose anything: it affects only speed.
+A decode step appends a sequence's last token and its drafts, samples a token after each, and accepts the drafts that
+equal the sampled tokens. Samples depend only on the seed, the position and the preceding tokens, so tokens are the same
+as without drafts, whatever a drafter proposes.
 
-A drafter that samples its drafts may provide their distributions: then drafts are accepted by rejection sampling
+A drafter that samples its drafts may return their distributions: then drafts are verified by rejection sampling
 (`helix.speculation.acceptance`), which accepts more of them; tokens differ, but have the same distribution.
 """
 
@@ -27,10 +27,10 @@ class Draft:
     """Proposed next tokens of several sequences.
 
     Attributes:
-        tokens: ids [rows, n] int64; -1: no token here or after.
-        sampled_from: distributions from which they were drawn, over this rank's columns; None: accepted if equal to the
-            drawn tokens.
-        forced_tokens: [rows, n] tokens to take as drawn at their positions, instead of the model's; for benchmarks.
+        tokens: [rows, n] int64; -1: no draft from here on.
+        sampled_from: distributions that they were sampled from, over this rank's columns; None: a draft is accepted if
+            it equals the sampled token.
+        forced_tokens: [rows, n] tokens to emit instead of the model's samples; for benchmarks.
     """
 
     tokens: Tensor
@@ -39,18 +39,18 @@ class Draft:
 
 
 class Drafter(SequenceObserver):
-    """Base of drafters, which propose tokens; it follows the sequences' events.
+    """Base class of drafters.
 
     Args:
-        limit: most tokens proposed per sequence and step.
+        limit: maximum number of drafts per sequence and step.
 
     Attributes:
-        verify_policy: attention policy of steps with drafts, instead of the target's dense one; None: the target's.
-        may_lag: whether its cache may lack drawn tokens, so that their pages cannot be shared.
-        wants_prefill_events: whether it takes the event `on_prefill`.
-        needs_hidden_states: whether it reads the states of all tokens of prompts.
-        has_own_pages: whether it has as many pages as the cache, which are not shared between sequences.
-        lacking: like `KVCache.recomputed_tokens`, for its own cache.
+        verify_policy: attention policy of steps with drafts; None: the target's.
+        may_lag: whether its cache may lack sampled tokens, so that their pages cannot be shared.
+        wants_prefill_events: whether it needs `on_prefill`.
+        needs_hidden_states: whether it reads the hidden states of all prompt tokens.
+        has_own_pages: whether it has as many pages as the KV cache, not shared between sequences.
+        recomputed_tokens: like `KVCache.recomputed_tokens`, for its own cache.
     """
 
     verify_policy: AttentionPolicy | None = None
@@ -67,27 +67,27 @@ class Drafter(SequenceObserver):
         """Catches up with earlier steps without drafts, before a step with drafts; may wait for the device."""
 
     def check(self, wait: bool = True) -> None:
-        """Checks its own collectives, by `Communicator.check`."""
+        """Calls `Communicator.check` for its own collectives."""
 
     def propose(self, state: DecodeState, kind: DecodeGraphKey) -> Draft:
-        """Proposes `kind.drafts` tokens, from 1 to `limit`, for each of the first `kind.rows` slots.
+        """Proposes `kind.drafts` tokens, from 1 to `limit`, for each of the first `kind.rows` rows.
 
-        The result is the same on all ranks and of fixed shape. It is part of a captured step: no waits for the host.
+        The result has a fixed shape and is equal on all ranks. CUDA graphs capture the call, so it must not sync.
         """
         raise NotImplementedError
 
 
 def check_states(cache: KVCache, drafter: str) -> None:
-    """Raises ValueError if layers keep states, and a drafter runs several steps of their model before one is taken."""
+    """Raises ValueError if the model has recurrent states, which cannot run several steps ahead of verification."""
     if cache.has_states:
         raise ValueError(
-            f"speculation.drafter={drafter} runs several steps before tokens are taken, and layers that keep a state "
-            "replay one step alone: set speculation=ngram"
+            f"speculation.drafter={drafter} runs several steps before verification, but recurrent states can roll back "
+            "only one: set speculation=ngram"
         )
 
 
 class NoDrafts(Drafter):
-    """Drafter that proposes nothing: every step draws one token."""
+    """Proposes nothing: every step samples one token per sequence."""
 
     def __init__(self) -> None:
         super().__init__(0)

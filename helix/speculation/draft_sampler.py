@@ -1,4 +1,4 @@
-"""Drawing of drafts, for drafters that run a model."""
+"""Samples drafts, for drafters that run a model."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from kernels.tokens.accept import Distribution
 
 
 class DraftSampler:
-    """The drafts of one step, drawn one after the other with each request's temperature and filters.
+    """Samples the drafts of a step one after the other, with each request's temperature and filters.
 
     Args:
         logits: computes logits [rows, V_local] fp32 from hidden states [rows, H].
-        columns: token ids of their columns.
-        comm: communicator over which the logits are sharded.
-        shared_noise: whether to use the target's noise, so that equal distributions give equal tokens. Otherwise the
-            noise is independent, and drafts are accepted by rejection sampling.
-        kind: kind of the step that verifies them.
+        columns: token ids of the logits' columns.
+        comm: over which the logits are sharded.
+        shared_noise: whether to use the target's noise, so that equal distributions give equal tokens. Else the noise
+            is independent, and drafts are verified by rejection sampling.
+        kind: of the step that verifies the drafts.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class DraftSampler:
         self._sampled_from: list[Distribution] = []
 
     def sample(self, hidden: Tensor, state: DecodeState, positions: Tensor) -> Tensor:
-        """Draws tokens [rows] int64 for `positions` [rows], from hidden states [rows, H]."""
+        """Samples tokens [rows] int64 for `positions` [rows], from hidden states [rows, H]."""
         logits, first = self.logits(hidden), self.columns.start
         sampling = state.sampling.rows(slice(0, len(positions)))
         if self.shared_noise or not self.kind.stochastic:
@@ -53,22 +53,21 @@ class DraftSampler:
         else:
             q, best = distribution(logits[:, None], first, sampling, self.comm, filtered=self.kind.filtered)
             self._sampled_from.append(q)
-            # A position that is drafted again has new noise, for it is nearer: a refused draft may have changed q, by
-            # the keys that it chose.
+            # Use new noise when a position is drafted again, at another distance: a rejected draft may have changed q,
+            # through the keys that its verification selected.
             counters = positions + (len(self._tokens) << 32)
             tokens = sample_drafts(q, best, first, counters[:, None], sampling.seed, self.comm)[:, 0]
         self._tokens.append(tokens)
         return tokens
 
     def draft(self) -> Draft:
-        """Returns all drawn tokens; from a broken one on, a row has none."""
+        """Returns all drafts; a row ends at its first invalid token."""
         proposed = torch.stack(self._tokens, 1)
         proposed = torch.where(proposed.cummin(1).values < 0, -1, proposed)
         return Draft(proposed, _concat(self._sampled_from) if self._sampled_from else None)
 
 
 def _concat(parts: Sequence[Distribution]) -> Distribution:
-    """Concatenates distributions of the same sequences at consecutive positions."""
     logits, best, last_key = (
         torch.cat([getattr(p, name) for p in parts], 1) for name in ("logits", "best", "last_key")
     )

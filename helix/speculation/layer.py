@@ -1,4 +1,4 @@
-"""Drafting by one layer more, which reads the target's hidden states."""
+"""Drafts with an additional layer that reads the target's hidden states (MTP, EAGLE-3)."""
 
 from __future__ import annotations
 
@@ -23,19 +23,16 @@ from helix.worker.transfers import to_device
 
 
 class LayerDrafter(Drafter):
-    """Drafter by a layer behind the target's last one, whose keys and values lie in the target's pages.
+    """Drafts with a layer on top of the target's last one, with its KV in the target's pages.
 
-    Row i of the layer takes the target's state of token i and the token behind it, so that the last row of a prompt's
-    chunk waits for the next token. A first draft comes from the row of the last token in the cache, a further one from
-    a row that takes the layer's own state and the draft before. Once drafts are verified, the keys of all that were
-    kept are written anew from the target's states. Nobody reads a state but the last one: of the other rows, and of
-    prompts, only keys are computed.
+    Row i of the layer reads the target's state of token i and token i + 1, so the last row of a prompt chunk waits for
+    the next token. The first draft comes from the row of the last token in the cache, later ones from the layer's own
+    state and the previous draft. After verification, the KV of accepted tokens is rewritten from the target's states.
+    Only the last state is used: for other rows, and for prompts, the layer computes only KV.
 
     Args:
-        layer: its part on this rank.
         model, cache: the target's.
-        sizes: the engine's sizes.
-        noise: shared: a draft is drawn with the target's noise of its position; own: see `DraftSampler`.
+        noise: shared: drafts use the target's noise; own: see `DraftSampler`.
     """
 
     needs_hidden_states = True
@@ -43,7 +40,7 @@ class LayerDrafter(Drafter):
 
     def __init__(self, layer: DraftLayer, model: Decoder, cache: KVCache, sizes: EngineSizes, noise: str) -> None:
         super().__init__(sizes.drafts)
-        # The last row of a hit belongs to the token after it: it is written again, of an exact state.
+        # The last row of a prefix hit depends on the token after it, and is recomputed from an exact state.
         self.recomputed_tokens = cache.recomputed_tokens + 1
         self.layer = layer
         self.comm = model.comm
@@ -53,12 +50,12 @@ class LayerDrafter(Drafter):
         slots, placement, dtype = sizes.slots, cache.placement, model.weights.dtype
         max_pages = placement.stripes.pages_for(sizes.length + sizes.drafts)
         self.sequences = DecodeState(slots, max_pages, placement, cache.device, rings=cache.rings)
-        # Its own, from which first drafts come; and the target's, of the last token of a prompt's chunk.
+        # The layer's states, for first drafts; and the target's, of the last token of a prompt chunk.
         self._states, self._prompt_states = (
             torch.zeros(slots, width, dtype=dtype, device=cache.device) for width in (layer.width, layer.target_width)
         )
-        self._num_read: dict[int, int] = {}  # tokens of a slot's prompt up to that one
-        # What the rows of first drafts read, if further drafts read the same: see `Step.selected`.
+        self._num_read: dict[int, int] = {}  # prompt tokens up to that one, by slot
+        # The first drafts' selection, which later drafts reuse: see `Step.selected`.
         width = min(layer.shared_topk, max_pages * placement.page_size)
         self._selected = tuple(
             torch.zeros(slots, *size, dtype=torch.int32, device=cache.device) for size in ((width,), (), ())
@@ -77,8 +74,8 @@ class LayerDrafter(Drafter):
         counts = [len(p.tokens) for p in chunk.prompts]
         prompts, states = [], []
         for p, token_states in zip(chunk.prompts, chunk.states.split(counts), strict=True):
-            num_cached = max(p.num_cached_tokens - 1, 0)  # rows of a hit: states without windows would spoil them
-            if self._num_read.get(p.slot) == p.begin:  # it goes on where a chunk ended
+            num_cached = max(p.num_cached_tokens - 1, 0)  # keep rows of a prefix hit: these states lack windows
+            if self._num_read.get(p.slot) == p.begin:  # continues the previous chunk
                 states.append(self._prompt_states[p.slot : p.slot + 1])
                 prompts.append(PromptChunk(p.slot, p.begin - 1, p.tokens, num_cached))
             elif len(p.tokens) > 1:
@@ -108,7 +105,7 @@ class LayerDrafter(Drafter):
                 buffer[slots] = row_values[slots]
 
     def catch_up(self, state: DecodeState) -> None:
-        # Rows are all there; but sequences that only steps are timed with come without events.
+        # The KV is complete; but sequences that only time steps have no events.
         self.sequences.block_tables.copy_(state.block_tables)
         self.sequences.starts.copy_(state.starts)
 
@@ -153,7 +150,7 @@ class LayerDrafter(Drafter):
             )
         queries, x = (
             row_values.index_select(0, at) for row_values in parts
-        )  # last: attention reads what is older early
+        )  # last, since attention reads older tensors early
         self._states[:rows] = self.layer.attend(queries, x, self.cache, newest, self.policy)
 
     def _run_layer(self, step: Step, states: Tensor, from_draft: bool = False) -> Tensor:

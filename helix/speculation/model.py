@@ -1,4 +1,4 @@
-"""Drafting by a second, smaller model, whose next tokens are likely the target's."""
+"""Drafts with a smaller model."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from helix.worker.kv_cache_spec import EngineSizes, KVCacheSpec, dtype_name, pag
 from helix.worker.sequence_observer import PrefillCommitted
 from helix.worker.step import DecodeState
 
-MAX_CATCH_UP_TOKENS = 1024  # most tokens of one pass that catches up with steps without drafts
+MAX_CATCH_UP_TOKENS = 1024  # tokens per prefill that catches up with steps without drafts
 
 
 @dataclass(frozen=True)
 class DraftModel:
-    """Part of a draft model on this rank; it runs on the target's ranks, in a layout of its own.
+    """This rank's shard of a draft model, which runs on the target's ranks in its own layout.
 
     Args:
-        comm: communicator over the target's ranks, with the kvp groups of `layout`.
+        comm: over the target's ranks, with the kvp groups of `layout`.
         kv: the target's kv.dtype.
     """
 
@@ -40,38 +40,35 @@ class DraftModel:
     kv: str = "auto"
 
     def placement(self, target: KVPlacement) -> KVPlacement:
-        """Returns its cache's placement: a page number holds the same tokens as in the target's cache, or fewer."""
+        """Returns its cache's placement: a page has the same tokens as the target's page of that number, or fewer."""
         page_size = target.stripes.page_tokens // self.layout.kvp
         append_block = math.gcd(target.append_block, page_size)
         return KVPlacement(self.layout, self.layout.kvp_rank(self.comm.rank), append_block, page_size)
 
     def page_bytes(self, target: KVPlacement) -> int:
-        """Counts the bytes of a page on this rank."""
         return sum(page_bytes(layer_specs, self.placement(target).page_size) for layer_specs in self.kv_cache_specs)
 
     @property
     def kv_cache_specs(self) -> list[tuple[KVCacheSpec, ...]]:
-        """Data that each of its layers keeps on this rank."""
         specs = self.model.spec.kv_cache_specs(
             self.layout, self.comm.rank, dtype_name(self.model.weights.dtype), self.kv
         )
         return without_long_rings(specs)
 
     def slot_bytes(self, target: KVPlacement, sizes: EngineSizes) -> int:
-        """Counts the bytes of all data outside pages on this rank, for these sizes of the engine."""
+        """Returns the bytes outside of pages on this rank, for these engine sizes."""
         return slot_bytes(self.kv_cache_specs, self.placement(target), draft_sizes(sizes))
 
 
 class ModelDrafter(Drafter):
-    """Drafter that decodes with the draft model; its own cache holds the target's tokens in pages of equal numbers.
+    """Decodes with the draft model, whose own cache uses the target's page numbers.
 
-    The next step overwrites the entries of refused drafts, as in the target's cache: lengths are the target's. A step
-    begins with the last two tokens: if all drafts were accepted, the draft model has not computed the last one yet.
+    The next step overwrites the KV of rejected drafts, as in the target's cache. A step begins with the last two
+    tokens: if all drafts were accepted, the draft model has not computed the last one yet.
 
     Args:
         vocab: size of the target's vocabulary.
         target: placement of the target's cache.
-        sizes: the engine's sizes.
 
     Raises:
         ValueError: vocabularies or ranks differ, or pages do not divide; on every rank.
@@ -91,7 +88,7 @@ class ModelDrafter(Drafter):
         self.cache = KVCache(draft.kv_cache_specs, self.placement, draft_sizes(sizes), comm.device)
         check_states(self.cache, "model")
         self.recomputed_tokens = self.cache.recomputed_tokens
-        # Its lengths count only final tokens: later entries may be refused drafts.
+        # Lengths count only final tokens: later entries may be rejected drafts.
         max_pages = target.stripes.pages_for(sizes.length + sizes.drafts)
         self.sequences = DecodeState(sizes.slots, max_pages, self.placement, comm.device, rings=self.cache.rings)
 
@@ -123,7 +120,7 @@ class ModelDrafter(Drafter):
         active, lengths, num_computed_tokens = (
             t.tolist() for t in (state.active, state.lengths, self.sequences.lengths)
         )
-        # The last two tokens are left to the next step, which begins with them.
+        # The next step begins with the last two tokens.
         while lagging := [
             row for row in range(len(active)) if active[row] and num_computed_tokens[row] < lengths[row] - 1
         ]:
@@ -160,7 +157,7 @@ class ModelDrafter(Drafter):
 
 
 def draft_sizes(target: EngineSizes) -> EngineSizes:
-    """Returns the sizes of its steps, which begin with the last two tokens; its prefill steps catch up too."""
+    """Returns the draft model's sizes: its steps begin with the last two tokens, and its prefill also catches up."""
     return replace(target, drafts=target.drafts + 1, chunk=max(target.chunk, MAX_CATCH_UP_TOKENS), snapshots=0)
 
 
@@ -168,13 +165,13 @@ def check_draft(vocab: int, draft_vocab: int, layout: HelixLayout, target: Strip
     """Raises ValueError unless a draft model of this vocabulary and layout fits a target with these pages."""
     if draft_vocab != vocab:
         raise ValueError(
-            f"the draft model has {draft_vocab} token ids and the target {vocab}: speculation.model must be a model of "
-            "the target's vocabulary (of the same family, mostly)"
+            f"the draft model has {draft_vocab} token ids and the target {vocab}: speculation.model must have the "
+            "target's vocabulary (usually a model of the same family)"
         )
     if layout.world_size != (world_size := target.layout.world_size):
         raise ValueError(
             f"speculation.layout.kvp*tpa = {layout.kvp}*{layout.tpa} = {layout.world_size} ranks, but the target runs "
-            f"on {world_size}: the draft model needs all of them (leave speculation.layout unset to derive it)"
+            f"on {world_size}: the draft model must use all of them (leave speculation.layout unset to derive it)"
         )
     if target.page_tokens % layout.kvp:
         raise ValueError(

@@ -1,9 +1,8 @@
-"""Self-speculation with sparse attention: the target drafts over few keys, which its own verification chooses.
+"""Self-speculation with sparse attention: the target drafts over few keys, which its own verification selects.
 
-A draft step is a forward pass of the target, with its weights, its cache and its ranks, under an attention policy that
-reads the chosen keys and all newer ones. Verification overwrites the entries of drafts. It also scores every key by its
-queries, and these scores choose the keys of the next drafts, in all layers at once (Vegas, arXiv:2602.07223, section
-3). Each rank chooses among its own keys.
+A draft step is a forward pass of the target over the selected keys and all newer ones. Verification overwrites the KV
+of drafts. It also scores every key by its queries, and these scores select the keys of the next drafts, in all layers
+at once (Vegas, arXiv:2602.07223, section 3). Each rank selects among its own keys.
 """
 
 from __future__ import annotations
@@ -36,24 +35,24 @@ from kernels.sparse.draft_ranges import MILLION
 from kernels.sparse.select_tokens import select_tokens
 
 SINK_TOKENS = 4  # first tokens of a sequence, always read
-# By score alone (0 and 0), 6.66, 7.25 and 4.89 tokens per iteration are accepted; with these values 7.37, 7.51 and 6.77
-# (docs/results/acceptance.md). One choice for all KV heads, over all ranks, or in blocks of keys gained nothing.
+# With 0 and 0 (scores alone) 6.66, 7.25 and 4.89 tokens per iteration are accepted, with these values 7.37, 7.51 and
+# 6.77 (docs/results/acceptance.md). One selection for all KV heads, over all ranks, or of key blocks gained nothing.
 RECENT, REACH = 0.5, 8
-# Queries of verification that count in the score of a key: the maximum over any, or the mean of first and last. None:
-# no scores, the latest keys are chosen.
+# Verification queries that score a key: the maximum over any, or the mean of first and last. None: no scores, the
+# latest keys are selected.
 SCORED_QUERIES = {"any": "any", "c2q": "ends", "window": None}
 
 
 @dataclass(frozen=True)
 class DraftBudget:
-    """Selection of the keys that drafts read.
+    """Which keys drafts read.
 
     Attributes:
-        policy: one of SCORED_QUERIES (keys selected before drafts); quest: each draft selects blocks by bounds; or the
-            import path of what makes the attention of drafts.
+        policy: one of SCORED_QUERIES (keys are selected before drafts); quest: each draft selects blocks by bounds; or
+            an import path of a function that makes the drafts' attention.
         sparsity: share of a rank's keys of a sequence that is read.
         recent: share of that for the first and the latest keys, regardless of score.
-        reach: a key's score is the maximum of its own and `reach` preceding ones.
+        reach: a key's score is the maximum of its own and the `reach` preceding ones.
     """
 
     policy: str = "any"
@@ -70,7 +69,7 @@ class DraftBudget:
         """Returns the budget in blocks over all ranks, of a sequence of `max_length` tokens, for policy=quest.
 
         Raises:
-            ValueError: a query cannot choose that many.
+            ValueError: a query cannot select that many.
         """
         total = max(-(-round(self.sparsity * max_length) // page_size), -(-LEAST_KEYS // page_size))
         # Pages with drafts have no key bounds yet, and are always read.
@@ -79,7 +78,7 @@ class DraftBudget:
         if -(-topk // kvp) > MAX_SELECTED:
             raise ValueError(
                 f"{topk} blocks of kv.page_size={page_size} tokens over {kvp} ranks are more than the {MAX_SELECTED} "
-                "that a query chooses on each: set a larger kv.page_size or a lower speculation.sparsity"
+                "that a query can select on each: set a larger kv.page_size or a lower speculation.sparsity"
             )
         return BlockBudget(1, local, topk, 0)
 
@@ -94,12 +93,11 @@ class DraftBudget:
         return score_planes(queries, group, spec_attention.head_dim, dtype)
 
     def columns(self, placement: KVPlacement, max_length: int, drafts: int) -> int:
-        """Returns the columns of a table: chosen keys of a sequence of `max_length` tokens, and newer ones."""
+        """Returns the columns of a table: selected keys of a sequence of `max_length` tokens, and newer ones."""
         capacity = placement.stripes.pages_for(max_length + drafts) * placement.page_size
         return int(self.keys(placement.layout.kvp).num_keys(torch.tensor(capacity))) + tail(drafts)
 
     def table_bytes(self, spec: DecoderSpec, placement: KVPlacement, rank: int, sizes: EngineSizes) -> int:
-        """Counts the bytes of all tables on a rank."""
         if self.policy not in SCORED_QUERIES:
             return 0
         heads = len(placement.layout.kv_heads(rank, spec.attention.kv_heads))
@@ -107,32 +105,30 @@ class DraftBudget:
         return len(spec.full) * sizes.slots * heads * columns * torch.int32.itemsize
 
     def page_bytes(self, spec: DecoderSpec, placement: KVPlacement, rank: int, drafts: int, dtype: str) -> int:
-        """Counts the bytes of a page of scores on a rank, in all layers with scores."""
+        """Returns the bytes of a page of scores on a rank, over all layers with scores."""
         planes = self.planes(spec, placement.layout, rank, 1 + drafts, dtype)
         heads = len(placement.layout.kv_heads(rank, spec.attention.kv_heads))
         return score_bytes(len(spec.full), planes, heads, placement.page_size)
 
 
 def tail(drafts: int) -> int:
-    """Counts the keys newer than the candidates: accepted drafts, and drafts of this step."""
+    """Returns the number of keys newer than the candidates: accepted drafts, and drafts of this step."""
     return 2 * drafts + 1
 
 
 def attention(spec: DecoderSpec) -> AttentionSpec:
-    """Returns the attention of the layers whose keys are chosen."""
+    """Returns `spec.attention`, which is not MLA."""
     assert isinstance(spec.attention, AttentionSpec), "latents were refused before"
     return spec.attention
 
 
 class SparseDrafter(Drafter):
-    """Drafter that decodes with the target itself, over chosen keys.
+    """Drafts with the target itself, over selected keys.
 
     Args:
-        model, cache: the target's, this rank's part.
-        sizes: the engine's sizes.
-        budget: selection of the keys that drafts read.
-        noise: shared: a draft is drawn with the target's noise of its position, so that tokens are the same as without
-            drafts; own: with independent noise, and accepted by rejection sampling.
+        model, cache: the target's.
+        noise: shared: drafts are sampled with the target's noise, so that tokens are the same as without drafts; own:
+            with independent noise, verified by rejection sampling.
     """
 
     wants_prefill_events = True
@@ -216,7 +212,7 @@ class SparseDrafter(Drafter):
         return sampler.draft()
 
     def on_step(self, step: StepCommitted) -> None:
-        # The last token, at `before`, is computed too; drafts after it may have been refused.
+        # Select up to the last token, at `before`: drafts after it may have been rejected.
         span, slots = step.span, slice(0, step.kind.rows)
         self._select(slots, span.tables, span.starts, span.before, step.live, 1 + step.kind.drafts)
 
@@ -229,13 +225,8 @@ class SparseDrafter(Drafter):
         live: Tensor,
         queries: int,
     ) -> None:
-        """Chooses keys among the tokens up to `positions` [n] of the sequences in `slots`, for all layers.
-
-        Args:
-            tables, starts: those of these sequences, see `Span`.
-            live: whether each sequence exists [n] bool.
-            queries: number of verified queries that wrote scores; 0: no scores, the latest keys are chosen.
-        """
+        # Selects keys among the tokens up to `positions` [n] of the sequences in `slots`, for all layers. `queries`:
+        # number of verified queries that wrote scores; 0: no scores, the latest keys are selected.
         if self.selected is None:
             return
         fresh = not queries or self.scores is None

@@ -14,14 +14,13 @@ from kernels.tokens.suffix import TOKEN_BITS, SuffixPool, suffix
 
 
 class SuffixDrafter(Drafter):
-    """Drafter by prompt lookup in a sequence, and in texts that were generated for others of the same salt.
+    """Prompt lookup in the sequence itself, and in a pool of finished answers to requests with the same cache_salt.
 
     Args:
-        limit: most tokens proposed per sequence and step.
-        prompt_lookup_max: most final tokens of a sequence that are searched for.
-        pool_tokens: most tokens of others; the oldest ones are forgotten. 0: nothing is kept of any sequence.
-        max_batch: number of slots, of which salts are kept.
-        device: where all this is kept.
+        limit: maximum number of drafts per sequence and step.
+        prompt_lookup_max: maximum number of final tokens to match.
+        pool_tokens: size of the pool, a ring of tokens; 0: no pool.
+        max_batch: number of rows.
     """
 
     def __init__(
@@ -35,7 +34,7 @@ class SuffixDrafter(Drafter):
         super().__init__(limit)
         self.prompt_lookup_max = prompt_lookup_max
         self.size = pool_tokens
-        # An entry more for what is not to be written.
+        # The extra entry takes writes to discard.
         self._pool = torch.full((pool_tokens + 1,), -1, dtype=torch.int64, device=device)
         self._cursor = torch.zeros(1, dtype=torch.int64, device=device)
         self._salts = torch.zeros(max_batch, dtype=torch.int64, device=device)
@@ -61,10 +60,10 @@ class SuffixDrafter(Drafter):
                 self._add_to_pool(one)
 
     def _add_to_pool(self, released: RequestReleased) -> None:
-        """Stores the text of a sequence that leaves behind those of others."""
+        """Adds a finished sequence to the shared pool that suffix lookup searches."""
         admission = self._admitted.pop(released.slot)
-        begun = self._decoding[released.slot]  # else what its length says is another sequence's
-        # The end of the prompt leads to the answer, and -1 ends it.
+        begun = self._decoding[released.slot]  # else `length` is still the previous sequence's
+        # Include the end of the prompt, which precedes the answer; -1 ends the answer.
         first = max(admission.length - self.prompt_lookup_max, 0)
         offsets = torch.arange(min(admission.limit + 2 - first, self.size), device=released.length.device)
         count = (released.length + 1 - first).clamp(max=len(offsets) - 1)

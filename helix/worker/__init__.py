@@ -1,1 +1,1 @@
-"""Work of every rank alike: the execution of decisions on its part of the model and of the cache."""
+"""Each rank's side of the engine: executes batches on its shard of the model and its part of the KV cache."""

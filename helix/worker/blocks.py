@@ -1,4 +1,4 @@
-"""Order of the bytes of a block, which moves between host and GPU in one piece."""
+"""Byte layout of a block, the unit of transfer between host and GPU."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from torch import Tensor
 from helix.worker.kv_cache_spec import ITEMSIZE, KVCacheSpec
 
 WORD = 4  # bytes
-ALIGNED = 16  # bytes: each part of a block begins at a multiple, for loads of that many
+ALIGNED = 16  # bytes: alignment of each part of a block, for 16-byte loads
 
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """A page of one KV head in one layer: its keys, its values, then the scales of those in e4m3.
+    """A page of one KV head in one layer: its keys, its values, then the scales if these are e4m3.
 
     Attributes:
-        page_size: tokens of a page.
-        parts: what a block holds, in the order of its bytes.
+        parts: in the order of their bytes.
     """
 
     page_size: int
@@ -28,13 +27,12 @@ class BlockLayout:
 
     @classmethod
     def of(cls, layer_specs: Iterable[Iterable[KVCacheSpec]], page_size: int) -> BlockLayout:
-        """Creates the shape for the data of layers of which all that read whole sequences keep the same."""
+        """Creates the layout for specs that are the same in all layers without a window."""
         (parts,) = {tuple(k for k in specs if k.is_paged and k.per == "token") for specs in layer_specs} - {()}
         return cls(page_size, tuple(sorted(parts, key=lambda k: k.by_head)))
 
     @property
     def heads(self) -> int:
-        """Number of KV heads on the rank."""
         return self.parts[0].entry[0]
 
     @property
@@ -59,13 +57,12 @@ class BlockLayout:
         return self._views(blocks, 1, 0)
 
     def _views(self, blocks: Tensor, page: int, head: int) -> dict[str, Tensor]:
-        """Views blocks as pages, `page` blocks apart, and their heads `head` blocks apart."""
         found, begin = {}, 0
         for part in self.parts:
             end, width = begin + self._words(part), self._width(part)
             numbers = blocks[..., begin:end].view(getattr(torch, part.dtype))
             *outer, block, _ = numbers.stride()
-            # Explicit strides: torch would choose others for a single head, and kernels compute with them.
+            # Kernels compute with the strides, and torch would choose others for a single head.
             shape, strides = [self.page_size, self.heads, width], [width, head * block, 1]
             if part.by_head:
                 shape, strides = [self.heads, self.page_size], [head * block, 1]

@@ -1,4 +1,4 @@
-"""Timing between points of a device's stream, independent of the host."""
+"""Timing on a device's stream, independent of the host."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TimedEvent:
             self._event.synchronize()
 
     def since(self, other: TimedEvent) -> float:
-        """Returns the seconds since another moment of the same stream; both must be reached."""
+        """Returns the seconds since another event of the same stream; both must be reached."""
         if self._event is None or other._event is None:
             return self._at - other._at
         return float(other._event.elapsed_time(self._event)) / 1e3

@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: a whole step, or a part of one, in one launch."""
+"""CUDA graphs of steps: a whole step, or a part of one, in one launch."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class StepGraphs:
         """Runs a step, keyed by function and arguments; returns its result, which the next such run overwrites.
 
         Args:
-            captures: whether it may be captured now; else it is replayed or runs eagerly.
+            captures: if False, it is not captured now, but replayed or run eagerly.
         """
         key = step, *args
-        if key not in self._warm:  # compiles kernels and sets up communication, which capture cannot
+        if key not in self._warm:  # compile kernels and set up communication, which capture cannot
             self._warm.add(key)
             return step(*args)
         if key not in self._captured:
@@ -43,11 +43,10 @@ class StepGraphs:
         return result
 
     def has(self, step: Callable[..., Any], *args: Hashable) -> bool:
-        """Returns whether a step is captured; arguments as in `run`."""
         return (step, *args) in self._captured
 
     def close(self) -> None:
-        """Frees the captured graphs: NCCL would wait for them forever when its communicator is destroyed."""
+        """Frees the captured graphs: otherwise NCCL hangs when its communicator is destroyed."""
         torch.cuda.synchronize()
         for graph, _ in self._captured.values():
             graph.reset()

@@ -1,4 +1,4 @@
-"""Keys of captured graphs: the kind of a decode step, the size of a prompt chunk; no torch."""
+"""Keys of captured CUDA graphs, for decode steps and prefill chunks. No torch."""
 
 from __future__ import annotations
 
@@ -10,24 +10,23 @@ from typing import Any, NamedTuple
 from helix.sampling_params import SamplingParams
 
 SIZES = *(n << i for i in range(7) for n in ((96, 128) if i else (128,))), 16384  # 128, 192, 256, .. 6144, 8192
-LONG = 8192  # tokens of a chunk that takes a rank alone longer than its launch: several ranks wait for each other's
-SEQUENCES = 2, 34  # of a captured chunk, the padding's included: as many as a decision admits, and one that goes on
-LAUNCHED = 1024  # tokens up to which a chunk takes as long as its launch: padding costs nothing
-PADDING = 8  # a longer chunk is padded by at most this part of its tokens
-DEEP = 16 << 10  # keys of a sequence from which on other kernels attend
-ALIGNED = 16  # tokens: kernels are compiled for numbers that this divides
+LONG = 8192  # tokens: longer chunks hide their launches on a single rank; several ranks wait for each other's launches
+SEQUENCES = 2, 34  # of a captured chunk, padding included: one prompt, or all that a batch admits and one more
+LAUNCHED = 1024  # tokens up to which launches bound a chunk, so that padding is free
+PADDING = 8  # longer chunks are padded by at most 1/8 of their tokens
+DEEP = 16 << 10  # keys of a sequence from which on attention uses other kernels
+ALIGNED = 16  # tokens: kernels are specialized for multiples
 
 
 @dataclass(frozen=True, order=True)
 class DecodeGraphKey:
-    """Kind of a decode step: the key of its captured graph.
+    """Key of a decode step's captured graph.
 
     Attributes:
-        rows: slots [0, rows) take part: a power of two, or all slots, so that few graphs suffice.
-        drafts: tokens that the step verifies for each sequence.
+        rows: the step has slots [0, rows): a power of two, or all slots, so that few graphs suffice.
         stochastic: any sequence has a temperature above 0.
         filtered: any sequence has top-k, top-p or min-p.
-        shaped: any sequence changes its logits or requests log-probabilities.
+        process_logits: any sequence changes its logits or requests log-probabilities.
         sparse: attention reads a selection of keys: any sequence is long enough.
         chunks: batch chunks whose attention overlaps the exchange of the chunk before (HOP-B).
     """
@@ -42,7 +41,7 @@ class DecodeGraphKey:
 
     @classmethod
     def of(cls, sampling: Collection[SamplingParams], **more: Any) -> DecodeGraphKey:
-        """Creates the kind of a step that draws with all of these parameters; `more` has the other attributes."""
+        """Creates the key of a step that samples with all of these parameters; `more` has the other attributes."""
         return cls(
             stochastic=any(not s.is_greedy for s in sampling),
             filtered=any(s.is_filtered for s in sampling),
@@ -52,8 +51,9 @@ class DecodeGraphKey:
 
 
 class ContextBucket(NamedTuple):
-    """Captured chunks from `min_tokens` tokens on, of sequences with fewer than `below` keys: launched as if of
-    `keys`.
+    """Graphs of chunks of at least `min_tokens` tokens, whose sequences have fewer than `below` keys.
+
+    They are launched as if for `keys` keys.
     """
 
     below: float
@@ -62,27 +62,25 @@ class ContextBucket(NamedTuple):
 
 
 CONTEXT_BUCKETS = ContextBucket(DEEP, 8 << 10), ContextBucket(math.inf, 128 << 10)
-UNPACKED_BUCKETS = (
-    ContextBucket(DEEP, DEEP),
-)  # of keys in e4m3, unpacked up to the number that a chunk is launched with
+UNPACKED_BUCKETS = (ContextBucket(DEEP, DEEP),)  # for e4m3 keys: a chunk unpacks as many as it is launched for
 
 
 def max_captured_size(chunk: int, ranks: int) -> int:
-    """Returns the tokens of the longest captured chunk of `ranks` ranks, if chunks have up to `chunk`."""
+    """Returns the tokens of the largest captured chunk of `ranks` ranks, if chunks have up to `chunk` tokens."""
     max_tokens = min(chunk, LONG) if ranks == 1 else chunk
     return max((size for size in SIZES if size <= max_tokens), default=SIZES[0])
 
 
 def selection_buckets(topk: int, kvp: int, max_keys: int, longest: int) -> tuple[ContextBucket, ...]:
-    """Returns the depths where queries choose `topk` tokens over `kvp` ranks: of sequences that read all, and others.
+    """Returns the context buckets for queries that select `topk` tokens over `kvp` ranks.
 
-    Long chunks choose for some rows after the others: for the fewer at once, the more keys they are launched with. So
-    these have a depth between. The longest may gather as many keys as they are launched with
-    (`helix.worker.row_shard`), and have depths each of which is twice the one before.
+    The first bucket is for sequences that read all keys. Long chunks select in several passes over their rows, fewer
+    rows per pass the more keys they are launched for, so they have a bucket in between. The largest chunks may gather
+    as many keys as they are launched for (`helix.worker.row_shard`), so their buckets double.
 
     Args:
-        most: most keys of a sequence on a rank.
-        longest: tokens of the longest captured chunk.
+        max_keys: maximum keys of a sequence on a rank.
+        longest: tokens of the largest captured chunk.
     """
     selected = topk // kvp
     whole = [ContextBucket(selected + 1, selected)] if selected else []
@@ -96,11 +94,9 @@ def selection_buckets(topk: int, kvp: int, max_keys: int, longest: int) -> tuple
 
 
 def expansion_buckets(kvp: int, max_keys: int, longest: int) -> tuple[ContextBucket, ...]:
-    """Returns the depths of a sequence whose latents are expanded: a chunk is launched with twice as many at most.
+    """Returns the context buckets of a sequence whose latents are expanded, launched for at most twice its keys.
 
-    Args:
-        most: most keys of a sequence on a rank.
-        longest: tokens of the longest captured chunk, the only one that is captured at any depth.
+    Arguments as in `selection_buckets`. Only chunks of `longest` tokens are captured in every bucket.
     """
     first = max(LONG // kvp, 1)
     doubled = [first << i for i in range(1, max_keys.bit_length()) if first << i < max_keys]
@@ -111,17 +107,14 @@ def expansion_buckets(kvp: int, max_keys: int, longest: int) -> tuple[ContextBuc
 
 @dataclass(frozen=True, order=True)
 class PrefillGraphKey:
-    """Sizes of a prefill step, which decide what is launched.
+    """Sizes of a prefill step, which decide its launches.
 
     Attributes:
-        tokens: number of tokens, padding included.
-        sequences: number of sequences. Padding belongs to the one after the last prompt and reads no keys; further ones
-            are empty.
-        most: most tokens of a sequence.
-        keys: keys of the longest sequence on this rank: an upper bound, or where it is captured those of its
-            `ContextBucket`.
-        captured: whether it is one of the few sizes of captured chunks.
-        expands: whether latents are expanded, see `Step`.
+        tokens: padding included.
+        sequences: padding tokens belong to the sequence after the last prompt and read no keys; further ones are empty.
+        max_tokens: maximum tokens of a sequence.
+        keys: upper bound of the keys of a sequence on this rank; if captured, `ContextBucket.keys`.
+        expands: latents are expanded, see `Step`.
     """
 
     tokens: int
@@ -141,9 +134,7 @@ def padded_size(
 ) -> PrefillGraphKey:
     """Returns the size for prompts with `counts` tokens: a captured one if its padding costs little.
 
-    Args:
-        keys: most keys of a sequence on a rank.
-        longest: tokens of the longest captured chunk.
+    `keys` is the maximum of a sequence on a rank, `longest` the tokens of the largest captured chunk.
     """
     tokens, sequences = sum(counts), len(counts) + 1
     size = next((size for size in SIZES if tokens <= size <= longest), None)
@@ -160,16 +151,13 @@ def sizes_to_capture(
 ) -> list[PrefillGraphKey]:
     """Returns the sizes to capture before the first request, the largest first: they share their memory.
 
-    Depths of the longest chunks alone are left to pauses: their launches take no longer than they do.
-
-    Args:
-        most: tokens of the longest captured chunk.
-        room: most keys of a sequence on a rank.
+    Buckets that only the largest chunks have are captured in pauses: these take longer than their launches. `room` is
+    the maximum of keys of a sequence on a rank.
     """
     sizes = [size for size in reversed(SIZES) if size <= max_tokens]
     one = []
     for size in sizes:
-        beyond = 0.0  # keys that shallower chunks of this size have
+        beyond = 0.0  # keys that the previous bucket of this size covers
         for bucket in (bucket for bucket in buckets if bucket.min_tokens <= size and bucket.min_tokens < sizes[0]):
             if beyond <= room:
                 one.append(PrefillGraphKey(size, SEQUENCES[0], size, bucket.keys, True))

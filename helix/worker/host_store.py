@@ -1,9 +1,8 @@
-"""Host memory that a GPU's kernels read and write like their own: pinned, mapped, and of exact size.
+"""Host memory that GPU kernels read and write: pinned, mapped, and of exact size.
 
-torch's pinned allocator rounds up to a power of two, so the memory is mapped here and registered with CUDA piece by
-piece. Under unified addressing a GPU sees registered memory at the host's own address, and torch accepts such an
-address as the GPU's (`__cuda_array_interface__`). So the tensor is a GPU tensor: kernels over it run on the GPU, in the
-order of the stream, and access it over PCIe.
+torch's pinned allocator rounds up to a power of two, so this maps memory itself and registers it with CUDA piece by
+piece. With unified addressing the GPU uses the same address, so torch can wrap it as a GPU tensor
+(`__cuda_array_interface__`): its kernels run in stream order and access the memory over PCIe.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ import torch
 from comm.base import Communicator
 from helix.errors import ConfigError
 
-PIECE = 1 << 30  # bytes registered at once: half a second, between updates of the progress
+PIECE = 1 << 30  # bytes registered at once: half a second between calls of `progress`
 PORTABLE_MAPPED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
 PREFERRED = 1  # MPOL_PREFERRED
-MBIND = {"x86_64": 237, "aarch64": 235}  # the system call's number
+MBIND = {"x86_64": 237, "aarch64": 235}  # system call numbers
 DEVICES = Path("/sys/bus/pci/devices")
 
 
@@ -70,7 +69,7 @@ class HostStore:
             size = min(PIECE, self.bytes - begin)
             if error := int(self._runtime.cudaHostRegister(at + begin, size, PORTABLE_MAPPED)):
                 self.close()
-                raise OSError(f"CUDA error {error} after {begin} bytes")
+                raise OSError(f"cudaHostRegister failed with CUDA error {error} after {begin} bytes")
             self._pinned.append(at + begin)
             progress(begin + size, self.bytes)
 
@@ -90,21 +89,18 @@ def host_store(
 ) -> HostStore:
     """Creates this rank's store, whose shape may differ between ranks; a collective call.
 
-    Args:
-        key: what sets its size.
-
     Raises:
-        ConfigError: a rank cannot pin its memory; raised on every rank, and no rank keeps any.
+        ConfigError: a rank cannot pin the memory that option `key` asks for; raised on every rank, and none keeps any.
     """
     store, reason = None, ""
     try:
         store = HostStore(shape, dtype, comm.device)
-    except (OSError, ValueError, OverflowError) as error:  # the last two: a mapping beyond the address space
+    except (OSError, ValueError, OverflowError) as error:  # the last two: more than the address space
         limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         locked = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit} bytes"
         reason = (
             f"rank {comm.rank} cannot pin {math.prod(shape) * dtype.itemsize} bytes of host memory for {key} "
-            f"({error}; its limit of locked memory, ulimit -l, is {locked}): lower {key}, or raise the limit"
+            f"({error}; the limit of locked memory, ulimit -l, is {locked}): lower {key} or raise the limit"
         )
     reasons = [error for error in comm.all_gather_object(reason) if error]
     if reasons:
@@ -131,7 +127,7 @@ def numa_node(device: torch.device) -> int | None:
 
 
 def prefer_numa_node(node: int, address: int, size: int) -> None:
-    """Makes a NUMA node preferred for memory pages that are not allocated yet; has no effect if Linux refuses."""
+    """Prefers a NUMA node for memory that is not allocated yet; has no effect if Linux refuses."""
     if number := MBIND.get(platform.machine()):
         nodes = (ctypes.c_ulong * (node // 64 + 1))()
         nodes[node // 64] = 1 << node % 64

@@ -1,10 +1,10 @@
-"""Memory of sequences on a rank: the data that each layer keeps, in pages, rings and slots.
+"""A rank's KV cache: the data that each layer stores, in pages, rings and slots.
 
-Pages hold all tokens of a sequence, and sequences share them. Layers with a sliding window store the window in a ring
+Pages hold all tokens of a sequence, and sequences share them. A layer with a sliding window stores the window in a ring
 of pages per slot: local page i of the sequence is page `i % ring` of the ring. Rings are not shared: after a prefix
-hit, the tokens that windows lack are computed again. Tokens of a prompt chunk beyond the ring's size lie in pages of
-the chunk until it ends. A state of a sequence has one place per slot. Snapshots of states lie behind those of the
-slots, and further ones in host memory.
+hit, the tokens that windows lack are computed again. Tokens of a prefill chunk beyond the ring's size lie in pages of
+the chunk until it ends. Recurrent states have one entry per slot, followed by snapshots; further snapshots are in host
+memory.
 """
 
 from __future__ import annotations
@@ -35,18 +35,17 @@ from helix.worker.transfers import to_device
 from kernels.paged_keys import PagedKeys
 from kernels.sparse.block_bounds import fold_blocks
 
-SNAPSHOT_UNITS = ("slot", "recent")  # what a snapshot has
+SNAPSHOT_UNITS = ("slot", "recent")  # values of `KVCacheSpec.per` whose data a snapshot has
 
 
 @dataclass(frozen=True)
 class LayerCache:
-    """One layer's part of the memory on this rank.
+    """One layer's part of the KV cache on this rank.
 
     Attributes:
-        index: index of the layer.
-        kept: its data by name: per token [pages, page_size, *entry], per page [pages, *entry], per slot
-            [slots, *entry], per row or recent token [slots, rows, *entry].
-        accepted: [slots] int64, accepted rows of a sequence's last step; empty if no layer keeps rows.
+        tensors: by name: per token [pages, page_size, *entry], per page [pages, *entry], per slot [slots, *entry], per
+            row or recent token [slots, rows, *entry].
+        accepted: [slots] int64, accepted rows of a sequence's last step; empty if no layer stores rows.
     """
 
     index: int
@@ -75,15 +74,15 @@ class LayerCache:
 
     @property
     def scales(self) -> tuple[Tensor | None, Tensor | None]:
-        """Factors [pages, Hkv, page_size] of keys and of values; None where they have none."""
+        """Scales [pages, Hkv, page_size] of keys and of values; None where they have none."""
         return self.tensors.get("key_scales"), self.tensors.get("value_scales")
 
     def paged(self, table: Tensor, lo: Tensor, hi: Tensor, scale: float, sinks: Tensor | None) -> PagedKeys:
-        """Returns its keys and values for attention; arguments as in `kernels.paged_keys.PagedKeys`."""
+        """Returns the keys and values for attention; arguments as in `kernels.paged_keys.PagedKeys`."""
         return PagedKeys(self.keys, self.values, table, lo, hi, scale, sinks, *self.scales)
 
     def paged_latents(self, latent: int, table: Tensor, lo: Tensor, hi: Tensor, scale: float) -> PagedKeys:
-        """Returns its latents, of width `latent`, for attention; other arguments as in `paged`."""
+        """Returns the latents, of width `latent`, for attention; other arguments as in `paged`."""
         latents, scales, rope = self.tensors["latents"], self.tensors.get("latent_scales"), self.tensors.get("ropes")
         return PagedKeys(latents, latents[..., :latent], table, lo, hi, scale, k_scale=scales, rope=rope)
 
@@ -97,11 +96,11 @@ class LayerCache:
 
 @dataclass(frozen=True)
 class Group:
-    """Layers that keep the same data, and its memory.
+    """Layers with the same specs, and their memory.
 
     Attributes:
         tensors: by name [layers, ...], each layer's part as in `LayerCache`.
-        on_host: what snapshots in host memory have of it, by name [snapshots, layers, ...].
+        on_host: data of snapshots in host memory, by name [snapshots, layers, ...].
     """
 
     layers: tuple[int, ...]
@@ -111,26 +110,22 @@ class Group:
 
 
 class KVCache(SequenceObserver):
-    """Data of the tokens that this rank owns, and of the sequences in its slots, for every layer.
+    """KV cache of this rank: data of its tokens, and of the sequences in its slots, for every layer.
 
-    Rank 0 assigns pages to sequences (`helix.engine.block_tables`). Memory is left uninitialised: all reads are masked
-    by length.
+    Rank 0 assigns pages to sequences (`helix.engine.block_tables`). Memory is uninitialized: all reads are masked by
+    length.
 
     Args:
-        keeps: data that each layer keeps.
-        sizes: the engine's sizes.
+        layer_specs: data that each layer stores.
         host_states: host memory of further snapshots, [n, `snapshot_bytes`] uint8.
 
     Attributes:
-        groups: the memory, by layers that keep the same data.
-        rings: pages of a slot's ring, by window; by None for layers without one.
-        lacking: tokens before the end of a prefix hit that are computed again.
-        has_states: whether any layer keeps a state of each sequence.
-        snapshots: number of snapshots of states, which lie behind those of the slots.
-        host_snapshots: number of those in host memory, which are numbered from `snapshots` on.
-        bytes_per_token: bytes in pages of a token that this rank owns.
-        remedy: advice for an error: how to make room for more.
-        fetches: whether each chunk of a prompt fetches the keys before it from host memory.
+        rings: pages of a slot's ring, by window; under None for layers without one, with KV offload.
+        recomputed_tokens: tokens before the end of a prefix hit that are computed again.
+        snapshots: number of snapshots on the GPU.
+        host_snapshots: number of snapshots in host memory, numbered from `snapshots` on.
+        remedy: advice for errors: how to make room for more.
+        fetches: each prefill chunk fetches the keys before it from host memory.
     """
 
     fetches = False
@@ -175,13 +170,12 @@ class KVCache(SequenceObserver):
         self.accepted = torch.zeros(sizes.slots if self._replays else 0, dtype=torch.int64, device=device)
 
     def _allocate(self, spec: KVCacheSpec, layers: int) -> Tensor:
-        """Allocates the memory of one kind of data, for `layers` layers."""
         count = entries(spec, self.placement, self._sizes)
         shape = (count[0], *spec.entry, count[1]) if spec.by_head else (*count, *spec.entry)
         return torch.empty(layers, *shape, dtype=getattr(torch, spec.dtype), device=self.device)
 
     def _view_host_snapshots(self, numbers: Tensor) -> None:
-        """Views host memory as snapshots: the widest numbers first, so that all are aligned."""
+        """Views host memory as snapshots, widest dtypes first so that all are aligned."""
         parts, begin = [(group, k) for group in self.groups for k in group.kv_cache_specs if k.per in SNAPSHOT_UNITS], 0
         for group, spec in sorted(parts, key=lambda part: -ITEMSIZE[part[1].dtype]):
             shape = len(group.layers), *entries(spec, self.placement, self._sizes)[1:], *spec.entry
@@ -190,7 +184,6 @@ class KVCache(SequenceObserver):
             begin = end
 
     def layer(self, index: int, prefill: bool = False) -> LayerCache:
-        """Returns one layer's part; `prefill`: for a prefill step."""
         group, position = self._layer_positions[index]
         return LayerCache(index, {name: tensor[position] for name, tensor in group.tensors.items()}, self.accepted)
 
@@ -205,7 +198,7 @@ class KVCache(SequenceObserver):
         return next((group.tensors["bounds"] for group in self.groups if "bounds" in group.tensors), None)
 
     def fold(self, span: Span) -> None:
-        """Writes the key bounds of newly full pages, in all layers that keep bounds."""
+        """Writes the key bounds of newly full pages, in all layers that store bounds."""
         for group in self.groups:
             if (bounds := group.tensors.get("bounds")) is not None:
                 fold_blocks(
@@ -230,7 +223,7 @@ class KVCache(SequenceObserver):
                 elif spec.per == "slot":
                     tensor[:, slot].fill_(0)
                 elif spec.window is not None:
-                    # A prompt may resume behind tokens that its ring lacks: zeros keep what it computes first finite.
+                    # A prompt may resume after tokens that its ring lacks: zeros keep the first results finite.
                     pages = self.rings[spec.window]
                     tensor[:, slot * pages : (slot + 1) * pages].fill_(0)
 
@@ -240,7 +233,7 @@ class KVCache(SequenceObserver):
             moved = [
                 (self._sizes.slots * pages + part.page + column - part.columns.start, part.row * pages + column % pages)
                 for part in chunk.parts
-                for column in part.columns[1:][-pages:]  # the first one is in the ring already
+                for column in part.columns[1:][-pages:]  # the first column is in the ring already
             ]
             if moved:
                 sources, to = (to_device(torch.tensor(x), self.device) for x in zip(*moved, strict=True))
@@ -254,19 +247,17 @@ class KVCache(SequenceObserver):
         self.fold(chunk.span)
 
     def _snap(self, slot: int, position: int, evict_to: int) -> None:
-        """Takes a snapshot of a slot's states; the one that was in its place moves to place `evict_to`, if not -1."""
+        """Takes a snapshot of a slot's states; moves the one that was there to `evict_to`, if not -1."""
         for group in self.groups:
             for spec in group.kv_cache_specs:
                 if spec.per in SNAPSHOT_UNITS:
                     snapshot = self._snapshot(group, spec, position)
                     if evict_to >= 0:
-                        self._snapshot(group, spec, evict_to).copy_(
-                            snapshot, non_blocking=True
-                        )  # in the stream's order
+                        # In stream order, so before the next line overwrites it.
+                        self._snapshot(group, spec, evict_to).copy_(snapshot, non_blocking=True)
                     snapshot.copy_(group.tensors[spec.name][:, slot])
 
     def _snapshot(self, group: Group, spec: KVCacheSpec, position: int) -> Tensor:
-        """Returns what a snapshot has of one kind of data, [layers, ...]."""
         if position >= self.snapshots:
             return group.on_host[spec.name][position - self.snapshots]
         return group.tensors[spec.name][:, self._sizes.slots + position]
@@ -280,7 +271,7 @@ class KVCache(SequenceObserver):
         self.fold(step.span)
 
     def close(self) -> None:
-        """Frees memory outside torch's allocator; no kernel may use the cache any more. A second call does nothing."""
+        """Frees host memory; no kernel may use the cache any more. A second call does nothing."""
         if self._host_states is None:
             return
         if self.device.type == "cuda":
@@ -295,7 +286,7 @@ class KVCache(SequenceObserver):
 
 
 def without_long_rings(layer_specs: Sequence[tuple[KVCacheSpec, ...]]) -> list[tuple[KVCacheSpec, ...]]:
-    """Returns what layers keep, with windows of more than MAX_RING_TOKENS tokens in pages instead of rings."""
+    """Returns the specs, with windows of more than MAX_RING_TOKENS tokens in pages instead of rings."""
     return [
         tuple(replace(k, window=None) if k.window is not None and k.window > MAX_RING_TOKENS else k for k in specs)
         for specs in layer_specs
@@ -305,7 +296,7 @@ def without_long_rings(layer_specs: Sequence[tuple[KVCacheSpec, ...]]) -> list[t
 def with_bounds(
     layer_specs: Sequence[tuple[KVCacheSpec, ...]], dtype: str, parts: int = 1
 ) -> list[tuple[KVCacheSpec, ...]]:
-    """Adds key bounds in `dtype` of each page, and of its `parts` if several, to layers that read whole sequences."""
+    """Adds key bounds in `dtype` of each page, and of its `parts` if several, to layers without a window."""
 
     def more(specs: tuple[KVCacheSpec, ...]) -> tuple[KVCacheSpec, ...]:
         if (keys := next((k for k in specs if k.name == "keys" and k.window is None), None)) is None:
@@ -323,7 +314,7 @@ def ring(placement: KVPlacement, window: int, rows: int) -> int:
 
 
 def entries(spec: KVCacheSpec, placement: KVPlacement, sizes: EngineSizes) -> tuple[int, ...]:
-    """Returns the shape of the entries of one kind of data."""
+    """Returns the shape of one layer's entries of a spec."""
     slots, rows, snapshots = sizes.slots, sizes.queries, sizes.snapshots
     if spec.window is not None:
         chunk_pages = placement.chunk_pages(sizes.chunk, slots)
@@ -338,13 +329,13 @@ def entries(spec: KVCacheSpec, placement: KVPlacement, sizes: EngineSizes) -> tu
 
 
 def slot_bytes(layer_specs: Sequence[tuple[KVCacheSpec, ...]], placement: KVPlacement, sizes: EngineSizes) -> int:
-    """Counts the bytes of all data outside pages; arguments as in `KVCache`."""
+    """Counts the bytes of all data outside pages."""
     others = (k for specs in layer_specs for k in specs if not k.is_paged)
     return sum(k.bytes * math.prod(entries(k, placement, sizes)) for k in others)
 
 
 def snapshot_bytes(layer_specs: Sequence[tuple[KVCacheSpec, ...]], placement: KVPlacement, sizes: EngineSizes) -> int:
-    """Counts the bytes of a snapshot in host memory, a multiple of 16; arguments as in `KVCache`."""
+    """Counts the bytes of a snapshot in host memory, a multiple of 16."""
     snapshot_specs = (k for specs in layer_specs for k in specs if k.per in SNAPSHOT_UNITS)
     return -(-sum(k.bytes * math.prod(entries(k, placement, sizes)[1:]) for k in snapshot_specs) // 16) * 16
 
@@ -356,4 +347,4 @@ def free_bytes(device: torch.device) -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024 // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # as torchrun sets it
-    raise RuntimeError("/proc/meminfo has no MemAvailable: set kv.tokens and run on Linux")
+    raise RuntimeError("cannot size the KV cache: /proc/meminfo has no MemAvailable; set kv.tokens, and run on Linux")

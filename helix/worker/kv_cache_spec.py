@@ -1,4 +1,4 @@
-"""Declarations of the data that layers keep of sequences: the only source of the memory's layout."""
+"""`KVCacheSpec`: the data that layers store of sequences. The memory layout follows from these specs alone."""
 
 from __future__ import annotations
 
@@ -7,30 +7,27 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}  # bytes of a number; names are torch's
-LATENT_GROUP = 128  # numbers of a latent in e4m3 that share a scale, as in `kernels.scaled_keys`
-MAX_RING_TOKENS = 1024  # tokens of a window that a slot has a ring for
-LISTS = 3  # lists of blocks to fetch from host memory: for the choice, and for the guesses of two layers
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}  # bytes, by torch's names
+LATENT_GROUP = 128  # elements of an e4m3 latent that share a scale, as in `kernels.scaled_keys`
+MAX_RING_TOKENS = 1024  # longer windows are stored in pages
+LISTS = 3  # lists of blocks to fetch from host memory: for the selection, and for the prefetches of two layers
 
 
 def dtype_name(dtype: object) -> str:
-    """Returns the name by which specs know a torch dtype."""
+    """Returns the name of a torch dtype in specs."""
     return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
 class EngineSizes:
-    """Sizes of an engine, the same on every rank; in mode dp those of each rank's own sequences.
+    """Sizes of an engine, the same on every rank; in mode dp, of each rank's own sequences.
 
     Attributes:
-        slots: sequences at a time.
-        length: most tokens of a sequence, prompt and new ones.
-        chunk: most tokens of a prefill step.
-        drafts: most drafts that a decode step verifies for each sequence.
-        pages: pages of the cache.
-        snapshots: copies of states on the GPU, beside those of the slots.
-        run_steps: most decode steps of a decision; pages are allocated for so many, also if schedule.max_decode_run_ms
-            means less.
+        slots: maximum sequences at a time.
+        length: maximum tokens of a sequence, prompt and output.
+        chunk: maximum tokens of a prefill step.
+        run_steps: maximum decode steps of a batch; pages are allocated for that many, also if
+            schedule.max_decode_run_ms allows fewer.
     """
 
     slots: int
@@ -43,24 +40,23 @@ class EngineSizes:
 
     @property
     def queries(self) -> int:
-        """Most tokens of a sequence in a decode step."""
+        """Maximum tokens of a sequence in a decode step."""
         return self.drafts + 1
 
 
 @dataclass(frozen=True)
 class KVCacheSpec:
-    """One kind of data that a layer keeps on a rank.
+    """One kind of data that a layer stores on a rank.
 
     Attributes:
         name: for example keys, values, latents, bounds, state.
         entry: shape of one entry.
-        dtype: one of ITEMSIZE.
+        dtype: a key of ITEMSIZE.
         per: unit with one entry. `token`: each token that the rank owns. `page`: each page of such tokens. `slot`: each
-            sequence of the batch. `row`: each token of a sequence's last decode step, drafts included. `recent`: each
-            such token, and `before` tokens before them.
-        reach: size of the sliding window, in tokens, the query's own included; None: queries read all entries.
-        before: see `recent`.
-        by_head: whether a page holds its entries [heads] head by head, [heads, page_size].
+            sequence of the batch. `row`: each token of a sequence's last decode step, drafts included. `recent`: these
+            tokens, and `before` tokens before them.
+        window: size of the sliding window, in tokens, the query's own included; None: queries read all entries.
+        by_head: a page stores its entries [heads] head by head, [heads, page_size].
     """
 
     name: str
@@ -73,7 +69,6 @@ class KVCacheSpec:
 
     @property
     def bytes(self) -> int:
-        """Bytes of an entry."""
         return math.prod(self.entry) * ITEMSIZE[self.dtype]
 
     @property
@@ -83,9 +78,9 @@ class KVCacheSpec:
 
 
 def keys_and_values(heads: int, width: int, dtype: str, kv: str, window: int | None) -> tuple[KVCacheSpec, ...]:
-    """Lists what a layer keeps of keys and values: those of a window in `dtype`, others as kv.dtype (`kv`) has it.
+    """Returns the specs of keys and values: in `dtype` for layers with a window, else as kv.dtype=`kv` says.
 
-    Numbers in e4m3 have a scale for each token and head, see `kernels.scaled_keys`.
+    E4m3 has a scale for each token and head, see `kernels.scaled_keys`.
     """
     specs: list[KVCacheSpec] = []
     for name, is_fp8 in (("keys", kv in ("fp8", "fp8_all")), ("values", kv != "auto")):
@@ -97,9 +92,9 @@ def keys_and_values(heads: int, width: int, dtype: str, kv: str, window: int | N
 
 
 def latents(latent: int, rope: int, dtype: str, kv: str) -> tuple[KVCacheSpec, ...]:
-    """Lists what a layer keeps of latents: all numbers of an entry in `dtype`, or as kv.dtype=fp8 (`kv`) has it.
+    """Returns the specs of MLA latents: in `dtype`, or as kv.dtype=`kv` says.
 
-    Then latents are e4m3, with a scale for each 128 numbers of a token, and rotated values lie apart in `dtype`.
+    With fp8, latents are e4m3 with a scale for each 128 elements of a token, and RoPE values are separate in `dtype`.
     """
     if kv == "auto":
         return (KVCacheSpec("latents", (latent + rope,), dtype),)
@@ -112,7 +107,7 @@ def latents(latent: int, rope: int, dtype: str, kv: str) -> tuple[KVCacheSpec, .
 
 
 def token_bytes(specs: Iterable[KVCacheSpec]) -> int:
-    """Counts the bytes of a token in paged memory on the rank that owns it, without entries per page."""
+    """Counts the bytes of a token in paged memory on the rank that owns it, without per-page data."""
     return sum(k.bytes for k in specs if k.is_paged and k.per == "token")
 
 
@@ -122,12 +117,9 @@ def page_bytes(specs: Iterable[KVCacheSpec], page_size: int) -> int:
 
 
 def recomputed_tokens(layer_specs: Iterable[Iterable[KVCacheSpec]]) -> float:
-    """Counts the tokens before a position that are computed again if only their pages are cached.
+    """Counts the tokens before a position to compute again if only their pages are cached.
 
     A layer with a window is exact one window after its input is exact; a state needs all tokens from the first on.
-
-    Args:
-        keeps: data that each layer keeps, in order.
     """
     tokens = 0.0
     for layer in layer_specs:
@@ -139,9 +131,9 @@ def recomputed_tokens(layer_specs: Iterable[Iterable[KVCacheSpec]]) -> float:
 
 
 def score_planes(queries: int, group: int, width: int, dtype: str) -> int:
-    """Counts the planes of scores of keys, of steps of `queries` tokens with `group` query heads for each KV head.
+    """Counts the planes of key scores that steps of `queries` tokens with `group` query heads per KV head write.
 
-    One for each tile of rows of `kernels.attention.flash_decode`, which asserts that there are as many.
+    One for each row tile of `kernels.attention.flash_decode`, which asserts the number.
     """
     rows = 32 if dtype == "float32" else 128 if width <= 128 else 64
     return -(-queries * group // rows)

@@ -1,6 +1,6 @@
-"""Changes of logits as single requests specify, by slot on the device, and log-probabilities.
+"""Per-request changes of logits, and log-probabilities, by slot on the device.
 
-Each rank changes its own columns before any communication: sampling sees ordinary logits.
+Each rank changes its own columns before any communication, so sampling sees ordinary logits.
 """
 
 from __future__ import annotations
@@ -20,15 +20,13 @@ from kernels.tokens.top_tokens import WIDTH, top_of_rank, top_of_ranks
 
 
 class LogitsProcessor(SequenceObserver):
-    """Logit changes of the sequences in all slots, over this rank's columns.
+    """Logit changes of the sequences in all slots, over this rank's columns: 8 bytes per slot and column.
 
-    Written in place, so that captured steps see them. It takes 8 bytes per slot and column.
+    State is written in place, so that captured steps see it.
 
     Args:
-        slots: number of slots.
         vocab: size of the whole vocabulary.
         columns: this rank's token ids.
-        eos: the model's end tokens.
 
     Attributes:
         summaries: packed log-probabilities of each slot's last token and of the most likely ones [slots, WIDTH] int64,
@@ -64,7 +62,7 @@ class LogitsProcessor(SequenceObserver):
         state, slot, params, tokens = self._state, admission.slot, admission.sampling, admission.token_ids
         state.is_active[slot].fill_(params.changes_logits)
         if not params.changes_logits:
-            return  # the slot's other entries are not read
+            return  # kernels do not read the slot's other entries
         state.repetition[slot].fill_(params.repetition_penalty)
         state.frequency[slot].fill_(params.frequency_penalty)
         state.presence[slot].fill_(params.presence_penalty)
@@ -83,7 +81,7 @@ class LogitsProcessor(SequenceObserver):
             self.set_bitmasks({slot: admission.token_bitmask})
 
     def set_bitmasks(self, masks: Mapping[int, np.ndarray]) -> None:
-        """Sets the tokens that slots may draw from now on: slot -> a bit per token, lowest first, int32 [W]."""
+        """Sets the tokens that slots may sample from now on: slot -> one bit per token, lowest first, int32 [W]."""
         slots, rows = torch.tensor(list(masks)), torch.from_numpy(np.stack(list(masks.values())))
         self._state.allowed[to_device(slots, self._device)] = to_device(rows, self._device)
 
@@ -92,16 +90,12 @@ class LogitsProcessor(SequenceObserver):
         return process_logits(logits, self._state, slots, last, positions, self.columns.start)
 
     def record_logprobs(self, logits: Tensor, tokens: Tensor, slots: Tensor, comm: Communicator) -> None:
-        """Writes `summaries` of the drawn tokens; a collective, one all-gather.
+        """Writes `summaries` of sampled tokens [B] int64 in slots [B] int64; a collective, one all-gather.
 
-        Args:
-            logits: [B, V_local] fp32, unchanged logits of the model.
-            tokens: the drawn tokens [B] int64.
-            slots: [B] int64.
+        `logits` [B, V_local] fp32 are the model's, unprocessed.
         """
         self.summaries[slots] = top_of_ranks(comm.all_gather(top_of_rank(logits, tokens, self.columns.start)))
 
     def _local_columns(self, tokens: np.ndarray) -> np.ndarray:
-        """Returns the columns of those tokens that this rank holds."""
         local = tokens - self.columns.start
         return local[(local >= 0) & (local < len(self.columns))]

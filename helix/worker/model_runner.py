@@ -1,7 +1,7 @@
-"""Execution of rank 0's decisions on every rank, over its part of the model and of the cache.
+"""Executes rank 0's batches on every rank.
 
-Steps of a decision are launched back to back. Every rank draws tokens from the same gathered values, so they agree, and
-only rank 0 reads them.
+Steps of a batch are launched back to back. Every rank samples from the same gathered candidates, so all agree on the
+tokens, and only rank 0 copies them to the host.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from kernels.tokens.commit import Candidates
 
 @dataclass(frozen=True)
 class ComputedStep:
-    """A decode step up to its logits [N, V_local] fp32, with the states that drafters read."""
+    """A decode step up to its logits [N, V_local] fp32, with the hidden states that drafters read."""
 
     logits: Tensor
     states: Tensor
@@ -65,12 +65,11 @@ class ComputedStep:
 
 @dataclass(frozen=True)
 class PendingSample:
-    """A step whose logits are computed and whose tokens are not drawn yet: the next decision draws them.
+    """A step whose logits are computed and whose tokens the next batch samples.
 
     Attributes:
-        kind: kind of the step.
-        begin: moment at which it could begin.
-        computed: moment at which its logits are ready.
+        begin: when the step could begin.
+        computed: when its logits are ready.
     """
 
     scheduler_output: SchedulerOutput
@@ -81,37 +80,27 @@ class PendingSample:
 
 
 class ModelRunner:
-    """Executor of decisions on this rank, with its parts of the model and the cache, and the slots' device state.
+    """Executes batches on this rank: its shard of the model, its part of the KV cache, and its device state.
 
-    In mode dp slots, pages and decisions are those of this rank's own sequences (`SchedulerOutput.share`); the tokens
-    that it returns are those of all ranks.
+    In mode dp, slots, pages and batches are those of this rank's sequences (`SchedulerOutput.for_dp_rank`); the tokens
+    that it returns are of all ranks.
 
     Args:
-        model: this rank's part of the model.
-        cache: this rank's pages.
-        sizes: the engine's sizes.
-        policy: chooses the keys that a query reads in `sparse` steps; None: all steps are dense.
-        drafter: proposes tokens that decode steps verify.
-        hopb: batch chunks whose exchange overlaps the next chunk's attention: none, a number, or as `hopb_chunks` says,
-            else none (auto) or two (best).
+        policy: selects the keys that queries read in `sparse` steps; None: all steps are dense.
+        hopb: batch chunks whose attention overlaps the exchange of the chunk before: none, a number, auto or best; see
+            `chunks`.
 
     Attributes:
-        observer: called on every rank before each draw with (slots [n], positions [n] of the tokens to draw, logits
-            [n, V_local] fp32), where there is one; steps are not captured then.
-        admitted: admissions by slot, of the slots in use.
+        logits_hook: if set, called on every rank before sampling with (slots [n], positions [n] of the tokens to
+            sample, logits [n, V_local] fp32); steps are not captured then.
         step_seconds: (rows, drafts) -> seconds of a step, if timed in advance.
-        graphs: captured steps; None if steps cannot be captured.
-        hopb_chunks: HOP-B chunks by rows of a step, and tokens per row from which on they pay, as chosen by
+        hopb_chunks: rows of a step -> (HOP-B chunks, tokens per row from which on they pay), set by
             `helix.worker.warmup`.
-        shaper: changes logits as requested; None until the first sequence requests it.
-        pads: whether chunks of prompts are padded to few sizes, most of which are captured: unless pages are in host
-            memory, or in mode dp. Who follows prompts does so behind a captured chunk.
-        longest: tokens of the longest captured chunk.
-        depths: depths of captured chunks.
-        min_rows_to_expand: rows that read a token from which on its latent is expanded.
-        expansion_buckets: depths of its captured chunks.
-        mark: called at the beginning of each phase of a step with drafts, with its name, and at the end of the step
-            with None; for benchmarks.
+        logits_processor: None until the first request needs it.
+        pads_chunks: prefill chunks are padded to few sizes, most of which are captured; not with KV offload or in mode
+            dp.
+        min_rows_to_expand: expand latents to keys and values if each is read by at least this many rows.
+        mark: called with the name of each phase of a step as it begins, and with None at the end; for benchmarks.
     """
 
     def __init__(
@@ -160,15 +149,15 @@ class ModelRunner:
         elif any(t.element_size() == 1 for t in cache.tensors):
             self.context_buckets = UNPACKED_BUCKETS
         self._packed: dict[PrefillGraphKey, Tensor] = {}
-        self._chunk_states = torch.empty(0)  # of the last captured chunk
+        self._chunk_states = torch.empty(0)  # written by captured chunks
         self.logits_processor: LogitsProcessor | None = None
         self._pending_sample: PendingSample | None = None
-        self._drafting = True  # whether the last steps had drafts
+        self._drafting = True  # the last steps had drafts
         self._slots = torch.arange(sizes.slots, device=self.device)
 
     def chunks(self, rows: int, row_tokens: float = math.inf) -> int:
-        """Returns the number of HOP-B chunks of a step of `rows` rows with so many tokens each, on average."""
-        if self.layout.kvp == 1 or self.hopb == "none":  # a kvp group of one has nothing to exchange
+        """Returns the number of HOP-B chunks of a step of `rows` rows with `row_tokens` tokens each, on average."""
+        if self.layout.kvp == 1 or self.hopb == "none":  # kvp=1 has no exchange to overlap
             return 1
         if self.hopb not in ("auto", "best"):
             return min(int(self.hopb), rows)
@@ -176,15 +165,10 @@ class ModelRunner:
         return chunks if row_tokens >= min_tokens else 1
 
     def execute(self, scheduler_output: SchedulerOutput) -> list[StepTokens]:
-        """Launches the work of a decision.
-
-        The host does not wait for earlier launches.
-
-        Args:
-            decision: in mode dp, this rank's share of it.
+        """Launches a batch, in mode dp this rank's part of it, without waiting for earlier launches.
 
         Returns:
-            On rank 0, tokens: those of the held step, if any, of the prefill, if any, and of each decode step.
+            On rank 0, the tokens of the deferred sample, if any, of the prefill chunk, if any, and of each decode step.
         """
         outputs: list[StepTokens] = []
         begin = TimedEvent(self.device)
@@ -195,9 +179,10 @@ class ModelRunner:
             pending: PendingSample | None = None,
             scored: Tensor | None = None,
         ) -> None:
-            of = scheduler_output if pending is None else pending.scheduler_output
+            output = scheduler_output if pending is None else pending.scheduler_output
             logprobs = Summaries(
-                self._all_gather_dp(self._get_logits_processor().summaries) if of.kind.process_logits else None, scored
+                self._all_gather_dp(self._get_logits_processor().summaries) if output.kind.process_logits else None,
+                scored,
             )
             if self.comm.rank == 0:
                 before = pending.begin if pending is not None else outputs[-1].end if outputs else begin
@@ -246,7 +231,7 @@ class ModelRunner:
 
     @property
     def chunk_sizes(self) -> tuple[int, ...]:
-        """Sizes of captured chunks, ascending: the scheduler cuts a chunk that time bounds down to one of them."""
+        """Sizes of captured chunks, ascending, to which the scheduler trims chunks."""
         return tuple(size for size in SIZES if size <= min(self.max_captured_tokens, LONG)) if self.pads_chunks else ()
 
     @property
@@ -256,26 +241,23 @@ class ModelRunner:
 
     @property
     def is_computed(self) -> bool:
-        """Whether the held step's logits are ready, so that the device waits for the decision that draws it."""
+        """Whether the device waits for the next batch: the logits whose sampling is deferred are ready."""
         return self._pending_sample is not None and self._pending_sample.computed.reached
 
     def sparse_at(self, tokens: int) -> bool:
-        """Returns whether steps of sequences of this length read only a part of the keys."""
         return self.policy.from_tokens is not None and tokens >= self.policy.from_tokens
 
     def check(self, wait: bool = True) -> None:
-        """Checks all collectives of a step, by `Communicator.check`."""
         self.comm.check(wait)
         self.drafter.check(wait)
 
     @property
     def observers(self) -> list[SequenceObserver]:
-        """Components that follow the events of sequences, in the order in which events reach them."""
+        """Components that follow the events of sequences, in the order in which they are called."""
         processors = [] if self.logits_processor is None else [self.logits_processor]
         return [self.state, *processors, self.cache, self.drafter]
 
     def admit(self, *admissions: NewRequest) -> None:
-        """Admits sequences to their slots, and copies the pages that they reuse in part."""
         for admission in admissions:
             self.requests[admission.slot] = admission
             if admission.sampling.needs_logits_processor:
@@ -289,7 +271,6 @@ class ModelRunner:
             observer.admit(*admissions)
 
     def _scores(self, scheduler_output: SchedulerOutput) -> PromptScores | None:
-        """Returns what scores the tokens of a decision's prompts; None if none is to be."""
         limit = max(
             scheduler_output.max_logprob_tokens, sum(len(s.logprob_token_ids) for s in scheduler_output.prefill_chunks)
         )
@@ -302,7 +283,7 @@ class ModelRunner:
     def _prefill(
         self, chunks: tuple[PrefillChunk, ...], scheduler_output: SchedulerOutput, scores: PromptScores | None
     ) -> tuple[Tensor, list[int]]:
-        """Launches a chunk of prompts; returns the first tokens [n, 1] of prompts that end with it, and their slots."""
+        """Launches a prefill chunk; returns the first tokens [n, 1] of prompts that end with it, and their slots."""
         if not chunks:
             self.model.hidden(self.cache, self.state.padding_step(scheduler_output.num_tokens_across_dp), self.policy)
             return self._slots.new_full((1, 1), PLACEHOLDER_TOKEN_ID), [0]
@@ -320,7 +301,7 @@ class ModelRunner:
         self.state.lengths[slots] = ends
         if not last:
             return self._slots.new_full((1, 1), PLACEHOLDER_TOKEN_ID), [chunks[0].slot]
-        # The last one again and again, up to a power of two: fewer kernels to compile.
+        # Repeat the last one up to a power of two: fewer kernels to compile.
         repeated = last + [last[-1]] * ((1 << (len(last) - 1).bit_length()) - len(last))
         last_rows = to_device(torch.tensor(repeated), self.device)
         slots, lengths, n = slots[last_rows], ends[last_rows], len(last)
@@ -345,12 +326,12 @@ class ModelRunner:
         counts: tuple[int, ...] = (),
         on_hidden: Callable[[Tensor], None] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Runs a chunk of prompts, captured if it can be; returns the last tokens' states, see `Decoder.states`.
+        """Runs a prefill chunk, captured if possible; returns the last tokens' states, see `Decoder.states`.
 
         Args:
-            counts: see `Step.counts`.
-            each: called with the normalised hidden states [N, H] of all tokens, in order, then padding; such a chunk is
-                not captured, as only its last tokens' states would be computed to the end.
+            counts: see `Step.num_tokens_across_dp`.
+            on_hidden: called with the normalized hidden states [N, H] of all tokens in order, then padding. Such a
+                chunk is not captured, since captured ones compute the last layer for last tokens only.
         """
         state = self.state
         if self.pads_chunks:
@@ -379,15 +360,15 @@ class ModelRunner:
         return padded_size([len(p.tokens) for p in prompts], keys, self.max_captured_tokens, buckets, expands)
 
     def _expands(self, prompts: Sequence[PromptChunk]) -> bool:
-        """Returns whether it takes fewer products to expand latents: of all sequences as many as of the longest."""
+        """Returns whether expanding latents saves multiplications; it expands each sequence to the longest length."""
         pairs = sum(len(p.tokens) * (p.begin + len(p.tokens) / 2) for p in prompts)
         longest = max((p.begin + len(p.tokens) for p in prompts), default=0)
         return 0 < self.min_rows_to_expand * len(prompts) * longest <= pairs
 
     def first_sizes(self, room: int) -> list[PrefillGraphKey]:
-        """Returns the sizes to capture before the first request; `room`: most keys of a sequence on a rank."""
+        """Returns the sizes to capture before the first request; `room`: maximum keys of a sequence on a rank."""
         sizes = sizes_to_capture(self.max_captured_tokens, room, self.context_buckets)
-        if self.min_rows_to_expand < math.inf:  # few of these are left, and of those one prompt's
+        if self.min_rows_to_expand < math.inf:  # long chunks expand latents: capture these for one prompt instead
             sizes = [size for size in sizes if size.tokens < 2 * self.min_rows_to_expand * (size.sequences - 1)]
             expanded = sizes_to_capture(self.max_captured_tokens, room, self.expansion_buckets)
             single = [
@@ -403,10 +384,10 @@ class ModelRunner:
         return None if graphs is None else next((s for s in self._packed if not graphs.has(self._chunk, s)), None)
 
     def capture_chunk(self, size: PrefillGraphKey, num_cached_tokens: int = 0) -> None:
-        """Runs chunks of a size until they are captured: eagerly before, if none has run.
+        """Captures chunks of a size, after an eager run if none has run.
 
         Args:
-            known: 1: no KV is written; 0: a token of the first page of slot 0 is.
+            num_cached_tokens: 1: no KV is written; 0: one token in the first page of slot 0 is overwritten.
         """
         assert self.graphs is not None
         packed = self.state.packed([PromptChunk(0, 0, torch.zeros(1, dtype=torch.int64), num_cached_tokens)], size)
@@ -415,7 +396,7 @@ class ModelRunner:
             self.graphs.run(self._chunk, size)
 
     def chunk_seconds(self, size: PrefillGraphKey) -> float:
-        """Times a captured chunk, of what it was last run for; a collective."""
+        """Times a captured chunk, with the input of its last run; a collective."""
         assert self.graphs is not None
         (seconds,) = time_each(partial(self.graphs.run, self._chunk, size), 1, self.device)
         return seconds
@@ -424,7 +405,7 @@ class ModelRunner:
         last, states = self._computed(self.state.packed_step(self._packed[size], size))
         if states is None:
             return last, None
-        # One buffer for all sizes; what it replaces is kept by the captured chunks that write there.
+        # One buffer for all sizes. Smaller ones stay alive in the graphs that write to them.
         if len(self._chunk_states) < size.tokens:
             self._chunk_states = torch.empty_like(states)
         return last, self._chunk_states[: size.tokens].copy_(states)
@@ -432,7 +413,7 @@ class ModelRunner:
     def _computed(
         self, step: Step, on_hidden: Callable[[Tensor], None] | None = None
     ) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
-        """Runs a chunk of prompts; returns states as `prompt_states`, and those that the drafter reads."""
+        """Runs a prefill chunk; returns states as `prompt_states` does, and those that the drafter reads."""
         if not self.drafter.needs_hidden_states and on_hidden is None:
             last = self.model.last_states(self.cache, step, self.policy)
             return (last, last), None
@@ -444,7 +425,7 @@ class ModelRunner:
         return (hidden[ends], states[ends]), states if self.drafter.needs_hidden_states else None
 
     def _by_slot(self, tokens: Tensor, slots: list[int]) -> tuple[Tensor, list[int] | None]:
-        """Returns first tokens [n, 1] and their slots; in mode dp those of all ranks, in the order of all slots."""
+        """Returns first tokens [n, 1] and their slots; in mode dp, those of all ranks' slots in order, and None."""
         if self.layout.dp == 1:
             return tokens, slots
         slot_tokens = self._slots.new_full((self.sizes.slots, 1), PLACEHOLDER_TOKEN_ID)
@@ -452,15 +433,15 @@ class ModelRunner:
         return self._all_gather_dp(slot_tokens), None
 
     def _all_gather_dp(self, x: Tensor) -> Tensor:
-        """Gathers x [n, ...] of own slots: [n * dp, ...] in the order of all ranks' slots; a collective in mode dp."""
+        """Gathers x [n, ...] of local slots -> [n * dp, ...] in order of all ranks' slots; collective in mode dp."""
         return x if self.layout.dp == 1 else self.comm.all_gather(x.contiguous()).transpose(0, 1).flatten(0, 1)
 
     def decode(self, kind: DecodeGraphKey, row_tokens: float = math.inf) -> Tensor:
-        """Launches a decode step, in HOP-B chunks as `chunks` says; a collective for which the host does not wait.
+        """Launches a decode step, in HOP-B chunks as `chunks` says; a collective that does not wait for the device.
 
         Returns:
-            Tokens [rows, 1 + drafts], see `DecodeState.commit`; a later step overwrites them. In mode dp of all ranks'
-            slots.
+            Tokens [rows, 1 + drafts], see `DecodeState.commit`, in mode dp of all ranks' slots; a later step overwrites
+            them.
         """
         committed: Tensor = self._captured(self.step, self._in_chunks(kind, row_tokens))
         return committed
@@ -469,17 +450,15 @@ class ModelRunner:
         return replace(kind, chunks=self.chunks(kind.rows, row_tokens))
 
     def _captured(self, part: Callable[[DecodeGraphKey], Any], kind: DecodeGraphKey) -> Any:
-        """Runs a part of a step, from a captured graph if possible."""
         if self.graphs is None or self.logits_hook is not None:
             return part(kind)
         return self.graphs.run(part, kind)
 
     def step(self, kind: DecodeGraphKey) -> Tensor:
-        """Launches all kernels of a step; arguments and result as in `decode`."""
         return self._complete(self._compute(kind), kind)
 
     def _sample_pending(self, kind: DecodeGraphKey) -> Tensor:
-        """Draws the held step; both parts share a graph key, and so the graph's tensors."""
+        """Samples the pending step under the same graph key as its first part, whose tensors it reads."""
         assert self._pending_sample is not None
         return self._complete(self._pending_sample.step, kind)
 
@@ -501,13 +480,12 @@ class ModelRunner:
         return ComputedStep(logits, states, step, draft)
 
     def _complete(self, computed: ComputedStep, kind: DecodeGraphKey) -> Tensor:
-        """Draws a computed step's tokens and commits them."""
         state, step, draft, rows, logits = self.state, computed.step, computed.draft, kind.rows, computed.logits
         observers = [f for f in self.observers if f.observes_step(kind)]
         if self.logits_hook:
             live, owner = step.live, self._slots[:rows].repeat_interleave(step.max_q)
             self._observe(logits[live], owner[live], step.positions[live] + 1)
-        # What greedy rows alone do not read is not computed.
+        # Greedy sampling reads no positions: skip the addition.
         following = step.positions + 1 if kind.stochastic or kind.process_logits else step.positions
         slots, processed = self._slots[:rows], logits
         if kind.process_logits:
@@ -516,7 +494,7 @@ class ModelRunner:
         committed, before = state.commit(
             rows, candidates, *((draft.tokens, draft.forced_tokens) if draft is not None else ())
         )
-        if kind.process_logits:  # of first tokens alone: sequences with shaping have no drafts
+        if kind.process_logits:  # first tokens only: sequences with processed logits have no drafts
             self._get_logits_processor().record_logprobs(
                 logits[:: step.max_q], committed[:, 0].contiguous(), slots, self.attn_group
             )
@@ -540,7 +518,6 @@ class ModelRunner:
         kind: DecodeGraphKey,
         draft: Draft | None = None,
     ) -> Candidates:
-        """Draws candidates for the tokens at `positions` [n] from logits [n, V_local]."""
         first = self.model.embedding.rows.start
         if draft is not None and draft.sampled_from is not None:
             return accepted_candidates(
@@ -557,7 +534,7 @@ class ModelRunner:
         return Candidates(sampled_candidates(logits, first, positions, sampling, self.attn_group, **flags))
 
     def _get_logits_processor(self) -> LogitsProcessor:
-        """Returns the shaper, created at its first use on all ranks alike and kept: captured steps write to it."""
+        """Returns the logits processor, created at its first use on all ranks alike; captured steps write to it."""
         if self.logits_processor is None:
             spec = self.model.spec
             self.logits_processor = LogitsProcessor(
@@ -566,6 +543,6 @@ class ModelRunner:
         return self.logits_processor
 
     def close(self) -> None:
-        """Frees captured steps; to be called before the communicator is closed."""
+        """Frees captured graphs; call it before closing the communicator."""
         if self.graphs is not None:
             self.graphs.close()

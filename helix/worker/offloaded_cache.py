@@ -1,8 +1,8 @@
-"""A KV cache in host memory, with the newest tokens and the last chosen blocks on the GPU.
+"""KV cache in host memory, with the newest tokens and the recently selected blocks on the GPU.
 
-A page moves to the host once it is full of committed tokens, in blocks: all of one KV head in a page, contiguous
-(`helix.worker.blocks`). Until then it lies on the GPU in its sequence's ring of pages: local page i is page
-`i % ring_pages` of the ring. `kernels.resident_blocks` assigns GPU places to chosen blocks, layer by layer.
+A page moves to the host once it is full of committed tokens, as blocks: one KV head of a page each
+(`helix.worker.blocks`). Until then it lies in its sequence's ring on the GPU: local page i is page `i % ring_pages`.
+`kernels.resident_blocks` assigns GPU blocks to selected blocks, layer by layer.
 """
 
 from __future__ import annotations
@@ -28,17 +28,16 @@ from kernels.resident_blocks import NOT_RESIDENT, BlockList, FetchList, Resident
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadedLayer(LayerCache):
-    """One layer's part on this rank. New tokens go to what it keeps: rings, or pages of a prompt chunk.
+    """One layer's part on this rank. New tokens go to `tensors`: rings, or pages of a prefill chunk.
 
     Attributes:
-        block: order of a block's bytes.
         host: [1, pages * Hkv, words] int32, the layer's blocks in host memory.
-        places: [1, places, words] int32: rings, then hot places.
-        hot: assignment of hot places to blocks.
-        chunk: [1, n * Hkv, words] int32, pages of a prompt chunk, used by all layers in turn.
+        gpu_blocks: [1, blocks, words] int32: rings, then resident blocks.
+        resident: maps blocks to resident GPU blocks.
+        chunk: [1, n * Hkv, words] int32, pages of a prefill chunk, reused by all layers.
         pieces: like `chunk`: pages of the tokens before it.
-        misses: blocks to fetch for the choice, used by all layers in turn.
-        ahead: blocks to fetch for a guess, used by every other layer in turn.
+        misses: blocks to fetch for the selection, reused by all layers.
+        prefetch: predicted blocks to fetch, reused by every other layer.
         lane: index of `prefetch` among its two lists.
     """
 
@@ -54,11 +53,11 @@ class OffloadedLayer(LayerCache):
 
     @property
     def all_gpu_blocks(self) -> LayerCache:
-        """The layer's places as pages, in which all heads share the place's block."""
+        """The layer's GPU blocks as pages, in which all heads share a block."""
         return self._of(self.block.shared_by_heads(self.gpu_blocks[0]))
 
     def part_stride(self, parts: int) -> int:
-        """Returns how many parts of a page, `parts` of which are keys, a place is long; 1 for whole pages."""
+        """Returns the stride of `gpu_blocks` in parts, of which a page's keys have `parts`; 1 for whole pages."""
         return 1 if parts == 1 else part_stride(self.all_gpu_blocks.keys, parts)
 
     @property
@@ -77,10 +76,10 @@ class OffloadedLayer(LayerCache):
         return BlockList(source, target, count)
 
     def begin(self, part: ChunkPart) -> None:
-        """Copies the unfinished page of earlier chunks from its ring to the chunk, which has the new tokens already.
+        """Copies the unfinished page of earlier chunks from its ring to the chunk.
 
         Args:
-            part: part of a step whose tokens were appended.
+            part: part of a step whose tokens are appended already.
         """
         page_size, heads = self.block.page_size, self.block.heads
         if num_valid := part.begin % page_size:
@@ -88,8 +87,8 @@ class OffloadedLayer(LayerCache):
             of_ring = self.block.pages(self.gpu_blocks[0, ring : ring + heads])
             for spec in self.block.parts:
                 tokens = -1 if spec.by_head else 0  # dim
-                to, of = self.tensors[spec.name][part.page], of_ring[spec.name][0]
-                to.narrow(tokens, 0, num_valid).copy_(of.narrow(tokens, 0, num_valid))
+                to, source = self.tensors[spec.name][part.page], of_ring[spec.name][0]
+                to.narrow(tokens, 0, num_valid).copy_(source.narrow(tokens, 0, num_valid))
 
     def end(self, part: ChunkPart, table: Tensor) -> None:
         """Writes a chunk's pages to the host pages of `table` [P], and the unfinished one to its ring as well."""
@@ -105,17 +104,16 @@ class OffloadedLayer(LayerCache):
             self.gpu_blocks[0, ring : ring + heads] = self.chunk[0, here : here + heads]
 
     def _ring(self, row: int, column: int) -> int:
-        """Returns the first place of a local page in its sequence's ring."""
         return (row * self.resident.ring_pages + column % self.resident.ring_pages) * self.block.heads
 
 
 @dataclass(frozen=True)
 class OffloadMemory:
-    """Memory of layers whose pages lie on the host, and places on the GPU for some of it.
+    """Memory of layers whose pages lie on the host.
 
     Attributes:
         store: host memory, [layers, pages * Hkv, words] int32.
-        hot: hot places of each KV head in each layer, at least as many as the blocks that a step can choose.
+        num_resident: resident blocks of each KV head in each layer, at least as many as a step can select.
         piece_pages: pages of the tokens before a chunk that are on the GPU at once, in two halves.
         states: host memory of snapshots, see `KVCache`.
     """
@@ -127,14 +125,13 @@ class OffloadMemory:
 
 
 class OffloadedCache(KVCache):
-    """Cache with the pages of layers that read whole sequences in host memory; arguments as in `KVCache`.
+    """KV cache with the pages of layers without a window in host memory; arguments as in `KVCache`.
 
     Attributes:
-        hot: assignment of hot places to blocks, in all these layers.
-        block: order of a block's bytes.
-        places: [layers, places, words] int32.
-        counted: [2] int64, on the device: chosen blocks that had a place, and blocks fetched for choices.
-        prefetch_counts: like `fetch_counts`, for guesses; a block fetched for a guess has a place when it is chosen.
+        resident: maps blocks to resident GPU blocks, in all these layers.
+        gpu_blocks: [layers, blocks, words] int32.
+        fetch_counts: [2] int64, on the device: selected blocks that were resident, and blocks fetched for selections.
+        prefetch_counts: like `fetch_counts`, for predictions; a prefetched block is resident when it is selected.
     """
 
     fetches = True
@@ -182,7 +179,6 @@ class OffloadedCache(KVCache):
 
     @property
     def on_gpu(self) -> list[Tensor]:
-        """All memory for blocks on the GPU."""
         return [self.gpu_blocks, self._chunk, self._pieces]
 
     def layer(self, index: int, prefill: bool = False) -> LayerCache:
@@ -232,7 +228,7 @@ class OffloadedCache(KVCache):
         heads = torch.arange(self._heads, device=released.table.device)
         page = released.table[column.clamp(max=len(released.table) - 1)]
         source = (released.slot * self.ring_pages + column % self.ring_pages) * self._heads + heads
-        # Before, the host has all of it, and what its length and its ring say may be another sequence's.
+        # Before it decodes, the host has all of it, and its length and ring may still be the previous sequence's.
         unfinished = (local % where.page_size > 0) * self._decoding[released.slot] * self._heads
         target = page * self._heads + heads
         blocks = BlockList(source.int()[None], target.int()[None], unfinished.int())
@@ -250,5 +246,5 @@ class OffloadedCache(KVCache):
 
 
 def ring_pages(page_size: int, queries: int) -> int:
-    """Computes the most pages on a rank that can hold uncommitted tokens, at most `queries` of a sequence."""
+    """Computes the maximum pages on a rank that hold uncommitted tokens, of which a sequence has up to `queries`."""
     return (page_size + queries - 2) // page_size + 1

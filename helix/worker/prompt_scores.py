@@ -13,17 +13,15 @@ from helix.models.decoder import Decoder
 from helix.worker.transfers import to_device
 from kernels.tokens.top_tokens import WIDTH, top_of_rank, top_of_ranks
 
-SCORED = 64  # prompt tokens scored at a time: their logits take no more memory than those of a decode step
+SCORED = 64  # prompt tokens scored at a time: their logits take no more memory than a decode step's
 
 
 class PromptScores:
     """Log-probabilities of the prompt tokens of a prefill chunk, computed on every rank.
 
     Args:
-        comm: the communicator of all ranks.
-        segments: the chunk.
-        most: number of its scored tokens; in mode dp, that of the rank with the most.
-        ranks: number of ranks that own whole sequences; 1 except in mode dp.
+        max_tokens: number of scored tokens; in mode dp, the maximum over ranks.
+        ranks: number of DP ranks.
 
     Attributes:
         count: scored tokens of this rank's sequences.
@@ -43,12 +41,12 @@ class PromptScores:
         self._summaries = torch.zeros(max_tokens, WIDTH, dtype=torch.int64, device=device)
         if self.count:
             both = torch.stack([torch.cat(rows), torch.cat(following)])
-            # Padded with the last one: a single shape, so one compiled kernel.
+            # Pad with the last one: a single shape, so one compiled kernel.
             both = torch.cat([both, both[:, -1:].expand(2, -self.count % SCORED)], 1)
             self._rows, self._following = to_device(both, device)
 
     def add(self, hidden: Tensor) -> None:
-        """Scores the token after each row of the normalised hidden states [N, H], over `model.attn_group`."""
+        """Scores the token after each row of the normalized hidden states [N, H], over `model.attn_group`."""
         model, attn_group = self._model, self._model.attn_group
         for begin in range(0, self.count, SCORED):
             rows, following = (x[begin : begin + SCORED].contiguous() for x in (self._rows, self._following))
@@ -57,5 +55,5 @@ class PromptScores:
             self._summaries[begin:end] = top_of_ranks(attn_group.all_gather(top))[: end - begin]
 
     def all_ranks(self) -> Tensor:
-        """Returns the summaries of all ranks [dp, most, WIDTH]; a collective in mode dp."""
+        """Returns the summaries of all ranks [dp, max_tokens, WIDTH]; a collective in mode dp."""
         return self._summaries[None] if self._ranks == 1 else self._comm.all_gather(self._summaries)

@@ -1,17 +1,17 @@
-"""Rows of a prefill step, dealt to the ranks, each of which attends with all heads of its own to whole sequences.
+"""Row-sharded prefill: each rank attends a slice of the query rows, with all heads, over whole sequences.
 
-Attention over a shard needs the queries of all rows on every rank, and sends partial outputs of all heads back. Where
-a query reads few tokens of one latent head, those messages are longer than the sequences themselves. So ranks gather
-the sequences' latents and index keys, and send each rank its own rows' queries:
+With sharded KV, every rank needs the queries of all rows, and returns partial outputs of all heads. Where a query reads
+few tokens of one latent head, these messages are longer than the sequences themselves. So ranks all-gather latents and
+index keys, and exchange queries and outputs by rows:
 
-    queries [N, own heads, D]  -- all-to-all -->  [N / K, all heads, D]       choice and attention over all tokens
-    outputs [N / K, all heads, V]  -- all-to-all -->  [N, own heads, V]       neither counts nor partials to exchange
+    queries [N, local heads, D]  -- all-to-all -->  [N / K, all heads, D]       select and attend over all tokens
+    outputs [N / K, all heads, V]  -- all-to-all -->  [N, local heads, V]       no counts or partials to exchange
 
-Between attention and FFN each rank has the residual stream of its rows: sums over ranks are scattered to them, and what
-projections of all rows read is gathered.
+Between attention and FFN each rank has the residual stream of its rows: sums over ranks are reduce-scattered, and
+inputs of projections over all rows are all-gathered.
 
-Gathered pages lie rank after rank. Tokens in the sequence's order are found by a table of runs that one page of one
-rank has: to indexer and attention, all of this is the cache of a rank alone.
+Gathered pages lie rank after rank. A table of runs maps them to the order of the sequence, so indexer and attention see
+the cache of a single rank.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def can_shard_rows(rows: int, ranks: int) -> bool:
 
 
 def shard_rows(step: Step) -> Step:
-    """Divides the rows of a prefill step among the ranks, each of which has some."""
+    """Shards the rows of a prefill step over the ranks, each of which has some."""
     owners = step.owners()
     assert step.cu_q is not None and owners is not None
     placement, rows, page = step.placement, len(step.tokens), step.placement.page_size
@@ -68,12 +68,12 @@ def shard_rows(step: Step) -> Step:
 
 
 def run_length_of(placement: KVPlacement) -> int:
-    """Returns how many consecutive tokens of a sequence lie together, wherever they are."""
+    """Returns how many consecutive tokens of a sequence lie together on a rank."""
     return math.gcd(placement.page_size, placement.append_block)
 
 
 def runs(step: Step, columns: range) -> Tensor:
-    """Finds the runs of tokens of these columns of all ranks' pages, which lie rank after rank.
+    """Finds the runs of tokens in these columns of all ranks' gathered pages.
 
     Returns:
         [n, K * columns * page / run] int32 of the step's sequences without padding, in the order of their tokens.
@@ -91,21 +91,20 @@ def runs(step: Step, columns: range) -> Tensor:
     begins = torch.arange(first * layout.kvp, (first + room) * layout.kvp, run_length, device=device)
     sequence = torch.arange(sequences, device=device)[:, None]
     starts = step.starts[step.cu_q[:sequences].long().clamp(max=len(step.tokens) - 1)][:, None]
-    offsets = (layout.token_slot(begins, block) - first).clamp(
-        max=room - run_length
-    )  # others are beyond the longest sequence
+    # Clamped ones are beyond the longest sequence.
+    offsets = (layout.token_slot(begins, block) - first).clamp(max=room - run_length)
     owners_of_runs = layout.token_owner(begins, block, starts)
     return (((owners_of_runs * sequences + sequence) * room + offsets) // run_length).int()
 
 
 def gather_sequences(shard: RowShard, comm: Communicator, cache: LayerCache, names: Sequence[str]) -> None:
-    """Gathers a layer's data of tokens from all ranks, [K * n * columns, ...] each, the pages of one after the other.
+    """All-gathers pages of a layer, [K * n * columns, ...] by name, rank after rank.
 
-    It may run beside the layer before, which does not change it: the step's own tokens are added later.
+    It may overlap the layer before: the step's own tokens are added later.
     """
     for name in names:
         for older in [key for key in shard.gathered if key[0] == name and key[1] < cache.index - 1]:
-            del shard.gathered[older]  # its memory is for the new one
+            del shard.gathered[older]  # reuse its memory
         pages = cache.tensors[name].view(torch.uint8).index_select(0, shard.pages)
         all_pages = comm.gather_in_group(pages).flatten(0, 1).view(cache.tensors[name].dtype)
         event = torch.cuda.Event() if all_pages.is_cuda else None
@@ -115,7 +114,7 @@ def gather_sequences(shard: RowShard, comm: Communicator, cache: LayerCache, nam
 
 
 def gathered(shard: RowShard, cache: LayerCache, names: Sequence[str]) -> dict[str, Tensor]:
-    """Returns what was gathered of a layer, to which the step's own tokens are to be added (`RowShard.slots`)."""
+    """Returns a layer's gathered pages, to which the step's own tokens are still to be added (`RowShard.slots`)."""
     found = {}
     for name in names:
         found[name], event = shard.gathered[name, cache.index]
@@ -127,13 +126,13 @@ def gathered(shard: RowShard, cache: LayerCache, names: Sequence[str]) -> dict[s
 def gather_latents(
     step: Step, comm: Communicator, cache: LayerCache, columns: range, unpack: Callable[..., Tensor]
 ) -> Tensor:
-    """Gathers the latents of a step's sequences in these columns of all ranks' pages, in the order of their tokens.
+    """All-gathers the latents of a step's sequences in these columns of all ranks' pages, in token order.
 
     Args:
-        unpacked: makes one tensor [pages, page, E] of what latents consist of, by name.
+        unpack: makes one tensor [pages, page, E] of the parts of latents, by name.
 
     Returns:
-        [n, K * columns * page, E]; tokens that nobody has written may be anything.
+        [n, K * columns * page, E]; tokens that are not written yet are arbitrary.
     """
     sequences = len(step.slots) - step.padded
     pages = step.block_tables[:sequences, columns.start : columns.stop].flatten().long()
@@ -149,7 +148,7 @@ def gather_latents(
 
 
 def to_rows(shard: RowShard, comm: Communicator, q: Tensor, heads: list[int]) -> Tensor:
-    """Sends queries [N, own heads, D] to the ranks with their rows -> [R, Hq, D]; ranks have `heads` heads each."""
+    """Sends queries [N, local heads, D] to the ranks of their rows -> [R, Hq, D]; `heads`: heads of each rank."""
     ranks, max_heads = len(heads), max(heads)
     padding = 0, 0, 0, max_heads - q.shape[1], 0, ranks * shard.rows_per_rank - len(q)
     send = F.pad(q, padding) if any(padding) else q.contiguous()
@@ -162,7 +161,7 @@ def to_rows(shard: RowShard, comm: Communicator, q: Tensor, heads: list[int]) ->
 
 
 def to_heads(shard: RowShard, comm: Communicator, x: Tensor, heads: list[int]) -> Tensor:
-    """Sends outputs [R, Hq, V] to the ranks that keep their heads, `heads` each -> [N, own heads, V]."""
+    """Sends outputs [R, Hq, V] to the ranks of their heads -> [N, local heads, V]; `heads`: heads of each rank."""
     ranks, max_heads = len(heads), max(heads)
     if min(heads) == max_heads and len(x) == shard.rows_per_rank:
         send = x.view(shard.rows_per_rank, ranks, max_heads, -1).transpose(0, 1).contiguous()
@@ -174,7 +173,7 @@ def to_heads(shard: RowShard, comm: Communicator, x: Tensor, heads: list[int]) -
 
 
 def reduce_scatter_rows(shard: RowShard, comm: Communicator, parts: Tensor) -> Tensor:
-    """Sums all ranks' parts [N, H], and returns the sum of own rows [R, H]."""
+    """Sums all ranks' partial sums [N, H] and returns this rank's rows [R, H]."""
     ranks = len(comm.kvp_group)
     missing = ranks * shard.rows_per_rank - len(parts)
     parts = F.pad(parts, (0, 0, 0, missing)) if missing else parts
@@ -182,7 +181,7 @@ def reduce_scatter_rows(shard: RowShard, comm: Communicator, parts: Tensor) -> T
 
 
 def all_gather_rows(shard: RowShard, comm: Communicator, x: Tensor) -> Tensor:
-    """Gathers own rows [R, H] of all ranks -> [N, H]."""
+    """Gathers all ranks' rows [R, H] -> [N, H]."""
     missing = shard.rows_per_rank - len(x)
     x = F.pad(x, (0, 0, 0, missing)) if missing else x
     return comm.gather_in_group(x).flatten(0, 1)[: shard.rows]

@@ -1,11 +1,10 @@
 """Sampling of the next token from logits that are sharded over the vocabulary.
 
-Every rank holds some columns of the logits and ends with the same tokens, whatever the sharding: ranks exchange maxima,
-integer sums and (score, id) pairs, never rounded sums. Logits are not gathered, shapes are fixed and nothing waits for
-the host, so that a step can be captured in a CUDA graph.
+All ranks get the same tokens, whatever the sharding: they exchange maxima, integer sums and (score, id) pairs, never
+rounded sums. Logits are not gathered, shapes are fixed and nothing waits for the host, so steps can be captured.
 
-Filters are thresholds on the logit, in the order of transformers: temperature, top-k, top-p over the tokens that top-k
-keeps, min-p. Tokens with equal logits are kept or dropped together, so a tie at the threshold keeps more than k tokens.
+Filters are thresholds on the logit, in the order of transformers: temperature, top-k, top-p over what top-k keeps,
+min-p. Tokens with equal logits are kept or dropped together, so a tie at the threshold keeps more than k tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from kernels.tokens.best_token import best_of_rank, best_of_ranks
 from kernels.tokens.gumbel_sample import gumbel_sample
 from kernels.tokens.reference import DRAFT, TARGET
 
-# A 32-bit key as three digits (shift, bits), most significant first: 16 KB of bins per row in each all-reduce.
+# Three digits (shift, bits) of a 32-bit key, most significant first: 16 KB of bins per row in each all-reduce.
 _DIGITS = ((21, 11), (10, 11), (0, 10))
 
 
@@ -33,8 +32,8 @@ class SamplingState:
     """Sampling parameters of a batch on the device, one column per slot.
 
     Attributes:
-        real: temperature, top_p and min_p [3, B] fp32.
-        integer: top_k and seed [2, B] int64.
+        real: temperature, top_p and min_p (relative to the highest probability) [3, B] fp32.
+        integer: top_k (0: all tokens) and seed [2, B] int64.
     """
 
     real: Tensor
@@ -52,27 +51,22 @@ class SamplingState:
 
     @property
     def temperature(self) -> Tensor:
-        """Temperatures [B] fp32."""
         return self.real[0]
 
     @property
     def top_p(self) -> Tensor:
-        """Top-p masses [B] fp32."""
         return self.real[1]
 
     @property
     def min_p(self) -> Tensor:
-        """Least probabilities, relative to the highest [B] fp32."""
         return self.real[2]
 
     @property
     def top_k(self) -> Tensor:
-        """Top-k counts [B] int64; 0: all tokens."""
         return self.integer[0]
 
     @property
     def seed(self) -> Tensor:
-        """Seeds [B] int64."""
         return self.integer[1]
 
     def set(self, slots: Tensor, params: Sequence[SamplingParams]) -> None:
@@ -83,7 +77,7 @@ class SamplingState:
         self.integer.index_copy_(1, slots, to_device(integer, slots.device).T)
 
     def rows(self, index: Tensor | slice) -> SamplingState:
-        """Returns the slots of a slice, as views, or a copy of the slots `index` [n] int64, in that order."""
+        """Returns a view of a slice of slots, or a copy of the slots `index` [n] int64."""
         return SamplingState(self.real[:, index], self.integer[:, index])
 
 
@@ -97,7 +91,7 @@ def sample(
     stochastic: bool,
     filtered: bool,
 ) -> Tensor:
-    """Draws one token per row [B * T] int64, -1 for a broken row; arguments as in `sampled_candidates`."""
+    """Samples one token per row [B * T] int64, -1 for an invalid row; arguments as in `sampled_candidates`."""
     flags = {"stochastic": stochastic, "filtered": filtered}
     return best_of_ranks(sampled_candidates(logits, vocab_offset, positions, state, comm, **flags))[1]
 
@@ -112,22 +106,22 @@ def sampled_candidates(
     stochastic: bool,
     filtered: bool,
 ) -> Tensor:
-    """Draws candidates for one token per row, of which `best_of_ranks` is the token; the same on all ranks.
+    """Samples candidates for one token per row, of which `best_of_ranks` is the token; the same on all ranks.
 
-    All ranks call with the same B and flags, and communicate in the same order: one all-gather, one more if
-    `stochastic`, between them five all-reduces if also `filtered`. The flags only skip work: needless ones change no
-    token. Tokens with logit -inf are never drawn.
+    A collective with the same B and flags on all ranks: one all-gather, another one if `stochastic`, and five
+    all-reduces between them if also `filtered`. The flags only skip work: setting one needlessly changes no token.
+    Tokens with logit -inf are never sampled.
 
     Args:
         logits: [B * T, V_local] fp32, this rank's columns; V_local may differ between ranks and may be 0.
         vocab_offset: token id of the first column.
-        positions: [B * T] int64, global position of the token to draw: the counter of the random numbers.
-        state: B rows; those with temperature 0 are greedy.
+        positions: [B * T] int64, global position of the token to sample: the counter of the random numbers.
+        state: B rows; temperature 0 is greedy.
         stochastic: any row has temperature > 0.
         filtered: any row with temperature > 0 has top-k or top-p on.
 
     Returns:
-        Pairs of score and token id [N, B * T, 2] fp64, whose best is not finite for a broken row: one with NaN or +inf
+        (score, token id) pairs [N, B * T, 2] fp64. The best one is not finite for an invalid row: one with NaN or +inf
         on any rank, or with all logits -inf.
     """
     if not stochastic:
@@ -146,12 +140,11 @@ def distribution(
 
     Args:
         logits: [B, T, V_local] fp32; V_local may differ between ranks and may be 0.
-        vocab_offset, filtered: as in `sample`.
         state: B rows.
 
     Returns:
-        The distributions, and the best tokens [B, T] int64, -1 for a broken row; the same on all ranks except for the
-        columns.
+        The distributions over this rank's columns, and on all ranks the best tokens [B, T] int64, -1 for an invalid
+        row.
     """
     B, T, _ = logits.shape
     logits = _with_a_column(logits)
@@ -169,15 +162,11 @@ def distribution(
 def sample_drafts(
     p: Distribution, best: Tensor, vocab_offset: int, positions: Tensor, seed: Tensor, comm: Communicator
 ) -> Tensor:
-    """Draws a draft [B, T] int64 from each distribution; a collective, one all-gather.
+    """Samples a draft [B, T] int64 from each distribution, -1 for an invalid row; a collective, one all-gather.
 
     Args:
-        p, best: results of `distribution`; `best` is drawn if the temperature is 0.
-        vocab_offset: as in `distribution`.
+        p, best: results of `distribution`; `best` is the draft if the temperature is 0.
         positions, seed: [B, T] int64 and [B] int64, the counters of the random numbers.
-
-    Returns:
-        Token ids; -1 for a broken row.
     """
     return best_of_ranks(_gathered(gumbel_sample(p, best, seed, positions, DRAFT, vocab_offset), comm))[1].view_as(best)
 
@@ -188,7 +177,7 @@ def _gathered(candidates: Tensor, comm: Communicator) -> Tensor:
 
 
 def _with_a_column(logits: Tensor) -> Tensor:
-    """Returns the logits; on a rank without columns, one column of -inf, which is never drawn."""
+    """Returns the logits; on a rank without columns, one column of -inf, which is never sampled."""
     assert logits.dtype == torch.float32, f"logits must be torch.float32, got {logits.dtype}"
     return logits if logits.shape[-1] else logits.new_full((*logits.shape[:-1], 1), -torch.inf)
 
@@ -217,15 +206,10 @@ def _last_kept_key(keys: Tensor, mass: Tensor, state: SamplingState, comm: Commu
 
 
 def _walk(first: Tensor, keys: Tensor, weights: Tensor, need: Tensor, comm: Communicator) -> tuple[Tensor, Tensor]:
-    """Finds, digit by digit, the least key up to which the first weight sums to `need`; else the largest key.
+    """Finds, digit by digit, the smallest key up to which the first weight sums to `need`; else the largest key.
 
-    Args:
-        first: [C, B, bins] histogram of the most significant digit.
-        weights: [C, B, V_local] int64.
-        need: [B] int64.
-
-    Returns:
-        The key [B], and the sum of each weight up to it [C, B].
+    Takes the histogram of the first digit [C, B, bins], weights [C, B, V_local] int64 and `need` [B] int64; returns the
+    key [B] and the sum of each weight up to it [C, B].
     """
     key = torch.zeros_like(need)
     before = upto = torch.zeros_like(first[..., 0])  # [C, B], weight of the keys below and up to the current digits

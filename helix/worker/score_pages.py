@@ -12,14 +12,14 @@ from kernels.paged_keys import KeyScores
 
 
 class ScorePages:
-    """Score planes of the layers that read whole sequences, with the block table of each slot.
+    """Score planes of the layers without a window, with the block table of each slot.
 
-    Scores belong to one sequence, and so do their pages: sequences that share pages of keys score them separately.
+    Sequences that share pages of keys score them separately, so score pages are not shared.
 
     Args:
-        layers: indices of those layers.
+        layers: indices of these layers.
         planes: [layers, planes, pages, Hkv, page_size] fp16; `score_planes` computes how many a step's queries need.
-        tables: [slots, most pages of a sequence] int32.
+        tables: [slots, maximum pages of a sequence] int32.
         rows: queries that count, see `KeyScores`.
     """
 
@@ -30,7 +30,6 @@ class ScorePages:
         self._pages: dict[int, list[int]] = {}
 
     def grow(self, slot: int, count: int) -> None:
-        """Allocates pages to a slot until it has `count`, as many as its sequence has in the cache."""
         pages = self._pages.setdefault(slot, [])
         begin, count = len(pages), max(count - len(pages), 0)
         assert count <= len(self._free), f"{count} pages of scores wanted, {len(self._free)} free"
@@ -43,7 +42,6 @@ class ScorePages:
         self._free.extend(reversed(self._pages.pop(slot)))
 
     def layer(self, index: int, slots: slice) -> KeyScores:
-        """Returns the score buffers of a layer's keys, for the sequences of `slots`."""
         return KeyScores(self.planes[self._layer_positions[index]], self.tables[slots], self.rows)
 
 

@@ -1,9 +1,8 @@
-"""Events in the life of a batch's sequences, and the interface of components that follow them.
+"""Events in the life of sequences, and `SequenceObserver`, the interface of components that follow them.
 
-Caches, the slots' device state, logit shaping and drafters implement the events that they need. A model runner calls
-them on every rank alike, in the order of its decisions: pages are copied before the sequences that use them are
-admitted. Sequences that come, grow or leave with one decision are one event: a launch for each would take the host
-longer than a step takes the device.
+KV caches, the slots' device state, logits processors and drafters implement the events that they need. The model runner
+calls them on every rank in the same order; pages are copied before the sequences that use them are admitted. All
+sequences of a batch share one event: a launch for each would take the host longer than a step takes the GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class Span:
         tables: pages [n, P] int32.
         starts: kvp rank of each first block [n] int64.
         before, after: tokens in the cache before and after, over all ranks [n] int64.
-        most: upper bound of the tokens that one of them added.
+        max_tokens: upper bound of the tokens that one of them added.
     """
 
     tables: Tensor
@@ -38,13 +37,11 @@ class Span:
 
 @dataclass(frozen=True, eq=False)
 class PrefillCommitted:
-    """Event: a chunk of prompts was computed.
+    """Event: a prefill chunk was computed.
 
     Attributes:
-        prompts: the chunk of each sequence.
-        span: the tokens added to their pages.
-        parts: locations of their tokens in layers that keep a window.
-        states: [N, W], states of all their tokens, see `Decoder.states`; None unless the drafter reads them.
+        parts: locations of its tokens in layers with a window.
+        states: [N, W] of all its tokens, see `Decoder.states`; None unless the drafter reads them.
     """
 
     prompts: Sequence[PromptChunk]
@@ -55,11 +52,11 @@ class PrefillCommitted:
 
 @dataclass(frozen=True, eq=False)
 class FirstTokenSampled:
-    """Event: the first tokens of prompts were drawn.
+    """Event: the first tokens of prompts were sampled.
 
     Attributes:
         slots, tokens, lengths: slots, first tokens, and tokens in the cache [n] int64.
-        states: those of the prompts' last tokens [n, W], see `Decoder.states`.
+        states: of the prompts' last tokens [n, W], see `Decoder.states`.
     """
 
     slots: Tensor
@@ -73,10 +70,10 @@ class StepCommitted:
     """Event: the tokens of a decode step were committed; part of a captured step.
 
     Attributes:
-        span: the tokens added in slots 0, 1, ..; `max_tokens` includes refused drafts.
+        span: the tokens added in slots 0, 1, ..; `max_tokens` includes rejected drafts.
         live: whether each sequence continues [n] bool.
         tokens: the committed tokens of each sequence, then PLACEHOLDER_TOKEN_ID [n, 1 + drafts] int64.
-        states: those of all verified tokens [n * (1 + drafts), W], see `Decoder.states`.
+        states: of all verified tokens [n * (1 + drafts), W], see `Decoder.states`.
     """
 
     kind: DecodeGraphKey
@@ -93,7 +90,7 @@ class RequestReleased:
     Attributes:
         table: its pages [P] int32.
         start, length: kvp rank of its first block, tokens in the cache, each [1] int64.
-        history: its tokens as in `DecodeState`, [L] int32; none without drafters that read them.
+        history: its tokens as in `DecodeState`, [L] int32; empty if no drafter reads them.
     """
 
     slot: int
@@ -113,16 +110,16 @@ class SequenceObserver:
         """Sets up the slots of admitted sequences."""
 
     def write_tables(self, *tables: BlockTableUpdate) -> None:
-        """Writes new pages to slots' tables."""
+        """Writes new pages to block tables."""
 
     def on_prefill(self, chunk: PrefillCommitted) -> None:
-        """Handles a computed chunk of prompts."""
+        """Handles a computed prefill chunk."""
 
     def on_first_token(self, begun: FirstTokenSampled) -> None:
         """Handles the first tokens of prompts."""
 
     def observes_step(self, kind: DecodeGraphKey) -> bool:
-        """Returns whether `on_step` is called after steps of this kind."""
+        """Returns whether to call `on_step` after steps of this kind."""
         return False
 
     def on_step(self, step: StepCommitted) -> None:

@@ -1,7 +1,7 @@
-"""The tokens of a forward pass, and the state of all slots on the device.
+"""`Step`, the tokens of a forward pass, and `DecodeState`, the state of all slots on the device.
 
-Lengths, positions and block tables live on the device and have fixed shapes, so that a step neither waits for the
-host nor changes shape as sequences grow.
+Lengths, positions and block tables live on the device with fixed shapes, so that a step neither waits for the host nor
+changes shape as sequences grow.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from kernels.tokens.commit import PLACEHOLDER_TOKEN_ID, Candidates, commit
 
 __all__ = ["PLACEHOLDER_TOKEN_ID", "SELECTED", "DecodeState", "Step"]
 
-SELECTED = "selected"  # key of the tokens that an indexer chose for a step's queries, see `Step.selected`
+SELECTED = "selected"  # key in `Step.shared` of the tokens that an indexer selected, see `Step.selected`
 
-CACHED, NEW = 1, 2  # whether a token of a prefill step is in pages already; 0 is padding
+CACHED, NEW = 1, 2  # tokens of a prefill step that are in pages already, or not; 0 is padding
 
 
 @dataclass(frozen=True)
 class StagedChunk:
-    """GPU pages for the new tokens of a prefill step whose cache is in host memory.
+    """GPU pages for the new tokens of a prefill step with KV offload.
 
     Attributes:
         tables: [n, P] int32: pages of the chunk, from the page on in which a sequence's part begins.
@@ -47,18 +47,17 @@ class StagedChunk:
 
 @dataclass(frozen=True)
 class RowShard:
-    """Rows of a prefill step that this rank attends, and pages that it gives to the others; see
-    `helix.worker.row_shard`.
+    """Rows of a prefill step that this rank attends, see `helix.worker.row_shard`.
 
     Attributes:
-        step: the rows, over gathered sequences.
+        step: these rows, over gathered sequences.
         rows: N, rows of the whole step.
-        own: which of them `step` has.
-        each: rows of a rank; the last one has fewer if they do not divide evenly.
-        run: consecutive tokens that `step` finds together.
+        local: which of them `step` has.
+        rows_per_rank: the last rank has fewer if they do not divide evenly.
+        run_length: consecutive tokens that lie together in gathered pages.
         pages: this rank's pages [n * columns] int64 of all sequences.
-        slots: where the step's tokens are in gathered pages [N] int64, -1 for padding.
-        whole: gathered pages of a layer and the next one, by name and layer, and when they are there.
+        slots: slot mapping of the whole step in gathered pages [N] int64, -1 for padding.
+        gathered: gathered pages of a layer and the next one, by name and layer, with the event of their arrival.
     """
 
     step: Step
@@ -84,19 +83,18 @@ class Step:
         tables: by window, None for layers without one: pages [n, P] int32 of the n sequences.
         slot_mappings: by window: flat cache slots [N] int64, -1 for tokens that this rank does not store.
         cu_q: offsets [n + 1] int32 of each sequence's tokens (prefill), or None: N / n tokens each (decode).
-        max_q: most tokens of one sequence in the step.
-        max_k: upper bound of the keys that one sequence reads on this rank; prefill only.
+        max_q: maximum tokens of a sequence in the step.
+        max_k: upper bound of the keys that a sequence reads on this rank; prefill only.
         chunks: batch chunks whose attention overlaps the exchange of the chunk before (HOP-B).
         first: slot of the first sequence of a decode step; its slots are consecutive.
-        half: which half of a prefill step it is, beside the other one's messages; None: it is no half.
+        micro_batch: which half of a prefill step it is under dual batch overlap; None: not split.
         padded: how many of the last sequences of a prefill step are padding, which reads no keys.
-        dealt: the rows that this rank attends to whole sequences; None: all, to its shard.
-        expands: whether queries read the keys and values of their heads, to which latents are expanded.
+        row_shard: rows that this rank attends over whole sequences; None: all rows, over its shard of the KV.
+        expands: queries read keys and values of their heads, expanded from latents.
         shared: tensors [N] that all layers read, by key.
-        staged: GPU pages of a prefill step's new tokens, if the cache is in host memory.
-        chooses: whether indexers choose tokens; else they add keys alone, or nothing where `with_selection` gave a
-            choice.
-        counts: in mode dp, tokens of each rank's prefill step; empty: as many on all ranks.
+        staged: GPU pages of a prefill step's new tokens, with KV offload.
+        selects: indexers select tokens; if False, they only add keys, or do nothing after `with_selection`.
+        num_tokens_across_dp: in mode dp, prefill tokens of each rank; empty: the same number on all ranks.
     """
 
     placement: KVPlacement
@@ -122,11 +120,11 @@ class Step:
     num_tokens_across_dp: tuple[int, ...] = ()
 
     def pages(self, window: int | None) -> Tensor:
-        """Returns the pages [n, P] int32 that layers with a window read: of their rings, if the cache has some."""
+        """Returns the pages [n, P] int32 that layers with this window read: their ring's, if there is one."""
         return self.tables.get(window, self.tables[None])
 
     def slot_mapping(self, window: int | None) -> Tensor:
-        """Returns the flat cache slots [N] int64 of new tokens in layers with a window, as in `slot_mappings`."""
+        """Returns the flat cache slots [N] int64 of new tokens in layers with this window, as in `slot_mappings`."""
         return self.slot_mappings.get(window, self.slot_mappings[None])
 
     @property
@@ -142,14 +140,14 @@ class Step:
 
     @property
     def selected(self) -> tuple[Tensor, ...] | None:
-        """The tokens that an indexer chose for each query, in the latest layer with one; None: all.
+        """The tokens that the latest indexer layer selected for each query; None: all.
 
-        Cache slots [N, width] int32 on this rank in local order, and the columns [lo, hi) [N] int32 that hold some.
+        Cache slots [N, width] int32 on this rank in local order, and the valid columns [lo, hi) [N] int32.
         """
         return self.shared.get(SELECTED)
 
     def with_selection(self, selection: tuple[Tensor, ...]) -> Step:
-        """Returns this step with a choice of tokens that was made before, as `selected` is, for all layers."""
+        """Returns this step with an earlier selection of tokens, see `selected`, for all layers."""
         return replace(self, selects=False, shared=self.shared | {SELECTED: selection})
 
     def owners(self) -> Tensor | None:
@@ -161,7 +159,6 @@ class Step:
         return self.once("owners", lambda: (torch.searchsorted(cu_q[1:].contiguous(), rows, right=True),))[0]
 
     def micro_batches(self) -> tuple[Step, Step]:
-        """Splits a prefill step in two: the first half of its tokens, and the second."""
         middle, end = (len(self.tokens) + 1) // 2, len(self.tokens)
         first, second = self.part(0, middle), self.part(middle, end)
         micro_batch = MicroBatch(first=True)
@@ -170,7 +167,6 @@ class Step:
         )
 
     def part(self, begin: int, end: int) -> Step:
-        """Returns the prefill step of these of its tokens."""
         assert self.cu_q is not None
         rows = slice(begin, end)
         return replace(
@@ -186,12 +182,10 @@ class Step:
         )
 
     def last_tokens(self) -> tuple[Tensor, Step]:
-        """Returns the rows of each sequence's last token, and their prefill step.
+        """Returns the rows [m] int64 of each sequence's last token, and their prefill step.
 
-        Padding follows, up to a power of two: fewer kernels to compile. So is the token of a sequence that has none.
-
-        Returns:
-            [m] int64, the first n of the sequences.
+        The first n are of the sequences. The rest is padding up to a power of two, so that fewer kernels are compiled;
+        the row of a sequence without tokens is padding, too.
         """
         assert self.cu_q is not None
         n = len(self.slots)
@@ -221,10 +215,10 @@ class Step:
 
 @dataclass(frozen=True)
 class DraftSteps:
-    """Consecutive steps of one token each, whose tokens are not known yet.
+    """Consecutive steps of one token each, before their tokens are known.
 
     Attributes:
-        joint: all steps concatenated, for token-independent preparation, which a policy does once for all of them.
+        joint: all steps concatenated, so that policies prepare all of them at once.
         rows: rows of a step; those beyond a sequence's limits are not `live`.
     """
 
@@ -232,7 +226,6 @@ class DraftSteps:
     rows: int
 
     def step(self, draft_index: int, tokens: Tensor) -> Step:
-        """Returns the step at index `draft_index`, with these tokens [rows] int64."""
         rows = slice(draft_index * self.rows, (draft_index + 1) * self.rows)
         joint = self.joint
         return replace(
@@ -250,21 +243,20 @@ class DecodeState(SequenceObserver):
     """State of all slots on the device: `max_batch` rows, one per sequence.
 
     Args:
-        history: tokens to keep of each sequence, for drafters; 0 if no drafter reads them.
-        rings: pages in each slot's ring, to which new tokens are appended, by the window of layers that have one; by
-            None for the other layers, if their pages are in host memory.
+        history: tokens per sequence to store for drafters; 0 if none reads them.
+        rings: pages of each slot's ring, to which new tokens are appended, by window; under None for layers without a
+            window, with KV offload.
 
     Attributes:
-        tokens: last token of each sequence [B] int64, not yet in the cache.
+        tokens: last token of each sequence [B] int64, not in the cache yet.
         lengths: tokens in the cache, over all ranks [B] int64.
         starts: kvp rank of the first block [B] int64.
         limits: tokens in the cache at which a sequence ends [B] int64.
-        draft_limits: most drafts verified per row [B] int64, as rank 0 decides.
-        active: whether a row decodes [B] bool.
-        history: tokens of each sequence from its first on, the last one included [B, L] int32.
+        draft_limits: maximum drafts to verify [B] int64, set by rank 0.
+        active: rows that decode [B] bool.
+        history: all tokens of each sequence, the last one included [B, L] int32.
         block_tables: pages on this rank [B, P] int32.
         append_tables: by window, pages for new tokens of decode steps [B, P] int32.
-        sampling: each row's sampling parameters.
     """
 
     def __init__(
@@ -329,13 +321,10 @@ class DecodeState(SequenceObserver):
         self.active.index_fill_(0, to_device(slots, self.active.device), False)
 
     def span(self, rows: int, before: Tensor, after: Tensor, max_tokens: int) -> Span:
-        """Returns the span of the first `rows` rows from `before` to `after` tokens [rows], at most `max_tokens`
-        each.
-        """
+        """Returns the span of the first `rows` rows, from `before` to `after` tokens [rows], `max_tokens` at most."""
         return Span(self.block_tables[:rows], self.starts[:rows], before, after, max_tokens)
 
     def prompts_span(self, prompts: Sequence[PromptChunk]) -> Span:
-        """Returns the span of the tokens that a prefill step of these chunks added to pages."""
         slots, before, after = (
             to_device(torch.tensor(x), self.lengths.device)
             for x in zip(*((p.slot, *p.written) for p in prompts), strict=True)
@@ -344,7 +333,6 @@ class DecodeState(SequenceObserver):
         return Span(self.block_tables[slots], self.starts[slots], before, after, max_tokens)
 
     def release_event(self, row: int) -> RequestReleased:
-        """Returns the event of a sequence that leaves its row."""
         at = slice(row, row + 1)
         return RequestReleased(row, self.block_tables[row], self.starts[at], self.lengths[at], self.history[row])
 
@@ -354,7 +342,7 @@ class DecodeState(SequenceObserver):
         return torch.where(torch.arange(n, device=drafts.device) < self.max_drafts(rows)[:, None], drafts, -1)
 
     def max_drafts(self, rows: int) -> Tensor:
-        """Returns the most drafts [rows] int64 that a step may verify: within `draft_limits` and before the end."""
+        """Returns the maximum drafts [rows] int64 that a step may verify: within `draft_limits` and before the end."""
         return torch.minimum(self.draft_limits[:rows], self.limits[:rows] - self.lengths[:rows] - 1)
 
     def uncounted(self, rows: int) -> Tensor:
@@ -366,7 +354,6 @@ class DecodeState(SequenceObserver):
 
         Args:
             drafts: [rows, n] possible next tokens, which are appended and continued as well; -1 is padding.
-            chunks: see `Step`.
         """
         lengths, starts, active = self.lengths[:rows], self.starts[:rows], self.active[:rows]
         tokens, positions, owner = self.tokens[:rows], lengths, None
@@ -395,7 +382,6 @@ class DecodeState(SequenceObserver):
         )
 
     def draft_steps(self, rows: int, count: int) -> DraftSteps:
-        """Creates the next `count` steps of one token each of the first `rows` rows; see `DraftSteps`."""
         draft_index = torch.arange(count, device=self.lengths.device)[:, None]
         owner = torch.arange(rows, device=self.lengths.device).repeat(count)
         positions = (self.lengths[:rows] + draft_index).flatten()
@@ -423,15 +409,15 @@ class DecodeState(SequenceObserver):
     def commit(
         self, rows: int, candidates: Candidates, drafts: Tensor | None = None, outcome: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Draws and commits the tokens of a decode step of the first `rows` rows; lengths grow only here.
+        """Samples and commits the tokens of a decode step of the first `rows` rows; only this advances `lengths`.
 
-        A draft is accepted if the token drawn at its position is the same and all drafts before it are accepted. The
-        next step overwrites the entries of refused drafts.
+        A draft is accepted if it equals the token sampled at its position and all drafts before it are accepted. The
+        next step overwrites the KV of rejected drafts.
 
         Args:
-            drawn: candidates of the tokens after the last one and after each draft.
+            candidates: for the tokens after the last one and after each draft.
             drafts: [rows, n], -1 for padding; None: no drafts.
-            outcome: see `Draft`.
+            outcome: `Draft.forced_tokens`.
 
         Returns:
             The committed tokens of each row, then PLACEHOLDER_TOKEN_ID [rows, 1 + n]; the lengths before [rows].
@@ -449,16 +435,12 @@ class DecodeState(SequenceObserver):
         )
 
     def _tables(self, rows: int) -> dict[int | None, Tensor]:
-        """Returns the pages that the first `rows` slots read, by window."""
         return {
             window: (self.block_tables if window is None else table)[:rows]
             for window, table in self.append_tables.items()
         }
 
     def prefill_step(self, chunks: Sequence[PromptChunk], num_tokens_across_dp: tuple[int, ...] = ()) -> Step:
-        """Creates the step of several sequences' prompt chunks; `num_tokens_across_dp`: see
-        `Step.num_tokens_across_dp`.
-        """
         counts = [len(chunk.tokens) for chunk in chunks]
         size = PrefillGraphKey(sum(counts), len(counts), max(counts), self.max_keys(chunks))
         step = replace(
@@ -488,7 +470,7 @@ class DecodeState(SequenceObserver):
         return self.placement.layout.local_length(longest, 0, self.placement.append_block)
 
     def packed(self, chunks: Sequence[PromptChunk], size: PrefillGraphKey) -> Tensor:
-        """Packs all that a prefill step of a size needs from the host: int64, on the device; see `packed_step`."""
+        """Packs all host data of a prefill step into one int64 tensor on the device; see `packed_step`."""
         counts = [len(chunk.tokens) for chunk in chunks]
         total, n = sum(counts), len(chunks)
         assert total == size.tokens or (total < size.tokens and n < size.sequences), "padding is another sequence's"
@@ -509,7 +491,7 @@ class DecodeState(SequenceObserver):
         return to_device(packed, self.tokens.device)
 
     def packed_step(self, packed: Tensor, size: PrefillGraphKey) -> Step:
-        """Creates a prefill step from what `packed` returned; the same launches for every content of it."""
+        """Creates a prefill step from the result of `packed`; the launches depend only on `size`."""
         tokens, positions, owner, state, slots, columns, pages, ends = _unpacked(packed, size)
         starts, table, live = self.starts[slots][owner], self.block_tables[slots], state > 0
         tables: dict[int | None, Tensor] = {None: table}
@@ -535,9 +517,7 @@ class DecodeState(SequenceObserver):
         )
 
     def padding_step(self, num_tokens_across_dp: tuple[int, ...]) -> Step:
-        """Creates a prefill step of one padding row, for a rank without prompts while others have
-        `num_tokens_across_dp` tokens.
-        """
+        """Creates a prefill step of one padding row, for a DP rank without prompts while others prefill."""
         nothing = torch.zeros(1, dtype=torch.int64, device=self.tokens.device)
         return Step(
             self.placement,
@@ -555,18 +535,17 @@ class DecodeState(SequenceObserver):
         )
 
     def _ring_tables(self, window: int | None, slots: Tensor, first: Tensor, page: Tensor) -> Tensor:
-        """Returns the pages [n, P] int32 of a prefill step for a window: pages of the ring, then pages of the chunk.
+        """Returns a window's pages [n, P] int32 in a prefill step: pages of the ring, then pages of the chunk.
 
         Args:
-            first: column [n] in which each sequence's part begins, which is the ring's.
-            page: the part's first page [n], as those of all chunks are counted.
+            first: column [n] in which each sequence's part begins; it is in the ring.
+            page: the part's first page [n] among the pages of all chunks.
         """
         columns = torch.arange(self.block_tables.shape[1], device=slots.device)
-        behind = len(self.active) * self.rings[window] + page[:, None] + columns - first[:, None]
-        return torch.where(columns > first[:, None], behind, self.append_tables[window][slots]).int()
+        chunk_pages = len(self.active) * self.rings[window] + page[:, None] + columns - first[:, None]
+        return torch.where(columns > first[:, None], chunk_pages, self.append_tables[window][slots]).int()
 
     def _stage(self, parts: tuple[ChunkPart, ...]) -> StagedChunk:
-        """Assigns GPU pages to the new tokens of a chunk, while the cache is in host memory."""
         columns = self.block_tables.shape[1]
         firsts = torch.tensor([part.columns.start for part in parts])
         tables = torch.tensor([part.page for part in parts])[:, None] - firsts[:, None] + torch.arange(columns)
@@ -586,7 +565,7 @@ def _stride(size: PrefillGraphKey) -> int:
 def _unpacked(packed: Tensor, size: PrefillGraphKey) -> tuple[Tensor, ...]:
     """Returns views: tokens, positions, sequence, CACHED or NEW [N]; slots, columns, pages [n]; offsets [n + 1].
 
-    Padding's sequences have slot -1.
+    Padding sequences have slot -1.
     """
     n = size.sequences
     rows, rest = packed.split([4 * _stride(size), 4 * n + 1])

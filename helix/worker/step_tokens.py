@@ -18,32 +18,27 @@ from kernels.tokens.reference import logprobs
 
 
 class Summaries(NamedTuple):
-    """Packed log-probabilities: of all slots, see `LogitsProcessor`; of prompts' tokens, by rank and order; None: not
-    wanted.
-    """
+    """Packed log-probabilities of sampled tokens by slot, see `LogitsProcessor`, and of prompt tokens by rank."""
 
     sampled: Tensor | None = None
     prompt: Tensor | None = None
 
     def on_host(self) -> Summaries:
-        """Returns them copied to the host, like the tokens."""
         return Summaries(*(None if each is None else to_host(each) for each in self))
 
 
 class StepTokens:
-    """A step's tokens, copied to rank 0's host; the other ranks keep them on the device.
+    """A step's tokens, copied asynchronously to rank 0's host.
 
     Args:
         tokens: [n, m]: in each row the tokens of a sequence, then PLACEHOLDER_TOKEN_ID.
         slots: slots of the rows; None: 0, 1, ..
-        check: called with wait=False once the step has ended; raises if a collective of it failed.
-        before: moment at which the step could begin.
-        idle: moments between which the device waited for rank 0; None: it did not wait.
-        summaries: log-probabilities.
+        check: called with wait=False after the step; raises if one of its collectives failed.
+        before: when the step could begin.
+        idle: begin and end of the device's wait for rank 0; None: it did not wait.
 
     Attributes:
-        end: moment at which the step's tokens are on the host.
-        came: time at which they were read, by `time.perf_counter`.
+        end: when the tokens are on the host.
     """
 
     def __init__(
@@ -66,7 +61,6 @@ class StepTokens:
 
     @property
     def ready(self) -> bool:
-        """Whether the tokens are on the host, so that `read` does not wait."""
         return self.end.reached
 
     @property
@@ -76,7 +70,7 @@ class StepTokens:
 
     @property
     def busy_seconds(self) -> float:
-        """Duration of the step without the time that the device waited for rank 0; valid after `read`."""
+        """Duration of the step without the device's wait for rank 0; valid after `read`."""
         idle = self._idle
         return self.seconds - (0.0 if idle is None else idle[1].since(idle[0]))
 
@@ -91,13 +85,13 @@ class StepTokens:
 
     def logprobs(self, slot: int, count: int) -> Logprobs:
         """Returns log-probabilities of a slot's token and of the `count` most likely ones; valid after `read`."""
-        assert self._sampled is not None, "only shaped steps have log-probabilities"
+        assert self._sampled is not None, "the step did not process logits"
         ids, values = (x[0].tolist() for x in logprobs(self._sampled[slot : slot + 1]))
         best = tuple(zip(ids[1 : 1 + count], values[1 : 1 + count], strict=True))
         return Logprobs(values[0], tuple((token, value) for token, value in best if token >= 0))
 
     def prompt_logprobs(self, prefill: Sequence[PrefillChunk]) -> Iterator[tuple[int, PromptLogprobs]]:
-        """Yields slots and the log-probabilities of their prompts' scored tokens in a chunk; valid after `read`."""
+        """Yields slots and the log-probabilities of their prompt tokens in a chunk; valid after `read`."""
         if self._prompt is None:
             return
         ranks, done = len(self._prompt), [0] * len(self._prompt)
@@ -112,7 +106,7 @@ def _checked(tokens: list[tuple[int, int]]) -> list[tuple[int, int]]:
     if min((token for _, token in tokens), default=0) < 0:
         raise RankError(
             "the model's logits are NaN: a weight, an activation or a rank's partial attention is not a number "
-            "(try model.dtype=float32; if it stays, the checkpoint or this machine is at fault; where another rank "
-            "says that it waited for one, that is the cause)"
+            "(if another rank reports a timeout, that is the cause; else try model.dtype=float32, and if the logits "
+            "are still NaN, check the checkpoint and this machine)"
         )
     return tokens

@@ -1,8 +1,6 @@
-"""Warm-up of a runner before its first request: kernels are compiled, steps timed, chosen and captured.
+"""Warm-up before the first request: compiles kernels, times and captures steps, and chooses HOP-B chunks.
 
-Also times the exchange alone, to compare it with what HOP-B saves.
-
-All functions are collectives, to be called while no request is served. The content of pages and slots is lost.
+All functions are collectives, to be called while no request is served. They overwrite pages and slots.
 """
 
 from __future__ import annotations
@@ -27,10 +25,10 @@ from helix.worker.model_runner import ModelRunner
 from kernels.attention.split_kv import PartialAttention
 from kernels.precompile import precompile
 
-LARGE = 2048  # tokens from twice which on chunks use the same kernels, at any depth
+LARGE = 2048  # chunks of at least twice as many tokens use the same kernels, at any context length
 CHUNKS = 2, 4, 8  # numbers of HOP-B chunks that `auto` and `best` try
-MIN_GAIN = 0.01  # least share of a step's time that HOP-B must save under `auto`
-SHORTER = 4  # ratio of the lengths at which chunks are timed
+MIN_GAIN = 0.01  # share of a step's time that HOP-B must save under `auto`
+SHORTER = 4  # ratio of successive context lengths at which HOP-B is timed
 
 Mark = Callable[[str], None]
 
@@ -41,14 +39,10 @@ def warmup(
 ) -> list[tuple[int, float]]:
     """Compiles, times and captures what requests need, on a GPU; elsewhere runs a request.
 
-    Args:
-        kinds: kinds of steps to capture, of any number of rows.
-        later: kinds of steps of which only the kernels are compiled.
-        mark: called at the end of each phase, with its name.
-        chunks: whether the common sizes of prompt chunks are captured, too.
+    Arguments as in `Engine.warmup`; the number of rows in `kinds` and `later` is ignored.
 
     Returns:
-        Tokens of captured chunks, and their seconds.
+        (tokens, seconds) of captured chunks.
     """
     slots, drafts = runner.sizes.slots, sorted({kind.drafts for kind in kinds})
     sizes = sorted({min(1 << slot.bit_length(), slots) for slot in range(slots)})
@@ -69,6 +63,7 @@ def warmup(
         captured = runner.first_sizes(_room(runner) // runner.layout.kvp)
         for size in captured:
             runner.capture_chunk(size)
+        # By tokens, the last size is the one with the shortest context.
         for count, size in {size.tokens: size for size in captured if size.sequences == SEQUENCES[0]}.items():
             if count.bit_count() == 1:
                 seconds.append((count, runner.chunk_seconds(size)))
@@ -85,7 +80,7 @@ def warmup(
         fill(runner, 0, 0)
         for kind in kinds:
             for row_tokens in dict.fromkeys((longest, 0)) if runner.chunks(rows) > 1 else (0,):
-                for _ in range(2):  # once eagerly, once captured; no slot is active, so no state changes
+                for _ in range(2):  # eagerly, then captured; no slot is active, so no state changes
                     runner.decode(replace(kind, rows=rows), row_tokens)
     torch.cuda.synchronize()
     mark("capture")
@@ -119,7 +114,7 @@ def chunk_shapes(runner: ModelRunner) -> Iterator[tuple[int, int, int]]:
 
 
 def _room(runner: ModelRunner) -> int:
-    """Returns the most tokens that can precede a drawn one, if one sequence has all pages."""
+    """Returns the maximum tokens before a sampled one, if one sequence has all pages."""
     return min(runner.sizes.pages * runner.placement.stripes.page_tokens, runner.sizes.length) - 1
 
 
@@ -127,13 +122,11 @@ def _room(runner: ModelRunner) -> int:
 def precompile_kernels(
     runner: ModelRunner, chunks: Iterable[tuple[int, int, int]], steps: Iterable[DecodeGraphKey]
 ) -> None:
-    """Runs chunks of prompts and decode steps without launches: compiles their kernels.
+    """Compiles kernels by running prefill chunks and decode steps without launches.
 
-    Args:
-        chunks: (prompts, tokens of each, tokens before these) of each chunk.
-        steps: kinds of decode steps, each once.
+    `chunks` are (prompts, tokens of each, tokens before these).
     """
-    graphs, runner.graphs = runner.graphs, None  # what is not launched cannot be captured
+    graphs, runner.graphs = runner.graphs, None  # nothing is launched, so nothing can be captured
     with precompile():
         for prompts, count, num_cached_tokens in chunks:
             end, slots = num_cached_tokens + count, range(prompts)
@@ -142,7 +135,7 @@ def precompile_kernels(
             token_ids = np.zeros(end, dtype=np.int32)
             admit = [
                 NewRequest(
-                    "rehearsal",
+                    "precompile",
                     i,
                     end,
                     token_ids,
@@ -158,7 +151,7 @@ def precompile_kernels(
             ]
             parts = [PrefillChunk(i, num_cached_tokens, end, last=True, tokens=tokens) for i in slots]
             rows = min(1 << (prompts - 1).bit_length(), runner.sizes.slots)
-            # In mode dp the FFN has as many rows as attention if all prompts are one rank's.
+            # In mode dp the FFN has the rows of all ranks: as many as attention if one rank has all prompts.
             counts = (prompts * count, *[0] * (runner.layout.dp - 1)) if runner.layout.dp > 1 else ()
             runner.execute(
                 SchedulerOutput(
@@ -182,7 +175,7 @@ def fill(runner: ModelRunner, rows: int, tokens: int) -> None:
         state.active[:rows] = True
         state.lengths[:rows] = tokens
         state.limits[:rows] = tokens + runner.sizes.drafts + 1
-        tables = state.block_tables[:rows]  # distinct pages: shared ones would be read from the GPU's L2 cache
+        tables = state.block_tables[:rows]  # distinct pages: shared ones would hit the L2 cache
         num_pages = runner.cache.pages
         first = torch.arange(rows, dtype=torch.int32, device=runner.device) * (num_pages // rows)
         tables.copy_(
@@ -202,11 +195,11 @@ def tried_chunks(runner: ModelRunner, rows: int) -> list[int]:
 def choose_chunks(runner: ModelRunner, rows: int, longest: int | None = None) -> None:
     """Chooses the HOP-B chunks of steps of `rows` rows by timing, if it is `auto` or `best`; alike on all ranks.
 
-    On a CPU nothing overlaps, so there is nothing to choose. `best` takes the fastest number at the longest sequences.
+    `best` takes the fastest number at the longest sequences. `auto` also finds from which length on chunks pay. On a
+    CPU nothing overlaps, so there is nothing to choose.
 
     Args:
-        longest: tokens of the longest sequences. The slots are filled with such; under `auto`, where chunks pay, also
-            with shorter ones, until they do not: shorter steps are not cut. None: the slots' current lengths.
+        longest: tokens of the longest sequences, with which the slots are filled; None: use the slots' current lengths.
     """
     first, *more = tried = tried_chunks(runner, rows)
     if not more:
@@ -222,7 +215,7 @@ def choose_chunks(runner: ModelRunner, rows: int, longest: int | None = None) ->
     for chunks in more:
         seconds = step_seconds(runner, replace(kind, chunks=chunks))
         if runner.comm.broadcast_object(seconds >= limit_s):
-            break  # even more chunks cost more launches and would not pay either
+            break  # more chunks launch more kernels and would not pay either
         best, limit_s = chunks, seconds
     from_tokens = longest or 0
     while best > 1 and longest is not None and from_tokens > 1:
@@ -238,7 +231,7 @@ def choose_chunks(runner: ModelRunner, rows: int, longest: int | None = None) ->
 def step_seconds(runner: ModelRunner, kind: DecodeGraphKey, steps: int = 8, keep_graph: bool = False) -> float:
     """Times decode steps, sparse if sequences are long enough; returns the median seconds of the slowest rank.
 
-    The slots' tokens and lengths stay unchanged. The captured graph is freed unless it is `keep_graph`.
+    The slots' tokens and lengths stay unchanged. The captured graph is freed unless `keep_graph`.
     """
     state = runner.state
     before = state.tokens.clone(), state.lengths.clone()
@@ -261,15 +254,9 @@ def step_seconds(runner: ModelRunner, kind: DecodeGraphKey, steps: int = 8, keep
 
 @torch.inference_mode()
 def exchange_seconds(runner: ModelRunner, queries: int, times: int = 8) -> float:
-    """Times the attention exchanges of a decode step alone: one a layer for all queries, back to back.
+    """Times the attention exchanges of a decode step, one per layer for all queries, with nothing in between.
 
-    The messages are as large as the step's; neither attention nor HOP-B runs next to them.
-
-    Args:
-        queries: queries of the step: sequences, times 1 + drafts.
-
-    Returns:
-        Median seconds of the slowest rank; 0 where kvp is 1.
+    `queries` are sequences times 1 + drafts. Returns the median seconds of the slowest rank; 0 if kvp is 1.
     """
     if runner.layout.kvp == 1:
         return 0.0
@@ -294,10 +281,9 @@ def exchange_seconds(runner: ModelRunner, queries: int, times: int = 8) -> float
 def slowest_seconds(
     runner: ModelRunner, call: Callable[[], Any], times: int, between: Callable[[], Any] = lambda: None
 ) -> float:
-    """Times a collective call, which runs eagerly, captured and replayed before; `between` runs after each call.
+    """Times a collective call; returns the median over `times` calls of the slowest rank's seconds.
 
-    Returns:
-        The median over the calls of the slowest rank's seconds.
+    Three untimed calls run first (eager, captured, replayed); `between` runs after each call.
     """
     time_each(call, 3, runner.device, between)
     runner.comm.barrier()

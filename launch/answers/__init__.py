@@ -1,1 +1,1 @@
-"""Forms of answers: dialects of model families, grammars, and the token masks that enforce them."""
+"""Formats of answers: chat formats of model families, grammars, and the token masks that enforce them."""

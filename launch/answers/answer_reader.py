@@ -1,4 +1,4 @@
-"""Incremental reader of an answer's text: the regions that the marks of a dialect open and close."""
+"""Incremental reader of an answer's text: finds the regions that the marks of a chat format open and close."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any, NamedTuple
 import regex
 
 CALLS, TEXT = "tool_calls", "content"  # fields of a response template; text outside of all others is content
-SENTINEL = "\0"  # stands for a text that follows and is part of no mark
-START = r"\A"  # begins patterns that match at an answer's start alone
+SENTINEL = "\0"  # stands for further text that is not part of a mark
+START = r"\A"  # prefix of patterns that match only at the start of an answer
 
 
 class Event(NamedTuple):
     """A step of reading.
 
     Attributes:
-        kind: `open` or `close` of a region, or `text` inside one.
+        kind: `open` or `close` of a region, or `text` in one.
         field: the region's field.
-        text: that of a `text`; of a call that closes its whole text, with marks.
+        text: of a `text` event; of a closed call, the whole call with its marks.
         head: the mark that opened a call.
-        value: what a call says, as its content is read; None if it is no call.
+        value: parsed content of a call; None if it is not a call.
     """
 
     kind: str
@@ -32,7 +32,7 @@ class Event(NamedTuple):
 
 
 class _Field:
-    """A field of a response template: the patterns of its marks, and how its content is read."""
+    """A field of a response template: patterns of its marks, and how to parse its content."""
 
     def __init__(self, name: str, field: Mapping[str, Any]) -> None:
         self.name = name
@@ -45,7 +45,7 @@ class _Field:
 
 
 def _pattern(field: Mapping[str, Any], mark: str) -> tuple[Any, bool]:
-    """Returns a mark's pattern, and whether it is one text, which nothing that follows makes longer."""
+    """Returns the pattern of a mark, and whether it is literal text, which further text cannot extend."""
     if mark in field:
         return regex.compile(regex.escape(field[mark])), True
     pattern = field.get(f"{mark}_pattern")
@@ -53,15 +53,15 @@ def _pattern(field: Mapping[str, Any], mark: str) -> tuple[Any, bool]:
 
 
 class AnswerReader:
-    """Reader of one answer, which comes in pieces; what may become a mark waits for the text that follows.
+    """Reads one answer piece by piece; text that may become a mark is held back until more text decides.
 
-    A call ends at a closing mark that is not a part of its arguments. Its content is JSON, or arguments one by one.
+    A call ends at a closing mark that is not part of its arguments. Its content is JSON, or arguments one by one.
 
     Args:
-        fields: those of a response template, by name: `open` and `close` are texts, `open_pattern` and `close_pattern`
-            regular expressions, whose group `name` is a call's function. A call's `content` is `json`, or else its
-            `argument_pattern` finds arguments, with groups `key` and `value`; they end with `argument_end`.
-        turn: text of the answer's message before the answer.
+        fields: of a response template, by name: `open` and `close` are texts, `open_pattern` and `close_pattern`
+            regular expressions, whose group `name` is the function of a call. The `content` of a call is `json`, or
+            else its `argument_pattern` finds arguments, with groups `key` and `value`; they end with `argument_end`.
+        turn: text of the assistant's message before the answer.
 
     Attributes:
         turn_events: events of the turn.
@@ -70,16 +70,15 @@ class AnswerReader:
     def __init__(self, fields: Mapping[str, Mapping[str, Any]], turn: str) -> None:
         self._fields = [_Field(name, field) for name, field in fields.items() if name != TEXT]
         self._buffer = ""  # what may begin a mark, or the open call
-        self._at = 0  # what comes before it was told
-        self._at_start = True  # whether nothing was dropped from the buffer
+        self._at = 0  # events for the text before it were returned
+        self._at_start = True  # whether the buffer still begins with the answer
         self._cut = False
-        self._field: _Field | None = None  # that of the open region; None: content
-        self._head: Any = None  # the mark that opened it
-        self._early: Any = None  # the first mark that did not close the call
+        self._field: _Field | None = None  # of the open region; None: content
+        self._head: Any = None  # the mark that opened the region
+        self._early: Any = None  # the first closing mark that did not close the call
         self.turn_events = self.feed(turn)
 
     def feed(self, text: str) -> list[Event]:
-        """Returns the events of more text."""
         self._buffer += text
         events, hold = self._read(False)
         self._emit_text(events, hold)
@@ -91,7 +90,7 @@ class AnswerReader:
         """Returns the last events.
 
         Args:
-            cut: whether the model would have gone on: a mark that could have grown is one if anything else follows.
+            cut: whether the answer was cut off: a mark that more text could extend counts if any text could follow it.
         """
         events: list[Event] = []
         if cut:
@@ -105,11 +104,7 @@ class AnswerReader:
         return events + last
 
     def _read(self, last: bool) -> tuple[list[Event], int]:
-        """Returns the events up to the last mark that is certain, and where one begins that is not.
-
-        Args:
-            last: whether no text follows.
-        """
+        """Returns the events up to the last certain mark, and where an uncertain one begins; `last`: no more text."""
         events: list[Event] = []
         while True:
             if self._field is not None and self._field.name == CALLS:
@@ -127,9 +122,9 @@ class AnswerReader:
                 self._field, self._head, self._early = field, mark, None
 
     def _find(self, last: bool) -> tuple[_Field | None, Any, int]:
-        """Finds the next mark: its field, the mark, and where one begins that more text may complete or make longer.
+        """Finds the next mark: its field, its match, and where a mark begins that more text may complete or extend.
 
-        Of marks that begin at one place the longest counts, then the first by its field's name.
+        Of marks at one position the longest wins, then the first by field name.
         """
         begins = self._at_start and self._at == 0
         best: tuple[Any, ...] = ()
@@ -154,7 +149,7 @@ class AnswerReader:
         return (best[1], best[2], hold) if best and best[2].start() < hold else (None, None, hold)
 
     def _find_end(self, field: _Field, last: bool) -> tuple[_Field | None, Any, int]:
-        """Finds the mark that closes the open call, as `_find`; what follows a mark may decide whether it does."""
+        """Finds the mark that closes the open call, as `_find`; text after a mark may decide whether it closes."""
         found: _Field | None = None
         mark: Any = None
         hold = len(self._buffer)
@@ -173,12 +168,12 @@ class AnswerReader:
             self._at = max(mark.end(), mark.start() + 1)
 
     def _closes(self, field: _Field, mark: Any, last: bool) -> Any:
-        """Returns whether a call ends at a mark, or which earlier one it ends at; None: what follows decides."""
+        """Returns whether a mark closes the call, or an earlier mark that does; None: further text decides."""
         early, body = self._early, self._buffer[self._head.end() : mark.start()]
         if field.json:
             try:
                 json.loads(body)
-            except ValueError as error:  # within a string it is a part of it
+            except ValueError as error:  # inside a string the mark is part of it
                 return False if str(error).startswith("Unterminated string") else early or True
             except RecursionError:
                 pass
@@ -187,14 +182,14 @@ class AnswerReader:
         if body.strip() and not body.rstrip().endswith(end):
             return False
         if early is not None and field.opens.match(self._buffer[early.end() :].lstrip()):
-            return early  # the next call begins behind it
+            return early  # the next call begins after it
         rest = self._buffer[mark.end() :].lstrip()
         if end and not last and end.startswith(rest):
             return None
         return not (end and rest.startswith(end))
 
     def _closed_without_mark(self, field: _Field) -> Any:
-        """Returns where a call ends that nothing closes: at a mark that came too early, or behind its JSON."""
+        """Returns the end of a call that is not closed: a mark that came too early, or the end of its JSON."""
         if self._early is not None and not self._cut:
             return self._early
         if not field.json:
@@ -211,7 +206,7 @@ class AnswerReader:
             self._at = end
 
     def _close(self, events: list[Event], mark: Any) -> None:
-        """Closes the open region at a mark; None: at the answer's end."""
+        """Closes the open region at a mark; None: at the end of the answer."""
         field, self._field = self._field, None
         assert field is not None
         if field.name != CALLS:
@@ -236,12 +231,12 @@ class AnswerReader:
             if values and not body[end:].strip():
                 value = values if name is None and len(values) > 1 else values[0]
             elif name is not None and closed and not values and is_malformed_json(body):
-                value = body.strip()  # clients tell the model of it
+                value = body.strip()  # keep malformed arguments: clients report them to the model
         return value if name is None or value is None else {"name": name, "arguments": value}
 
 
 def is_malformed_json(text: str) -> bool:
-    """Returns whether a text is JSON with a mistake; JSON that is too deep or has a number too long is no mistake."""
+    """Returns whether a text is malformed JSON; JSON that is nested too deeply or has too long numbers is not."""
     try:
         json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -250,7 +245,7 @@ def is_malformed_json(text: str) -> bool:
 
 
 def json_values(text: str, at: int, between: str) -> tuple[list[Any], int]:
-    """Returns the JSON values that stand in a text from a place on, up to one that is cut, and where they end."""
+    """Parses consecutive JSON values from a position, up to an incomplete one; returns them and where they end."""
     decoder = json.JSONDecoder()
     found: list[Any] = []
     end = at

@@ -1,4 +1,4 @@
-"""Arguments of calls that are written one by one, as texts or as JSON, by the schema of a function's parameters."""
+"""Parses tool arguments that are written one by one, as text or as JSON, by the schema of the function."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-MAX_REFERENCES = 16  # of a schema, one behind the other
-# Types of a schema that a JSON value has.
+MAX_REFERENCES = 16  # nested references in a schema
+# JSON schema types of Python types.
 _KINDS: dict[type, set[str]] = {
     str: {"string"},
     bool: {"boolean"},
@@ -20,40 +20,40 @@ _KINDS: dict[type, set[str]] = {
 
 
 def enum_texts(schema: Any) -> list[str]:
-    """Returns the texts of which an argument is one, by its schema; empty if it lists none, or other values too."""
+    """Returns the strings that the schema allows, if it lists only strings; else empty."""
     schema = schema if isinstance(schema, dict) else {}
     listed = schema.get("enum", [schema["const"]] if "const" in schema else None)
     return listed if isinstance(listed, list) and all(isinstance(text, str) for text in listed) else []
 
 
 def is_text(schema: Any) -> bool:
-    """Returns whether an argument is written as a text, by its schema; others are JSON."""
+    """Returns whether an argument with this schema is written as text; others are JSON."""
     return bool(enum_texts(schema)) or (isinstance(schema, dict) and schema.get("type") == "string")
 
 
 def read_arguments(texts: Mapping[str, Any], parameters: Any) -> dict[str, Any]:
-    """Reads arguments by name: JSON where the schema of the parameters allows its value, else the text."""
+    """Parses arguments by name: JSON if the schema allows the value, else text."""
     return {name: _value(text, _member(parameters, "properties", name), parameters) for name, text in texts.items()}
 
 
 def _value(text: Any, schema: Any, root: Any) -> Any:
-    """Returns the value that an argument's text stands for: JSON that its schema allows, or the text."""
+    """Returns the value of an argument: parsed JSON if its schema allows that, else the text."""
     if not isinstance(text, str) or not isinstance(schema, dict) or is_text(schema):
         return text
     try:
         value = json.loads(text)
-        json.dumps(value, allow_nan=False)  # a number may be too large
+        json.dumps(value, allow_nan=False)  # raises if a number is too large
     except (ValueError, RecursionError):
         return text
     return value if _allows(schema, value, root, MAX_REFERENCES) else text
 
 
 def _allows(schema: Any, value: Any, root: Any, depth: int) -> bool:
-    """Returns whether a schema allows values of a value's kind, and this one where it lists them.
+    """Returns whether a schema allows the type of a value, and the value itself if it lists values.
 
     Args:
-        root: the schema in which references are looked up.
-        depth: most references and alternatives inside each other; deeper ones allow anything.
+        root: schema in which to resolve references.
+        depth: maximum nesting of references and alternatives; beyond it, anything is allowed.
     """
     if not isinstance(schema, dict) or depth == 0:
         return schema is not False
@@ -74,7 +74,6 @@ def _allows(schema: Any, value: Any, root: Any, depth: int) -> bool:
 
 
 def _member(schema: Any, *path: str) -> Any:
-    """Returns what lies at a path inside a schema; None if there is nothing."""
     for name in path:
         schema = schema.get(name) if isinstance(schema, dict) else None
     return schema

@@ -1,4 +1,4 @@
-"""Dialects in which model families write reasoning and tool calls, as data, and a parser of chat answers."""
+"""Formats in which model families write reasoning and tool calls, as data, and a parser of chat answers."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from launch.answers.answer_reader import CALLS, AnswerReader, Event, json_values
 from launch.answers.arguments import read_arguments
 
 THINKING = {"open": "<think>", "close": "</think>"}
-AT_ONCE = r"(?=[\s\S])"  # closes the region of a mark that is no text
+AT_ONCE = r"(?=[\s\S])"  # closes a region at once, for marks without content
 AFTER_CALLS = {"open": "<｜tool▁calls▁end｜>", "close_pattern": AT_ONCE}
 JSON = {"content": "json"}
 THINKING_FIELD = "thinking"  # fields of a response template
 TEXTS = ("content", "unnamed")
-NO_ANCHOR = "\0"  # of a template without an anchor
+NO_ANCHOR = "\0"  # for a template without an anchor
 
 THINK_MARKS = ("<think>", "</think>", "\n\n")
 
 
 @dataclass(frozen=True)
 class ToolCallFormat:
-    """A dialect's syntax of tool calls, for answers that must be calls.
+    """A chat format's syntax of tool calls, for answers that must be calls.
 
     Attributes:
         call: one call, with NAME and ARGUMENTS.
         before, after: texts around all calls.
-        between: text between two calls; None allows a single call.
-        argument: one argument, with KEY and VALUE; None: ARGUMENTS are a JSON object.
+        between: text between two calls; None allows only one call.
+        argument: one argument, with KEY and VALUE; None: ARGUMENTS is a JSON object.
     """
 
     call: str
@@ -46,11 +46,11 @@ class ChatFormat:
     """A model family's syntax of messages.
 
     Attributes:
-        marks: texts that its chat templates all contain.
-        template: `start_anchor` begins the turn; `fields` are an `AnswerReader`'s: content, thinking, tool_calls.
-        calls: syntax of tool calls; None if it has none.
-        thought: the marks that open and close a thought before the answer, and the text after it; None: no thoughts.
-        said: text before an answer's content.
+        marks: texts that all of its chat templates contain.
+        template: `start_anchor` begins the turn; `fields` are for `AnswerReader`: content, thinking, tool_calls.
+        calls: syntax of tool calls; None if there is none.
+        thinking_marks: marks around reasoning before the answer, and the text after it; None: no reasoning.
+        content_prefix: text before an answer's content.
     """
 
     name: str
@@ -65,7 +65,7 @@ def _fields(anchor: str, **fields: dict[str, Any]) -> dict[str, Any]:
     return {"start_anchor": anchor, "fields": {"content": {}} | fields}
 
 
-# The first dialect whose marks are all in a template applies.
+# The first format whose marks are all in the chat template applies.
 CHAT_FORMATS = (
     ChatFormat(
         "gpt-oss",
@@ -85,13 +85,13 @@ CHAT_FORMATS = (
                     "close_pattern": r"<\|call\|>",
                     **JSON,
                 },
-                # Messages of all other channels; of two fields that open alike, the first by name counts.
+                # Messages of other channels; of fields whose marks match the same text, the first by name wins.
                 "unnamed": {
                     "open_pattern": r"(?:<\|start\|>assistant)?(?:<\|channel\|>[^<]*)?(?:<\|constrain\|>[^<]*)?"
                     r"<\|message\|>",
                     "close_pattern": r"<\|end\|>|<\|return\|>|<\|call\|>",
                 },
-                "nothing": {  # the head of a message that was cut
+                "nothing": {  # the head of a truncated message
                     "open_pattern": r"<\|start\|>(?:assistant)?(?:<\|channel\|>[^<]*)?\Z|<\|channel\|>[^<]*\Z",
                     "close_pattern": AT_ONCE,
                 },
@@ -110,7 +110,7 @@ CHAT_FORMATS = (
             tool_calls={
                 "open_pattern": r"<tool_call>\s*<function=(?P<name>[^>\n]+)>",
                 "close_pattern": r"</function>\s*(?:</tool_call>|\Z)",
-                # A value may contain its closing mark: it ends at one that the next argument follows, or nothing.
+                # A value may contain its closing mark: it ends at one followed by the next argument or by nothing.
                 "argument_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?"
                 r"(?:</parameter>(?=\s*(?:<parameter=|\Z))|\Z)",
                 "argument_end": "</parameter>",
@@ -219,18 +219,18 @@ CHAT_FORMATS = (
 )
 
 
-# Calls where no family's syntax is known, as vLLM has them: a function's arguments alone, or a list of calls.
+# For models without a known syntax of calls, as in vLLM: only a function's arguments, or a list of calls.
 ARGUMENTS_ALONE = ToolCallFormat("ARGUMENTS")
 LIST_OF_CALLS = ToolCallFormat('{"name": "NAME", "parameters": ARGUMENTS}', before="[", between=", ", after="]")
 
 
 def find_chat_format(template: str) -> ChatFormat | None:
-    """Returns the dialect of a chat template; None if it has none of these."""
+    """Returns the format of a chat template; None if it is unknown."""
     return next((d for d in CHAT_FORMATS if all(mark in template for mark in d.marks)), None)
 
 
 def required_call_format(chat_format: ChatFormat | None, named: bool) -> ChatFormat:
-    """Returns the dialect of an answer that must be calls: the model's own, or plain JSON where it has none for calls.
+    """Returns the format of an answer that must be calls: the model's, or plain JSON if the model's has no calls.
 
     Args:
         named: whether the request names the function.
@@ -241,11 +241,11 @@ def required_call_format(chat_format: ChatFormat | None, named: bool) -> ChatFor
 
 
 def assistant_turn(template: dict[str, Any], prompt: str, continued: str | None = None) -> str:
-    """Returns the end of a prompt that belongs to the answer's turn.
+    """Returns the end of a prompt that belongs to the assistant's turn.
 
     Args:
         template: the response template.
-        begun: the message that the answer continues; None: it begins a message.
+        continued: the message that the answer continues; None: the answer starts a message.
     """
     _, found, turn = prompt.rpartition(template["start_anchor"])
     said = (continued or "").strip()
@@ -253,7 +253,7 @@ def assistant_turn(template: dict[str, Any], prompt: str, continued: str | None 
         return prompt[prompt.rindex(said) :]
     if found:
         return turn
-    # No anchor: all that a prompt writes of a turn is a mark that opens or closes a thought. Text before is a user's.
+    # Without an anchor, a prompt ends at most with marks that open or close reasoning; earlier text may be a user's.
     thought = template["fields"].get(THINKING_FIELD, {})
     begin, end = (re.escape(thought.get(mark, NO_ANCHOR)) for mark in ("open", "close"))
     turn_begun = re.search(rf"(?:{begin}\s*(?:{end})?|{end})?\s*\Z", prompt)
@@ -262,7 +262,7 @@ def assistant_turn(template: dict[str, Any], prompt: str, continued: str | None 
 
 @dataclass
 class AnswerPart:
-    """A part of an answer: `kind` is content, thinking or call; a call is whole, with name and arguments in `text`."""
+    """A part of an answer: `kind` is content, thinking or call; the `text` of a call is its complete arguments."""
 
     kind: str
     text: str
@@ -274,9 +274,9 @@ class Parser:
     """Incremental parser of one answer's text.
 
     Args:
-        template: the response template; None: all of it is content.
-        turn: the prompt's end that belongs to the turn, by `assistant_turn`.
-        tools: tools that may be called, in OpenAI's format; without any, calls are content.
+        template: the response template; None: all text is content.
+        turn: the end of the prompt from `assistant_turn`.
+        tools: callable tools in OpenAI's format; without any, calls are content.
         many: whether several calls are allowed; if not, text after the first call is dropped.
 
     Attributes:
@@ -290,10 +290,10 @@ class Parser:
         self._allow_several = many
         self._reader: AnswerReader | None = None
         self._functions = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
-        self._written = False  # whether arguments are written one by one, as texts or as JSON
+        self._written = False  # whether arguments are written one by one, as text or as JSON
         self._kind = ""  # kind of the last part
-        self._spaces, self._spaced = "", ""  # spaces that wait for what follows, and the kind of text that has them
-        self._held = 0  # characters of the turn that may begin a mark; else they come with the answer's first
+        self._spaces, self._spaced = "", ""  # held back trailing spaces, and the kind of the text that they follow
+        self._held = 0  # characters of the turn that may begin a mark: the reader returns them with the answer's first
         if template is not None:
             fields = _markup({name: f for name, f in template["fields"].items() if tools or name != CALLS})
             self._reader = AnswerReader(fields, turn)
@@ -310,20 +310,18 @@ class Parser:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the answer is complete."""
         return self.calls > 0 and not self._allow_several
 
     def feed(self, text: str) -> list[AnswerPart]:
-        """Returns the parts that more text completes."""
         if self._reader is None:
             return [AnswerPart("content", text)] if text else []
         return self._parts(self._reader.feed(text))
 
     def finish(self, cut: bool = False) -> list[AnswerPart]:
-        """Returns the parts that were waiting for more text.
+        """Returns the parts that were held back.
 
         Args:
-            cut: whether the model would have gone on: a call that it has not closed is text then.
+            cut: whether the answer was cut off: an unclosed call is then text.
         """
         if self._reader is None:
             return []
@@ -347,7 +345,7 @@ class Parser:
         return parts
 
     def _text_part(self, kind: str, text: str) -> list[AnswerPart]:
-        """Returns text as a part. Its last spaces wait: before a call, and at a thought's end, they are markup."""
+        """Returns text as a part; holds back trailing spaces: markup if a call or the end of reasoning follows."""
         if kind != self._spaced:
             self._spaces, self._spaced = "", kind
         if kind != self._kind and (kind == THINKING_FIELD or self._kind == "call"):
@@ -363,9 +361,9 @@ class Parser:
     def _call_parts(self, event: Event) -> list[AnswerPart]:
         value = event.value
         calls = [_function(self._typed(one)) for one in (value if isinstance(value, list) else [value])]
-        # Where no mark says that it is a call, a tool's name does.
+        # Without a mark that starts a call, the name of a tool identifies it.
         known = event.head.strip() or all(call is not None and call[0] in self._functions for call in calls)
-        if not calls or None in calls or not known:  # it only looked like a call
+        if not calls or None in calls or not known:  # not a call
             return self._text_part("content", event.text)
         calls = calls if self._allow_several else calls[:1]
         self._kind, self._spaces = "call", ""
@@ -373,7 +371,6 @@ class Parser:
         return [_call_part(*call) for call in filter(None, calls)]
 
     def _typed(self, call: Any) -> Any:
-        """Reads the arguments of a call that are written one by one."""
         function = call.get("function") if self._written and isinstance(call, dict) else None
         if isinstance(function, dict) and isinstance(function.get("arguments"), dict):
             parameters = self._functions.get(str(function.get("name")))
@@ -382,11 +379,11 @@ class Parser:
 
 
 class JsonCallParser(Parser):
-    """Parser of an answer that is calls as plain JSON, behind an optional thought; calls come at its end.
+    """Parser of an answer that is calls in plain JSON after optional reasoning; returns the calls at the end.
 
     Args:
-        template: the response template, for thoughts.
-        function: the function whose arguments the answer is; None: it is a list of calls.
+        template: the response template, for reasoning.
+        function: the function whose arguments the answer is; None: the answer is a list of calls.
     """
 
     def __init__(self, template: dict[str, Any] | None, turn: str, function: str | None) -> None:
@@ -407,7 +404,7 @@ class JsonCallParser(Parser):
             calls = [*filter(None, map(_function, values))]
         self.calls = len(calls)
         rest = text[end if calls else 0 :].removeprefix(LIST_OF_CALLS.between or "")
-        if rest not in ("", LIST_OF_CALLS.after):  # it was cut within a call
+        if rest not in ("", LIST_OF_CALLS.after):  # cut off within a call
             parts.append(AnswerPart("content", rest))
         return [*parts, *(_call_part(*call) for call in calls)]
 
@@ -417,7 +414,7 @@ class JsonCallParser(Parser):
 
 
 def _markup(fields: dict[str, Any]) -> dict[str, Any]:
-    """Returns a template's fields for a reader: a thought begins where the answer does, and ends with its line."""
+    """Adapts a template's fields for a reader: reasoning begins the answer, and its end includes line breaks."""
     thought = dict(fields.get(THINKING_FIELD, {}))
     if "open" in thought:
         thought["open_pattern"] = rf"\A\s*{re.escape(thought.pop('open'))}"
@@ -442,5 +439,5 @@ def _function(value: Any) -> tuple[str, str] | None:
         return function["name"], arguments
     try:
         return function["name"], json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    except ValueError:  # a number that is too large was read as infinite
+    except ValueError:  # a number too large was parsed as infinity
         return None

@@ -1,4 +1,4 @@
-"""Token masks for answers that follow a grammar, by llguidance on rank 0's host."""
+"""Token masks for structured outputs, computed by llguidance on rank 0's host."""
 
 from __future__ import annotations
 
@@ -9,48 +9,48 @@ from pathlib import Path
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-PROBE = ' \n\t{"a": [1, "é😀", null]}'  # typical text of answers
-CACHE_SIZE = 8  # compiled grammars that are cached
-# All ranks wait while rank 0 computes a mask: some 10 ms at most. Memory: some 2 KB per state of the lexer.
+PROBE = ' \n\t{"a": [1, "é😀", null]}'  # typical output, to check the tokenizer
+CACHE_SIZE = 8  # compiled grammars
+# All ranks wait while rank 0 computes a mask: about 10 ms at most. Memory: about 2 KB per lexer state.
 LIMITS = LLParserLimits(
     step_lexer_fuel=100_000,
     step_max_items=100_000,
-    max_items_in_row=20_000,  # an object with 5,000 properties, none of them required
+    max_items_in_row=20_000,  # enough for an object with 5,000 optional properties
     max_lexer_states=50_000,
     verbose_errors=False,
 )
 
 
 class GrammarMatcherFactory:
-    """Factory of grammar matchers for a model.
+    """Creates grammar matchers for a model.
 
     Args:
-        path: its `tokenizer.json`, which may know fewer tokens than the model has logits for, or more.
-        vocab: number of logits: masks have a bit for each, and no grammar can use a token beyond them.
-        eos: its end tokens.
+        path: the model's `tokenizer.json`; may have fewer or more tokens than the model has logits.
+        vocab: number of logits, and of bits of a mask; grammars cannot use tokens beyond.
+        eos: the model's end tokens.
 
     Raises:
-        ValueError: it has no end token, or the bytes of its tokens do not spell their text.
+        ValueError: the model has no end token, or the bytes of tokens do not match their text.
     """
 
     def __init__(self, path: Path, vocab: int, eos: Collection[int]) -> None:
         eos = sorted(token for token in eos if token < vocab)
         if not eos:
-            raise ValueError("the model has no end token, with which an answer could end")
+            raise ValueError("the model has no end token, so a constrained answer could not end")
         text = path.read_text(encoding="utf-8")
         try:
             self._tokenizer = LLTokenizer(text, n_vocab=vocab, eos_token=eos)
-        except ValueError:  # it knows more tokens
+        except ValueError:  # the tokenizer has more tokens than the model
             self._tokenizer = LLTokenizer(_TruncatedTokenizer(LLTokenizer(text), vocab, eos[0]), eos_token=eos)  # type: ignore[arg-type]
         if self._tokenizer.decode_bytes(self._tokenizer.tokenize_str(PROBE)) != PROBE.encode():
-            raise ValueError(f"{path}: the bytes of its tokens are not those of the text")
+            raise ValueError(f"{path}: decoding tokens to bytes does not give back the text")
         self._eos_mask = np.zeros(-(-vocab // 32), np.uint32)
         for token in eos:
             self._eos_mask[token // 32] |= np.uint32(1 << token % 32)
         self._compiled = lru_cache(CACHE_SIZE)(self._compile)
 
     def create_matcher(self, grammar: str, drawn: Collection[int] = ()) -> GrammarMatcher:
-        """Creates the matcher of an answer of which the tokens `drawn` exist already.
+        """Creates the matcher of an answer whose first tokens are `drawn`.
 
         Args:
             grammar: in llguidance's format.
@@ -66,14 +66,14 @@ class GrammarMatcherFactory:
     def _compile(self, grammar: str) -> LLMatcher:
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
         if not matcher.is_error():
-            matcher.compute_bitmask()  # finds grammars that no token can begin
+            matcher.compute_bitmask()  # finds grammars that no token can start
         if matcher.is_error():
             raise ValueError(_error_message(matcher))
         return matcher
 
 
 class _TruncatedTokenizer:
-    """A tokenizer for llguidance (as its `TokenizerWrapper`) with the tokens below `vocab` alone."""
+    """A tokenizer for llguidance (its `TokenizerWrapper`) with only the tokens below `vocab`."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -89,7 +89,7 @@ class _TruncatedTokenizer:
 
 
 class GrammarMatcher:
-    """Matcher of one answer, a `helix.engine.request.Grammar`; after its end it allows only end tokens."""
+    """Matcher of one answer, a `helix.engine.request.Grammar`; after the grammar's end it allows only end tokens."""
 
     def __init__(self, matcher: LLMatcher, eos_mask: np.ndarray) -> None:
         self._matcher = matcher
@@ -97,9 +97,9 @@ class GrammarMatcher:
 
     @property
     def error(self) -> str | None:
-        """The error after which the answer continues unconstrained; None if there is none."""
+        """Why the rest of the answer is unconstrained; None if there was no error."""
         return (
-            f"its form cannot be followed further: {_error_message(self._matcher)}"
+            f"the grammar cannot be followed further: {_error_message(self._matcher)}"
             if self._matcher.is_error()
             else None
         )
@@ -119,6 +119,6 @@ def _error_message(matcher: LLMatcher) -> str:
     """Returns llguidance's error message without the grammar's text."""
     error = matcher.get_error().removesuffix("<non-verbose/>").strip()
     if error.startswith("NoExtension"):
-        return "no text follows it"
+        return "no text matches it"
     _, is_expression, what = error.rpartition("\nerror: ")
     return (what if is_expression else error).partition("\n ")[0]

@@ -1,4 +1,4 @@
-"""Grammars of answers in llguidance's format: for a request's constraint, or for tool calls in a dialect.
+"""Grammars of answers in llguidance's format: for a request's constraint, or for tool calls.
 
 A grammar consists of parts; it starts with the first.
 """
@@ -16,18 +16,18 @@ from llguidance import LLMatcher
 from launch.answers.arguments import enum_texts, is_text
 from launch.answers.chat_formats import ChatFormat, ToolCallFormat
 
-MAX_GRAMMAR_BYTES = 1 << 19  # of a grammar's parts as JSON
-# Spaces between JSON tokens: one space, or a line break with indentation. Unbounded, some models write spaces for ever.
+MAX_GRAMMAR_BYTES = 1 << 19  # of all parts as JSON
+# Space between JSON tokens: one space, or a line break with indentation. Without a bound, some models never stop.
 SPACES = {"x-guidance": {"whitespace_pattern": r"( |\n[ \t]{0,64})?"}}
 NO_PARAMETERS = {"properties": {}, "additionalProperties": False}
-# No search for forced tokens ahead: it would make each mask's time grow with the length of forced text.
+# Without no_forcing, llguidance looks ahead for forced tokens, and the time of a mask grows with the forced text.
 LARK_HEADER = '%llguidance {"no_forcing": true}\n'
-SPECIAL = re.compile(r"([\\.+*?()|\[\]{}^$#&~-])")  # characters of a regular expression
+SPECIAL = re.compile(r"([\\.+*?()|\[\]{}^$#&~-])")  # characters to escape in a regular expression
 Parts = Sequence[dict[str, Any]]
 
 
 class Tag(NamedTuple):
-    """JSON between tags in free text; the first characters of `begin`, its `trigger`, start it."""
+    """JSON between tags in free text; `trigger`, a prefix of `begin`, starts it."""
 
     begin: str
     trigger: str
@@ -37,13 +37,13 @@ class Tag(NamedTuple):
 
 @dataclass(frozen=True)
 class StructuredOutput:
-    """A constraint on an answer's text.
+    """A constraint on an answer.
 
     Attributes:
         param: the request field that sets it.
         kind: json, regex, choice, grammar or structural_tag.
-        value: a schema, an expression, texts, a grammar in EBNF or in Lark's syntax, or a list of `Tag`.
-        options: llguidance's options for a schema's spaces.
+        value: a schema, a regex, a list of texts, a GBNF or Lark grammar, or a list of `Tag`.
+        options: llguidance's options for whitespace in JSON.
     """
 
     param: str
@@ -61,21 +61,21 @@ def structured_output_grammar(
     turn: str = "",
     continues: bool = False,
 ) -> Parts:
-    """Creates the grammar of an answer of a shape, after an optional thought.
+    """Creates the grammar of an answer with a constraint, after optional reasoning.
 
     Args:
-        added: the tokenizer's own tokens, by their texts.
-        special: those of them that are not text.
-        eos: the model's end tokens, which a thought cannot contain.
-        dialect: None if nothing precedes the answer, as in completions.
-        turn: the prompt's end that belongs to the answer's turn.
-        begun: whether the prompt ends within the answer's text, unless it ends within a thought.
+        added: ids of the tokenizer's added tokens by text.
+        special: texts of the added tokens that are special.
+        eos: the model's end tokens, which reasoning cannot contain.
+        chat_format: None if nothing precedes the answer, as in completions.
+        turn: the end of the prompt that belongs to the assistant's turn.
+        continues: whether the prompt ends within the answer's text, unless it ends within reasoning.
     """
     rules = _Rules(added)
     start, thinks = "@answer", False
     if chat_format is not None:
         thinks = _inside_thinking(chat_format, turn)
-        if starts_with_think_mark(structured_output, chat_format) and not thinks:  # no thought could be told from it
+        if starts_with_think_mark(structured_output, chat_format) and not thinks:  # ambiguous: allow no reasoning
             start = f"{rules.text(chat_format.content_prefix)} {start}"
         elif thinks or not continues:
             start = _after_thinking(rules, chat_format, turn, eos, f"{rules.text(chat_format.content_prefix)} {start}")
@@ -83,7 +83,7 @@ def structured_output_grammar(
 
 
 def starts_with_think_mark(structured_output: StructuredOutput | None, chat_format: ChatFormat | None) -> bool:
-    """Returns whether an answer of a shape may begin with the mark that opens thoughts."""
+    """Returns whether the constraint allows an answer that begins with the mark that opens reasoning."""
     if (
         structured_output is None
         or structured_output.kind != "choice"
@@ -102,14 +102,14 @@ def tool_call_grammar(
     added: Mapping[str, int],
     eos: Collection[int],
 ) -> Parts:
-    """Creates the grammar of an answer that consists of tool calls, after an optional thought.
+    """Creates the grammar of an answer that consists of tool calls, after optional reasoning.
 
     Args:
         tools: tools in OpenAI's format.
-        many: whether several calls are allowed, if the dialect has a syntax for them.
-        turn: the prompt's end that belongs to the answer's turn; it shows whether the answer begins within a thought.
-        added: the tokenizer's own tokens, by their texts.
-        eos: the model's end tokens, which a thought cannot contain.
+        many: whether several calls are allowed, if the format has a syntax for that.
+        turn: the end of the prompt that belongs to the assistant's turn, which may end within reasoning.
+        added: ids of the tokenizer's added tokens by text.
+        eos: the model's end tokens, which reasoning cannot contain.
     """
     calls = chat_format.calls
     assert calls is not None, "checked by the caller"
@@ -136,7 +136,7 @@ def _after_thinking(rules: _Rules, chat_format: ChatFormat, turn: str, eos: Coll
     if close is not None:
         thought = f"<[^{','.join(map(str, sorted({close, *eos})))}]>* <[{close}]> {rules.text(behind)}"
         return f"{thought} {start}" if begin in turn else f"({rules.text(begin)} {thought})? {start}"
-    if begin in turn:  # its marks are ordinary text
+    if begin in turn:  # the marks are ordinary text
         thought = rules.add("/(?s:.*)/", f"[suffix={json.dumps(end)}]")
         return f"{thought} {rules.text(behind)} {start}"
     return start
@@ -147,7 +147,6 @@ def _lark(start: str, rules: _Rules) -> dict[str, Any]:
 
 
 def _answer(structured_output: StructuredOutput, rules: _Rules, special: Collection[str]) -> dict[str, Any]:
-    """Creates the part of a grammar for the answer itself."""
     match structured_output.kind:
         case "json":
             return {"json_schema": SPACES | structured_output.options | structured_output.value}
@@ -168,7 +167,6 @@ def _regex(expression: str) -> dict[str, Any]:
 
 
 def _structural_tags(tags: Sequence[Tag], rules: _Rules, special: Collection[str]) -> dict[str, Any]:
-    """Creates the part for free text with JSON between tags."""
     rules.define("TEXT", "/(?s:.*)/")
     alternatives = []
     for tag in tags:
@@ -182,7 +180,7 @@ def _structural_tags(tags: Sequence[Tag], rules: _Rules, special: Collection[str
 
 
 class _Rules:
-    """Builder of a grammar's rules and literals in Lark's syntax."""
+    """Builds rules and literals in Lark's syntax."""
 
     def __init__(self, added: Mapping[str, int]) -> None:
         self.added = added
@@ -194,7 +192,6 @@ class _Rules:
         return "".join(f"{rule}\n" for rule in self._rules)
 
     def add(self, body: str, options: str = "") -> str:
-        """Adds a rule and returns its new name."""
         name = f"r{len(self._rules)}"
         self.define(f"{name}{options}", body)
         return name
@@ -203,7 +200,7 @@ class _Rules:
         """Adds a rule with a given name.
 
         Raises:
-            ValueError: the grammar becomes too large; shared definitions are repeated for each argument.
+            ValueError: the grammar becomes too large, since shared definitions are repeated for each argument.
         """
         self._budget -= len(body)
         if self._budget < 0:
@@ -211,7 +208,7 @@ class _Rules:
         self._rules.append(f"{name}: {body}")
 
     def text(self, text: str) -> str:
-        """Writes a text as literals and the ids of the tokenizer's own tokens."""
+        """Converts a text to literals and ids of the tokenizer's added tokens."""
         return " ".join(self._pieces(text)) or '""'
 
     def _pieces(self, text: str) -> Iterator[str]:
@@ -228,7 +225,6 @@ class _Rules:
 
 
 def _call(rules: _Rules, calls: ToolCallFormat, tool: Mapping[str, Any]) -> str:
-    """Adds the rule of a tool's calls and returns its name."""
     name, parameters = tool["function"]["name"], tool["function"].get("parameters", NO_PARAMETERS) | {"type": "object"}
     arguments = _json(parameters) if calls.argument is None else _arguments(rules, calls.argument, parameters)
     before, after = (text.replace("NAME", name) for text in calls.call.split("ARGUMENTS"))

@@ -1,1 +1,1 @@
-"""The client: from a request's body to the text of its answer; without torch, kernels or a model."""
+"""The client: from a request body to the text of its answer, without torch, kernels or a model."""

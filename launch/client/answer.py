@@ -1,4 +1,4 @@
-"""The answer to a request while it runs: its choices, their news, and the whole once all have ended."""
+"""The answer to a request: its choices while they run, and the complete output once they have finished."""
 
 from __future__ import annotations
 
@@ -20,26 +20,23 @@ from launch.client.schemas import Chat, Completion
 
 DeltaCallback = Callable[[int, Delta], None]
 REPR_CHARS = 60  # characters of a text in the `repr` of an output
-KEEPALIVE_S = 5.0  # after which `Answer.deltas` yields nothing, so that a stream can show that it lives
+KEEPALIVE_S = 5.0  # silence after which `Answer.deltas` yields an empty list, so that a stream can send a keep-alive
 
 
 class Answer:
-    """The answer to a body, until all of its choices have ended.
+    """The answer to a request, until all of its choices have finished.
 
     Args:
-        body: the request.
-        reading: its prompts.
-        choices: the continuations of the prompts, `n` of each.
-        tokens: the model's tokenizer.
+        processed: the prompts of the request.
+        choices: `n` for each prompt.
         changed: set when a choice has new tokens.
-        request_id: that of the log; empty: a new one.
-        model: its name to clients.
+        request_id: id in the log; empty: a new one.
+        model: the model's name in responses.
 
     Attributes:
-        chat: whether it answers a chat, not a completion.
-        echoed: prompt text of each choice of a completion with echo.
-        prompt_tokens: tokens of all prompts, each counted once.
-        created: time of the request, in seconds since 1970.
+        echoed: for each choice, the prompt text that a completion with echo repeats.
+        prompt_tokens: tokens of all prompts, each prompt counted once.
+        created: Unix time of the request, in seconds.
     """
 
     def __init__(
@@ -62,14 +59,13 @@ class Answer:
         self._changed = changed
 
     def close(self) -> None:
-        """Ends unfinished continuations; to be called once the answer is sent."""
+        """Aborts unfinished choices; call it once the answer is sent."""
         for choice in self.choices:
             choice.abort("abort")
 
     def usage(self) -> dict[str, Any]:
-        """Counts the tokens so far."""
         new = sum(choice.num_tokens for choice in self.choices)
-        cached: dict[int, int] = {}  # by prompt: its choices share the array of its ids
+        cached: dict[int, int] = {}  # by prompt: the choices of a prompt share its array of token ids
         for generation in (choice.generation for choice in self.choices):
             cached[id(generation.request.prompt)] = max(
                 generation.num_cached_tokens or 0, cached.get(id(generation.request.prompt), 0)
@@ -82,10 +78,10 @@ class Answer:
         }
 
     async def deltas(self) -> AsyncIterator[list[tuple[int, Delta]]]:
-        """Yields news by choice until all choices have ended; an empty list after `KEEPALIVE_S` seconds without any.
+        """Yields the new deltas by choice until all have finished; an empty list after `KEEPALIVE_S` without any.
 
         Raises:
-            ApiError: a continuation failed.
+            ApiError: a choice failed.
         """
         while any(choice.finish_reason is None for choice in self.choices):
             try:
@@ -98,19 +94,19 @@ class Answer:
             deltas = [(choice.index, one) for choice in self.choices if (one := choice.poll())]
             for index, one in deltas:
                 if one.finish_reason in ("error", "abort"):
-                    reason = self.choices[index].generation.reason or "the server has ended it"
+                    reason = self.choices[index].generation.reason or "the server aborted it"
                     raise ApiError(500, reason)
             if deltas or self.body.return_progress:
                 yield deltas
 
     async def collect(self, on_delta: DeltaCallback = lambda index, delta: None) -> list[Delta]:
-        """Waits for the end; returns what came of each choice, all pieces in one.
+        """Waits for all choices to finish; returns the concatenated deltas of each.
 
         Args:
-            heard: called with a choice's index and its news, as they come.
+            on_delta: called with the index of a choice and each delta.
 
         Raises:
-            ApiError: a continuation failed.
+            ApiError: a choice failed.
         """
         pieces_of: list[list[Delta]] = [[] for _ in self.choices]
         async for deltas in self.deltas():
@@ -120,13 +116,12 @@ class Answer:
         return [Delta.concat(pieces) for pieces in pieces_of]
 
     def parts(self, delta: Delta) -> list[AnswerPart]:
-        """Returns the parts of news that the client gets: a chat may leave out the model's thoughts."""
+        """Returns the parts of a delta to send: without reasoning if the chat request excludes it."""
         if isinstance(self.body, Chat) and not self.body.include_reasoning:
             return [part for part in delta.parts if part.kind != "thinking"]
         return delta.parts
 
     def message(self, delta: Delta) -> dict[str, Any]:
-        """Returns a chat's answer as the message of an assistant, in OpenAI's format."""
         parts = self.parts(delta)
         message: dict[str, Any] = {"role": "assistant", "content": None}
         for kind, name in (("content", "content"), ("thinking", "reasoning_content")):
@@ -140,7 +135,7 @@ class Answer:
 
 
 def to_tool_call(part: AnswerPart) -> dict[str, Any]:
-    """Returns a part as a tool call in OpenAI's format."""
+    """Converts a part to a tool call in OpenAI's format."""
     return {"id": part.id, "type": "function", "function": {"name": part.name, "arguments": part.text}}
 
 
@@ -149,11 +144,11 @@ class CompletionOutput:
     """One answer to a prompt.
 
     Attributes:
-        text: of a chat, what is said to the user, without thoughts and calls.
-        token_ids: the tokens drawn, the end token included.
-        finish_reason: `stop`, `length`, `tool_calls`, or `error` if it was refused.
-        logprobs: those of `token_ids`, if wanted.
-        message: of a chat, the assistant's message, to go on with; it may have `reasoning_content` and `tool_calls`.
+        text: in a chat, without reasoning and tool calls.
+        token_ids: output tokens, including the end token.
+        finish_reason: `stop`, `length`, `tool_calls`, or `error` if the prompt was refused.
+        logprobs: one per token of `token_ids`, if requested.
+        message: in a chat, the assistant message to continue with; may have `reasoning_content` and `tool_calls`.
     """
 
     text: str = ""
@@ -168,13 +163,13 @@ class CompletionOutput:
 
 @dataclass(frozen=True, repr=False)
 class RequestOutput:
-    """The answers to a prompt; attributes of `CompletionOutput` are those of the first.
+    """The answers to a prompt; `text`, `token_ids` etc. are shortcuts to the first one.
 
     Attributes:
-        prompt_tokens: how many tokens the prompt has.
-        cached_tokens: how many of them were found in the cache.
-        outputs: the answers, `n` of them.
-        reason: why, if the prompt was refused.
+        prompt_tokens: number of prompt tokens.
+        cached_tokens: number of prompt tokens found in the prefix cache.
+        outputs: the `n` answers.
+        reason: why the prompt was refused, if it was.
     """
 
     prompt_tokens: int
@@ -184,7 +179,6 @@ class RequestOutput:
 
     @classmethod
     def refused(cls, reason: str, prompt_tokens: int = 0) -> RequestOutput:
-        """Creates the output of a prompt that has no answer."""
         return cls(prompt_tokens, 0, (CompletionOutput(),), reason)
 
     def __repr__(self) -> str:
@@ -216,15 +210,15 @@ class RequestOutput:
 
 
 def shorten(text: str) -> str:
-    """Returns a text that fits in a line of a terminal."""
+    """Truncates a text to `REPR_CHARS`."""
     return text if len(text) <= REPR_CHARS else f"{text[: REPR_CHARS - 3]}..."
 
 
 async def to_request_output(answer: Answer, on_delta: DeltaCallback = lambda index, delta: None) -> RequestOutput:
-    """Waits for an answer's end; returns it, or its refusal if a continuation failed.
+    """Waits for an answer to finish; returns its output, or a refusal if a choice failed.
 
     Args:
-        heard: called with a choice's index and its news, as they come.
+        on_delta: called with the index of a choice and each delta.
     """
     try:
         deltas = await answer.collect(on_delta)

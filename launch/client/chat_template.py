@@ -1,4 +1,4 @@
-"""Chat templates: what they read of a conversation, and its text by them, as transformers renders it."""
+"""Chat templates: rendering, as transformers does it, and which variables and fields a template reads."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from jinja2.nodes import CallBlock, Const, Getattr, Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-CUT = "CONTINUE_FINAL_MESSAGE_TAG "  # written at the end of a message that the answer continues
+CUT = "CONTINUE_FINAL_MESSAGE_TAG "  # appended to the message that the answer continues, to find its end
 
 
 class _Generation(Extension):
-    """Transformers' block `{% generation %}` around an assistant's text, for training; here it is the text inside."""
+    """transformers' block `{% generation %}`, which marks assistant text for training; here it renders its content."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -39,7 +39,7 @@ def _raise(message: str) -> NoReturn:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    # Not jinja2's own, which escapes HTML.
+    # jinja2's filter would escape HTML.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -64,35 +64,35 @@ def variables(template: str) -> frozenset[str]:
 
 @lru_cache
 def names(template: str) -> frozenset[str]:
-    """Finds the names of what a chat template reads of objects, and all of its other texts."""
+    """Finds all attribute names and string constants in a chat template."""
     tree = ENVIRONMENT.parse(template)
     texts = {const.value for const in tree.find_all(Const) if isinstance(const.value, str)}
     return frozenset(texts | {found.attr for found in tree.find_all(Getattr)})
 
 
 def choose(templates: Mapping[str, str], tools: bool) -> str:
-    """Chooses the template of a conversation, with or without tools.
+    """Selects the template for a conversation with or without tools.
 
     Raises:
-        ValueError: there are several, and none is the default.
+        ValueError: there are several, and none is named default.
     """
     if tools and "tool_use" in templates:
         return templates["tool_use"]
     if "default" not in templates:
-        raise ValueError(f"there are several, and none is named default: {', '.join(sorted(templates))}")
+        raise ValueError(f"there are several templates and none is named default: {', '.join(sorted(templates))}")
     return templates["default"]
 
 
 def render(template: str, messages: list[dict[str, Any]], continues: bool, given: Mapping[str, Any]) -> str:
-    """Writes a conversation as a text.
+    """Renders a conversation.
 
     Args:
-        continues: whether the text ends within the last message, which the answer continues.
-        given: the template's other variables.
+        continues: whether to end the text within the last message, for the answer to continue it.
+        given: other template variables.
 
     Raises:
-        ValueError: the template does not show the message that is continued.
-        Exception: the template, which is a program, may raise anything.
+        ValueError: the continued message does not appear in the rendered text.
+        Exception: templates are programs and may raise anything.
     """
     compiled = _compiled(template)
     if not continues:
@@ -114,5 +114,5 @@ def render(template: str, messages: list[dict[str, Any]], continues: bool, given
             f"Final message to continue: {last.strip()}\nRendered chat:\n{text}"
         )
     end = text.rindex(CUT.strip())
-    # A template that trims messages would trim the message's own last spaces too.
+    # If the template trims messages, it would also have trimmed the message's trailing spaces.
     return text[:end] if text.startswith(CUT, end) else text[:end].rstrip()

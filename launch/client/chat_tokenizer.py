@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer and chat template: conversion of texts and conversations to token ids, and back."""
+"""A checkpoint's tokenizer and chat template: text and conversations to token ids, and back."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from launch.client.schemas import ChatMessage, Completion, Conversation, Tool, p
 
 CACHE_BYTES = 1 << 28  # of cached segments and their ids, 4 bytes per token
 MIN_CACHED_CHARS = 64  # characters; shorter segments are not cached
-MAX_CHARS_PER_TOKEN = 16  # characters per token above which a text's tokens are estimated before it is encoded whole
-COUNT_CHARS = 1 << 14  # characters at a time
-# Template variables that requests set by other fields, and functions that templates may call.
+MAX_CHARS_PER_TOKEN = 16  # beyond this many characters per allowed token, count tokens before encoding the whole text
+COUNT_CHARS = 1 << 14  # characters per piece of that count
+# Template variables that other request fields set, and functions that templates may call.
 RESERVED_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
-# Arguments of transformers' `apply_chat_template`, which no template of its can read as variables.
+# Parameters of transformers' `apply_chat_template`, which templates there cannot read as variables.
 RESERVED_VARIABLES |= {
     "conversation",
     "chat_template",
@@ -37,32 +37,32 @@ RESERVED_VARIABLES |= {
     "max_length",
 }
 RESERVED_VARIABLES |= {"return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "kwargs"}
-REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # names of an earlier answer's thought
-THINKING_SWITCHES = ("enable_thinking", "thinking")  # variables that turn thinking on and off
-# Texts around special tokens, where tokenizers differ in stripping and prefixing.
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # names for the reasoning of earlier answers
+THINKING_SWITCHES = ("enable_thinking", "thinking")  # variables that switch reasoning on and off
+# Texts to put around special tokens: tokenizers differ in stripping spaces and adding prefixes there.
 PROBES = ("a b", " a", "a ", "\n\n", "é🙂", "1 23", "")
 
 
 class ChatTokenizer:
-    """Tokenizer of a checkpoint directory; its methods may be called from any thread.
+    """Tokenizer of a checkpoint directory; thread-safe.
 
     Args:
-        template: file with the chat template; None: the directory's.
+        template: file with the chat template; None: the checkpoint's.
 
     Attributes:
-        backend: None if the directory has none.
-        added: its added tokens, such as ends of turns, by their texts.
-        special: those of them that are not text.
+        backend: None if the checkpoint has no tokenizer.
+        added: ids of added tokens, such as end-of-turn tokens, by text.
+        special: texts of the added tokens that are special.
 
     Raises:
-        ValueError: it cannot be read.
+        ValueError: the tokenizer cannot be read.
     """
 
     def __init__(self, path: str | None, template: str | None = None) -> None:
         self.backend = load_tokenizer(path)
-        self._token_texts: dict[int, str] = {}  # of single tokens, which log-probabilities tell by the hundred thousand
+        self._token_texts: dict[int, str] = {}  # cache: logprobs look up single tokens by the hundred thousand
         self._segments: OrderedDict[str, np.ndarray] = OrderedDict()
-        self._cached_bytes = 0  # bytes of cached segments
+        self._cached_bytes = 0
         self._special: re.Pattern[str] | None = None
         self.added: dict[str, int] = {}
         self.special: frozenset[str] = frozenset()
@@ -83,15 +83,14 @@ class ChatTokenizer:
 
     @property
     def template(self) -> str:
-        """The chat template, the default one or the first; empty if there is none."""
         templates = self.backend.chat_templates if self.backend is not None else {}
         return templates.get("default") or next(iter(templates.values()), "")
 
     def encode(self, text: str, limit: int, special: bool = True) -> np.ndarray:
-        """Encodes a text to ids [n] int32; `special` adds the tokenizer's begin and end tokens.
+        """Encodes a text to ids [n] int32; `special` adds BOS and EOS as the tokenizer does.
 
         Raises:
-            ApiError: they are far more than `limit`.
+            ApiError: the text has far more than `limit` tokens.
         """
         self._check_length(text, limit, "prompt")
         return self._encode(text, special)
@@ -100,7 +99,7 @@ class ChatTokenizer:
         return self._require_backend().decode(ids, skip_special_tokens=not special)
 
     def token_text(self, token: int) -> str:
-        """Decodes a single token; its number if there is no tokenizer."""
+        """Decodes a single token; without a tokenizer, returns its number."""
         if token not in self._token_texts:
             self._token_texts[token] = self._token_text(token)
         return self._token_texts[token]
@@ -109,12 +108,12 @@ class ChatTokenizer:
         if self.backend is None:
             return str(token)
         text = self.backend.decode([token])
-        if str(self.backend.id_to_token(token)).startswith("▁"):  # SentencePiece's: a first space is dropped
+        if str(self.backend.id_to_token(token)).startswith("▁"):  # SentencePiece strips the first leading space
             text = self.backend.decode([token, token])[len(text) :]
         return text
 
     def token_bytes(self, token: int) -> bytes:
-        """Returns a single token's bytes, which may be a part of a character."""
+        """Returns the bytes of a single token, which may be part of a UTF-8 character."""
         text = self.token_text(token)
         if "\ufffd" in text:
             name = str(self._require_backend().id_to_token(token))
@@ -126,28 +125,26 @@ class ChatTokenizer:
         return text.encode("utf-8", errors="surrogatepass")
 
     def encode_chat(self, chat: Conversation, tools: Sequence[Tool] | None, limit: int) -> tuple[np.ndarray, str]:
-        """Encodes a conversation up to the answer: its ids [n] int32 and its text.
+        """Encodes a conversation up to the answer; returns the ids [n] int32 and the text.
 
         Raises:
-            ApiError: there is no template, or it refuses this conversation, or its ids are far more than `limit`.
+            ApiError: there is no chat template, it rejects the conversation, or there are far more than `limit` ids.
         """
         tokenizer = self._require_backend()
         if not self.has_template:
-            raise ApiError(
-                400, "the model has no chat template: continue texts with /v1/completions", code="no_chat_template"
-            )
+            raise ApiError(400, "the model has no chat template: use /v1/completions", code="no_chat_template")
         tool_dicts = [tool.model_dump(exclude_none=True) for tool in tools] if tools else None
 
         try:
             template = choose(tokenizer.chat_templates, tool_dicts is not None)
             template_variables, template_names = variables(template), names(template)
-        except Exception as error:  # of jinja2, or of a checkpoint with several templates
+        except Exception as error:  # a jinja2 error, or several templates without a default
             what = f"the chat template cannot be read: {_one_line(error)}"
             raise ApiError(400, what, code="no_chat_template") from error
         if chat.must_call_tool and "tools" not in template_variables:
-            tool_dicts = None  # the answer's form tells of them
+            tool_dicts = None  # the structured output enforces the call
         if tool_dicts and "tools" not in template_variables:
-            raise ApiError(400, "tools are given, and the chat template does not read them", param="tools")
+            raise ApiError(400, "tools are given, but the chat template does not use them", param="tools")
         more = {"tools": tool_dicts, "documents": None, "add_generation_prompt": chat.adds_generation_prompt}
         more |= tokenizer.special_tokens | _variables(chat, template_variables - RESERVED_VARIABLES, template_variables)
 
@@ -162,16 +159,16 @@ class ChatTokenizer:
                 text = render_messages(conversation)
                 _check_all_calls_rendered(conversation, text, render_messages)
                 break
-            except Exception as error:  # a template is a program, and may raise anything
+            except Exception as error:  # templates are programs and may raise anything
                 first = first or error
         else:
-            what = f"the chat template refuses the messages: {_one_line(first or ValueError())}"
+            what = f"the chat template rejects the messages: {_one_line(first or ValueError())}"
             raise ApiError(400, what, param="messages") from first
         self._check_length(text, limit, "messages")
         return self.encode_segments(text), text
 
     def encode_segments(self, text: str) -> np.ndarray:
-        """Encodes a text with written-out special tokens to ids [n] int32; segments between these are cached."""
+        """Encodes rendered text, including special tokens, to ids [n] int32; caches the segments between these."""
         if self._special is None:
             return self._encode(text, False)
         parts, end = [], 0
@@ -201,7 +198,7 @@ class ChatTokenizer:
         return _array(self._require_backend().encode(text, special))
 
     def _encodes_by_segment(self, pattern: re.Pattern[str]) -> bool:
-        """Returns whether segments between special tokens, encoded separately, have the ids of the whole text."""
+        """Returns whether encoding the segments between special tokens separately gives the ids of the whole text."""
         texts = [f"{a}{token}{b}" for token in self.added for a in PROBES for b in PROBES[:4]]
         texts.append("".join(f"{token}{a}" for token in self.added for a in PROBES))
         self._special = pattern
@@ -210,7 +207,7 @@ class ChatTokenizer:
         return all(np.array_equal(a, self.encode_segments(t)) for a, t in zip(split, texts, strict=True))
 
     def _check_length(self, text: str, limit: int, param: str) -> None:
-        """Refuses a text that is far too long after encoding a part of it: 64 MiB would take a minute, and gigabytes.
+        """Refuses a text that is far too long without encoding all of it: 64 MiB would take a minute, and gigabytes.
 
         Encoding in pieces changes the number of tokens, but not by a factor of two.
         """
@@ -221,21 +218,21 @@ class ChatTokenizer:
             count += len(self._encode(text[begin : begin + COUNT_CHARS], False))
             if count > 2 * limit:
                 what = (
-                    f"the prompt's {len(text)} characters are more than {count} tokens, and there is room for {limit}"
+                    f"the prompt's {len(text)} characters are more than {count} tokens, but there is room for {limit}"
                 )
                 raise ApiError(400, what, param=param, code="context_length_exceeded")
 
     def _require_backend(self) -> Tokenizer:
         if self.backend is None:
-            raise ApiError(400, "the model has no tokenizer: give prompts as token ids", code="no_tokenizer")
+            raise ApiError(400, "the model has no tokenizer: pass prompts as token ids", code="no_tokenizer")
         return self.backend
 
 
 def read_defaults(path: str | None) -> dict[str, Any]:
-    """Reads a checkpoint's sampling defaults from `generation_config.json`.
+    """Reads the checkpoint's sampling defaults from `generation_config.json`.
 
     Raises:
-        ValueError: it cannot be read, or a value is not valid in a request either.
+        ValueError: the file cannot be read, or a value would be invalid in a request.
     """
     file = None if path is None else Path(path) / "generation_config.json"
     content = read_json(file) if file is not None and file.exists() else {}
@@ -253,24 +250,24 @@ def _variables(chat: Conversation, free: frozenset[str], template_variables: fro
 
     Args:
         free: variables that requests may set by name.
-        read: all variables that the template reads.
+        template_variables: all variables that the template reads.
 
     Raises:
-        ApiError: 400, the template does not read one of them.
+        ApiError: 400, the template does not read one of the request's variables.
     """
     found: dict[str, Any] = dict(chat.chat_template_kwargs or {})
     if unread := sorted(found.keys() - free):
-        what = f"chat_template_kwargs has {unread[0]!r:.80}, and the chat template's variables are {_names(free)}"
+        what = f"chat_template_kwargs has {unread[0]!r:.80}, but the chat template's variables are {_names(free)}"
         raise ApiError(400, what, param="chat_template_kwargs")
     if chat.documents is not None:
         if "documents" not in template_variables:
-            raise ApiError(400, "documents are given, and the chat template does not read them", param="documents")
+            raise ApiError(400, "documents are given, but the chat template does not use them", param="documents")
         found["documents"] = chat.documents
     if chat.reasoning_effort is not None:
         names = {name for name in ("reasoning_effort", *THINKING_SWITCHES) if name in free}
         if not names or "reasoning_effort" in found:
-            twice = "is in chat_template_kwargs too"
-            what = twice if names else f"is given, and the chat template's variables are {_names(free)}"
+            twice = "is also in chat_template_kwargs"
+            what = twice if names else f"is given, but the chat template's variables are {_names(free)}"
             raise ApiError(400, f"reasoning_effort {what}", param="reasoning_effort")
         effort, switch = chat.reasoning_effort, chat.reasoning_effort != "none"
         found = {name: effort if name == "reasoning_effort" else switch for name in names} | found
@@ -283,8 +280,7 @@ def _names(names: frozenset[str]) -> str:
 
 @lru_cache
 def _byte_decoder() -> dict[str, int]:
-    """Returns the bytes that the letters of byte-level tokens stand for."""
-    # GPT-2's table (openai/gpt-2, encoder.py): printable bytes stand for themselves, the others come after Latin-1.
+    # GPT-2's table (openai/gpt-2, encoder.py): printable bytes map to themselves, the others follow Latin-1.
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
@@ -295,13 +291,14 @@ def _one_line(error: Exception) -> str:
 
 
 def _message_variants(messages: Sequence[ChatMessage], reasoning_field: str) -> Iterator[list[dict[str, Any]]]:
-    """Yields a conversation in the ways that templates may read calls: most know the first, DeepSeek's do not.
+    """Yields a conversation in the variants that templates may expect; most accept the first, DeepSeek's do not.
 
-    A message of calls alone has no content, or null, or an empty one; arguments are objects, or texts. gpt-oss's
-    template reads a thought or a text beside a call, and one call of a message; Llama 3's refuses several.
+    A message with only tool calls may need content absent, null or empty, and its arguments as objects or strings.
+    gpt-oss's template reads either reasoning or text next to a call, and one call per message; Llama 3's refuses
+    several calls.
 
     Args:
-        thought: what the template calls thoughts.
+        reasoning_field: the template's name for reasoning.
     """
     plain = [_to_template_message(message, reasoning_field) for message in messages]
     yield plain
@@ -325,7 +322,6 @@ def _message_variants(messages: Sequence[ChatMessage], reasoning_field: str) -> 
 
 
 def _merge_text_into_reasoning(messages: list[dict[str, Any]], reasoning_field: str) -> list[dict[str, Any]]:
-    """Adds the text of messages with calls to their thoughts."""
     return [
         message | {reasoning_field: f"{message[reasoning_field]}\n\n{message['content']}", "content": None}
         if message.get("tool_calls") and message.get(reasoning_field) and message.get("content")
@@ -335,7 +331,7 @@ def _merge_text_into_reasoning(messages: list[dict[str, Any]], reasoning_field: 
 
 
 def _split_parallel_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Divides messages with several calls: each call is followed by its result, by id or else in order."""
+    """Splits messages with several calls: each call is followed by its result, matched by id or else by order."""
     split: list[dict[str, Any]] = []
     rest = deque(messages)
     while rest:
@@ -360,20 +356,19 @@ def _split_parallel_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]
 def _check_all_calls_rendered(
     conversation: list[dict[str, Any]], text: str, render_messages: Callable[[list[dict[str, Any]]], str]
 ) -> None:
-    """Raises ValueError if a template has read one call alone of messages with several."""
+    """Raises ValueError if the template rendered only the first of several calls in a message."""
     if not any(len(message.get("tool_calls", ())) > 1 for message in conversation):
         return
     firsts = [m | {"tool_calls": m["tool_calls"][:1]} if "tool_calls" in m else m for m in conversation]
     try:
         lost = render_messages(firsts) == text
-    except Exception:  # it looks at the number of calls, or of results
+    except Exception:  # the template checks the number of calls or results
         return
     if lost:
-        raise ValueError("a message has several calls, and it reads the first alone")
+        raise ValueError("a message has several calls, but the template renders only the first")
 
 
 def _stringify_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """Writes the arguments of a message's calls as texts."""
     if "tool_calls" not in message:
         return message
     calls = []
@@ -384,16 +379,12 @@ def _stringify_arguments(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _to_template_message(message: ChatMessage, reasoning_field: str) -> dict[str, Any]:
-    """Converts a message for templates: content as one text, arguments of calls as objects, and no empty list of calls.
-
-    Args:
-        thought: what the template calls thoughts; clients use any of the names in `REASONING_FIELDS`.
-    """
+    """Converts a message for templates: content as one text, call arguments as objects, no empty list of calls."""
     plain = message.model_dump(exclude_none=True)
     if isinstance(message.content, list):
         plain["content"] = message.text
     if not plain.get("tool_calls", True):
-        del plain["tool_calls"]  # templates that ask whether it is there would pass over the text
+        del plain["tool_calls"]  # templates that test for its presence would skip the text
     if thoughts := [value for name in REASONING_FIELDS if isinstance(value := plain.get(name), str) and value]:
         plain = {name: value for name, value in plain.items() if name not in REASONING_FIELDS} | {
             reasoning_field: thoughts[0]

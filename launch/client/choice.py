@@ -1,7 +1,7 @@
-"""One continuation from a client's view: its tokens as text up to a stop text, and the parts of the text.
+"""One choice of an answer: detokenizes its tokens up to a stop string and parses the text into parts.
 
-Rank 0 decides where tokens end, at an end token or the limit; where a text ends is decided here: at a stop text, or
-behind the only call that an answer may have.
+The engine ends token generation at an end token or the length limit. Endings that depend on text are decided here: a
+stop string, or the end of the only tool call that an answer may have.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from launch.client.schemas import Chat, Completion
 
 @dataclass
 class Delta:
-    """The news of a continuation since the last call.
+    """What a choice has produced since the last poll.
 
     Attributes:
-        token_ids: tokens drawn, without those after its end.
-        text: new text of a completion.
+        token_ids: new output tokens, none of them after the end.
+        text: new text.
         parts: new parts of a chat's answer.
-        finish_reason: stop, length, tool_calls, abort or error, once it has ended.
+        finish_reason: stop, length, tool_calls, abort or error, once it has finished.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -39,7 +39,6 @@ class Delta:
 
     @classmethod
     def concat(cls, pieces: Sequence[Delta]) -> Delta:
-        """Merges consecutive news of one continuation."""
         return cls(
             [token for one in pieces for token in one.token_ids],
             [logprobs for one in pieces for logprobs in one.logprobs],
@@ -50,18 +49,17 @@ class Delta:
 
 
 class Choice:
-    """A running continuation, read incrementally; later reads get larger pieces.
+    """A running choice, read incrementally.
 
     Args:
-        body: the request that it is of.
-        abort: cancels a continuation; called, with its finish reason, if it ends before the engine reports its end.
-        parser: splits the text into parts; None: it stays a text.
+        body: the request it belongs to.
+        abort: cancels a generation; called with the finish reason if the choice ends before the engine ends it.
+        parser: splits the text into parts; None: plain text.
 
     Attributes:
-        parsed: whether there is a parser.
-        num_tokens: number of tokens drawn so far.
-        finish_reason: the finish reason, once it has ended.
-        matched_stop: the stop text at which it ended.
+        num_tokens: output tokens so far.
+        finish_reason: set once it has finished.
+        matched_stop: the stop string that ended it.
     """
 
     def __init__(
@@ -83,18 +81,16 @@ class Choice:
         self._tokenizer = tokenizer
         self._parser = parser
         self._abort = abort
-        self._discard_output = body.max_tokens == 0  # what is drawn is no part of the answer
+        self._discard_output = body.max_tokens == 0  # the engine samples one token, which is not part of the answer
         self._include_special = not body.skip_special_tokens or (parser is not None and parser.needs_special_tokens)
         self._detokenizer = IncrementalDetokenizer(
             tokenizer.backend, self._stops, self._include_special, body.min_tokens or 0
         )
 
     def abort(self, finish_reason: str) -> None:
-        """Cancels the continuation if it has not ended."""
         self._abort(self.generation, finish_reason)
 
     def poll(self) -> Delta:
-        """Returns the news since the last call."""
         delta, generation = Delta(), self.generation
         if self.finish_reason is not None:
             return delta
@@ -107,7 +103,7 @@ class Choice:
         stopped = False
         for at, token in enumerate(new_ids):
             delta.token_ids.append(token)
-            if generation.finish_reason == "stop" and at + 1 == len(new_ids):  # an end token is no text
+            if generation.finish_reason == "stop" and at + 1 == len(new_ids):  # the end token has no text
                 break
             text, stopped = self._detokenizer.push(token)
             pieces.append(text)
@@ -137,7 +133,6 @@ class Choice:
         return delta
 
     def _find_matched_stop(self) -> str | None:
-        """Finds which of the stop texts follows the text."""
         ids = self.generation.output_token_ids[: self.num_tokens]
         full_text = self._tokenizer.decode(ids, special=self._include_special)
         rest = full_text.removeprefix(self._detokenizer.text)

@@ -1,4 +1,4 @@
-"""Incremental detokenization, with detection of stop texts."""
+"""Incremental detokenization with detection of stop strings."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from tokenizers.decoders import DecodeStream
 
 from helix.tokenizer import Tokenizer
 
-MAX_PENDING = 16  # tokens without text after which they are taken to be broken: a character has four bytes
+MAX_PENDING = 16  # pending tokens before they count as invalid UTF-8: a character has at most four bytes
 
 
 class IncrementalDetokenizer:
-    """Text of one continuation, released as soon as it can neither change nor become part of a stop text.
+    """Detokenizes one choice; releases text once it can neither change nor become part of a stop string.
 
     Args:
         tokenizer: None: no text.
-        stop: texts that end the continuation; the text ends before the first of them.
-        special: whether special tokens appear in the text.
-        min_tokens: a stop text that is complete within so many tokens does not end the continuation.
+        stop: stop strings; the text ends before the first match.
+        special: whether the text includes special tokens.
+        min_tokens: ignore stop strings that are complete within this many tokens.
     """
 
     def __init__(
@@ -27,27 +27,26 @@ class IncrementalDetokenizer:
         self._min_tokens = min_tokens
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        self._pending: list[int] = []  # tokens whose text is not out
+        self._pending: list[int] = []  # tokens whose text is not released
         self._special = special
         self._decoder = DecodeStream(skip_special_tokens=not special)
-        self._held_text = ""  # possible beginning of a stop text
+        self._held_text = ""  # may be the beginning of a stop string
 
     @property
     def text(self) -> str:
-        """All released text."""
         return "".join(self._released)
 
     def push(self, token: int) -> tuple[str, bool]:
-        """Decodes one more token; returns the text that it releases, and whether a stop text is complete."""
+        """Decodes a token; returns the text that it releases, and whether a stop string is complete."""
         if self._tokenizer is None:
             return "", False
         self._ids.append(token)
         return self._release(self._decode_next(self._tokenizer, token))
 
     def finish(self) -> tuple[str, bool]:
-        """Returns the text still held when the continuation ends, and whether it completes a stop text.
+        """Returns the text still held at the end, and whether it completes a stop string.
 
-        It is a part of a stop text, or holds an incomplete character.
+        Held text is the beginning of a stop string or an incomplete character.
         """
         if self._tokenizer is None:
             return "", False
@@ -55,18 +54,17 @@ class IncrementalDetokenizer:
         seen = self.text + self._held_text
         if not whole.startswith(seen):  # see `_decode_next`
             whole = seen + self._decode(self._tokenizer, self._pending)
-        # An incomplete character holds back its token's text, which may contain a complete stop text.
+        # An incomplete character holds back the text of its token, which may contain a complete stop string.
         ready, stopped = self._release(whole[len(seen) :])
         rest, self._held_text = self._held_text, ""
         self._released.append(rest)
         return ready + rest, stopped
 
     def _decode_next(self, tokenizer: Tokenizer, token: int) -> str:
-        """Decodes one more token; returns the text that cannot change any more."""
         self._pending.append(token)
         try:
             text = self._decoder.step(tokenizer.backend_tokenizer, token)
-        except Exception:  # bytes that never became a character also spoil the text of bytes before them, which is out
+        except Exception:  # invalid bytes would change the text of bytes before them, which is already released
             text = self._decode(tokenizer, self._pending)
             self._decoder = DecodeStream(self._pending, skip_special_tokens=not self._special)
         if text:
@@ -76,12 +74,12 @@ class IncrementalDetokenizer:
         return text or ""
 
     def _flush_broken(self, tokenizer: Tokenizer) -> str:
-        """Returns the text of pending tokens but the last ones: a character may begin in those, and in no others.
+        """Returns the text of all pending tokens but the last few, in which a character may begin.
 
-        A stream decodes all pending tokens for each new one, and broken ones would be pending for ever.
+        DecodeStream decodes all pending tokens for each new one, and invalid bytes would stay pending forever.
         """
         pending, whole = self._pending, self._decode(tokenizer, self._pending)
-        for last in (3, 2, 1):  # whichever begins with a character
+        for last in (3, 2, 1):  # the split that leaves a character whole
             parts = pending[:-last], pending[-last:]
             if "".join(self._decode(tokenizer, part) for part in parts) == whole:
                 break
@@ -92,7 +90,7 @@ class IncrementalDetokenizer:
         return tokenizer.decode(ids, skip_special_tokens=not self._special)
 
     def _release(self, new: str) -> tuple[str, bool]:
-        old_length = len(self._held_text)  # what is complete within it came too early to count
+        old_length = len(self._held_text)  # a match within it came before min_tokens and does not count
         self._held_text += new
         positions = [
             at for stop in self._stop if (at := self._held_text.find(stop, max(0, old_length - len(stop) + 1))) >= 0

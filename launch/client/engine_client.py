@@ -1,4 +1,4 @@
-"""The front end's view of the engine: running continuations, over the job that currently serves them."""
+"""The client's view of the engine: in-flight generations, and the connection to the job that serves them."""
 
 from __future__ import annotations
 
@@ -29,38 +29,36 @@ from launch.client.engine_messages import (
 from launch.client.errors import ApiError
 
 PIECE = 1 << 20  # bytes read at a time
-MAX_CRASHES = 2  # crashes of the job during one continuation after which it is taken for the cause
+MAX_CRASHES = 2  # job crashes during a generation before it counts as their cause
 RETRY_S = {"starting": 10, "restarting": 10, "draining": 30, "failed": 60}
 
 
 class Stage(IntEnum):
-    """A stage of a job's work on a continuation."""
+    """How far a job has come with a generation."""
 
-    UNSENT = 0  # no job has it
+    UNSENT = 0  # not sent to the current job
     SENT = 1
-    QUEUED = 2  # read by the job
+    QUEUED = 2  # received by the job
     ADMITTED = 3
-    RUNNING = 4  # part of it has been computed
+    RUNNING = 4  # part of the prompt has been computed
 
 
 class Generation:
-    """A running continuation.
+    """One in-flight sequence of a request.
 
     Attributes:
-        request: as the ranks get it.
-        group: identity shared by all continuations of one request of a client.
+        request: as sent to the ranks.
+        group: shared by all generations of one client request.
         name: the request's id in the log.
-        output_token_ids: token ids so far.
-        logprobs: those of each token, if requested.
-        prompt_logprobs: prompt tokens after the first, if requested: ids and log-probabilities [n - 1, width], the
-            token's own and those of the most likely ones.
-        finish_reason, reason: see `RequestUpdate`; set once it has ended.
-        num_cached_tokens: prompt tokens found in the cache; None until known.
-        progress: prompt tokens done; None until it is admitted.
+        logprobs: one entry per output token, if requested.
+        prompt_logprobs: for prompt tokens after the first, if requested: ids int32 and log-probabilities float32, both
+            [n - 1, width]; column 0 is the prompt token itself, the others are the most likely tokens.
+        finish_reason, reason: see `RequestUpdate`; set once it has finished.
+        num_cached_tokens: prompt tokens found in the prefix cache; None until known.
+        progress: prompt tokens computed; None until admitted.
         stage: its stage in the current job.
-        crashes: crashes of the job during this continuation, which it may have caused.
-        admitted_time: time of its admission, once it is admitted.
-        first_token_time: time of its first token, by the monotonic clock; None until it has one.
+        crashes: job crashes that it may have caused.
+        admitted_time, first_token_time: monotonic time; `first_token_time` is None until there is a token.
     """
 
     def __init__(self, request: Request, group: object, name: str, on_update: Callable[[], None]) -> None:
@@ -80,15 +78,14 @@ class Generation:
         self.arrival_time = time.monotonic()
         self.admitted_time = self.arrival_time
         self.first_token_time: float | None = None
-        self.last_token_time = self.arrival_time  # time of its last tokens
+        self.last_token_time = self.arrival_time
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it has not been admitted yet."""
         return self.progress is None and not self.output_token_ids
 
     def set_prompt_logprobs(self, begin: int, ids: np.ndarray, values: np.ndarray) -> None:
-        """Sets the log-probabilities of prompt tokens from position `begin` on; shapes as in `scored`."""
+        """Sets the log-probabilities of prompt tokens from position `begin` on; arrays [n, width]."""
         if self.prompt_logprobs is None:
             shape = len(self.request.prompt) - 1, ids.shape[1]
             self.prompt_logprobs = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
@@ -101,40 +98,40 @@ class Generation:
 
 
 class Observer:
-    """Listener to what becomes of continuations; this one does nothing."""
+    """Observes generations and the job; this base class ignores everything."""
 
     def on_submit(self, generation: Generation) -> None:
-        """Takes note that a continuation was submitted."""
+        """Called when a generation is submitted."""
 
     def on_admit(self, generation: Generation) -> None:
-        """Takes note that it was admitted."""
+        """Called when it is admitted."""
 
     def on_tokens(self, generation: Generation, count: int, now: float) -> None:
-        """Takes note of the number of tokens drawn for it, before it has them."""
+        """Called with the number of new tokens, before they are appended."""
 
     def on_finish(self, generation: Generation, finish_reason: str) -> None:
-        """Takes note that it has ended."""
+        """Called when it has finished."""
 
     def on_stats(self, before: Mapping[str, float], stats: Mapping[str, float]) -> None:
-        """Takes note of gauges and counters of the job; `before` are the last ones."""
+        """Called with new gauges and counters of the job; `before` are the previous ones."""
 
     def on_restart(self) -> None:
-        """Takes note that the job is started again."""
+        """Called when the job restarts."""
 
 
 class EngineClient:
-    """Registry of running continuations, and their connection to a job; it outlives jobs.
+    """All in-flight generations and their connection to a job; it outlives jobs.
 
     Attributes:
-        draining: whether new continuations are refused because the server is ending.
-        on_engine_info: called in a thread with the first job's `EngineInfo`, before the core is ready.
-        ready: the job's `EngineInfo` message, once the first job has sent it.
-        stats: the job's last gauges and counters.
-        observer: hears of all continuations.
+        draining: whether new requests are refused because the server is shutting down.
+        on_engine_info: called in a thread with the first job's `EngineInfo`, before the client is ready.
+        engine_info: the job's `EngineInfo`, once the first job has sent it.
+        stats: the job's latest gauges and counters.
+        observer: observes all generations.
     """
 
     def __init__(self, max_waiting: int, observer: Observer | None = None) -> None:
-        self._state, self._why = "starting", "the model is being loaded"
+        self._state, self._why = "starting", "the model is loading"
         self.draining = False
         self.on_engine_info: Callable[[EngineInfo], None] = lambda engine_info: None
         self.engine_info: EngineInfo | None = None
@@ -148,13 +145,12 @@ class EngineClient:
 
     @property
     def state(self) -> str:
-        """The state: starting, ready, restarting, draining or failed."""
+        """One of starting, ready, restarting, draining, failed."""
         return "draining" if self.draining else self._state
 
     @property
     def why(self) -> str:
-        """The reason for a state other than ready."""
-        return "the server is ending" if self.draining else self._why
+        return "the server is shutting down" if self.draining else self._why
 
     @property
     def connected(self) -> bool:
@@ -162,7 +158,7 @@ class EngineClient:
 
     @property
     def running(self) -> int:
-        """The number of requests that have not ended; several continuations may be of one."""
+        """Number of in-flight requests; a request may have several generations."""
         return len({generation.group for generation in self.generations.values()})
 
     @property
@@ -170,7 +166,7 @@ class EngineClient:
         return sum(generation.is_waiting for generation in self.generations.values())
 
     def refuse_unless_ready(self) -> EngineInfo:
-        """Returns the job's `EngineInfo` message.
+        """Returns the job's `EngineInfo`.
 
         Raises:
             ApiError: 503, with the state and its reason.
@@ -180,26 +176,25 @@ class EngineClient:
         return self.engine_info
 
     async def wait_ready(self) -> EngineInfo:
-        """Waits for the first job to be ready; returns its message."""
         await self._ready_event.wait()
         assert self.engine_info is not None
         return self.engine_info
 
     def start(self, requests: Sequence[Request], on_update: Callable[[], None], name: str = "") -> list[Generation]:
-        """Submits continuations to the job, all of them or none; sets their `id`.
+        """Submits requests to the job, all or none; sets their `id`.
 
         Args:
             name: the request's id in the log.
 
         Raises:
-            ApiError: 503 or 429; 400 if one is too large for a frame.
+            ApiError: 503 or 429; 400 if a request is too large for a frame.
         """
         self.refuse_unless_ready()
-        # All are counted first: to see who of many waits takes long.
+        # The cheap test comes first: the number of waiting requests needs a scan.
         if len(self.generations) + len(requests) > self._max_waiting < self.waiting + len(requests):
             raise ApiError(
                 429,
-                f"{self.waiting} requests wait, {self._max_waiting} (serve.max_queue) may: try again later",
+                f"{self.waiting} requests are queued (serve.max_queue={self._max_waiting}): try again later",
                 code="queue_full",
                 retry_s=5,
             )
@@ -218,20 +213,19 @@ class EngineClient:
         return generations
 
     def abort(self, generation: Generation, finish_reason: str = "abort") -> None:
-        """Cancels a continuation with the given finish reason; does nothing if it has ended."""
+        """Cancels a generation with the given finish reason; does nothing if it has finished."""
         if generation.request.id in self.generations:
             self._finish(generation, finish_reason, None)
             self._send(Cancel(int(generation.request.id)))
 
     def stop(self) -> None:
-        """Tells the job to end."""
         self._send(Stop())
 
     async def serve(self, reader: StreamReader, writer: StreamWriter) -> str:
-        """Exchanges messages with a job until its connection ends; resubmits running continuations when it is ready.
+        """Exchanges messages with a job until the connection ends; resubmits in-flight generations once it is ready.
 
         Returns:
-            The reason of its end, if known.
+            Why it ended, if known.
 
         Raises:
             ValueError: the model's tokenizer or other files cannot be read.
@@ -258,18 +252,18 @@ class EngineClient:
         finally:
             self._writer = None
             if self._state == "ready":
-                self._state, self._why = "restarting", why or "the connection to the ranks ended"
+                self._state, self._why = "restarting", why or "the connection to the ranks closed"
             writer.close()
         return why
 
     def on_job_lost(self, why: str) -> Generation | None:
-        """Handles the end of a job that had, or may have had, work.
+        """Handles the end of a job that may have had work.
 
-        If only one request was being read or begun with, it is the likely cause and is not retried. Requests that
-        waited for admission are not to blame, and none is for a job that ended before it had them.
+        If the job had received or started exactly one new request, that request is the likely cause and is not
+        retried. Queued requests are not suspects, nor is any request that the job had not received.
 
         Returns:
-            A continuation of the request that was given up.
+            A generation of the request that is not retried.
         """
         self._state, self._why = "restarting", why
         given_up = self._fail_suspects(why)
@@ -278,7 +272,7 @@ class EngineClient:
         return given_up
 
     def _fail_suspects(self, why: str) -> Generation | None:
-        """Ends the requests that may have ended a job; returns a continuation of the one that has."""
+        """Ends requests that may have crashed a job; returns a generation of the one that did."""
         new: dict[object, Generation] = {}
         for generation in self.generations.values():
             if generation.stage in (Stage.SENT, Stage.ADMITTED):
@@ -286,18 +280,18 @@ class EngineClient:
         if len(new) == 1:
             ((group, given_up),) = new.items()
             for generation in [generation for generation in self.generations.values() if generation.group == group]:
-                self._finish(generation, "error", f"the engine failed when it began with this request: {why}")
+                self._finish(generation, "error", f"the engine failed as it started this request: {why}")
             return given_up
         for generation in [one for one in self.generations.values() if one.stage not in (Stage.UNSENT, Stage.QUEUED)]:
             generation.crashes += 1
             if generation.crashes >= MAX_CRASHES:
                 self._finish(
-                    generation, "error", f"the engine failed {MAX_CRASHES} times while it worked on this request: {why}"
+                    generation, "error", f"the engine failed {MAX_CRASHES} times while running this request: {why}"
                 )
         return None
 
     def fail(self, why: str) -> None:
-        """Ends all continuations with an error: no job will come back."""
+        """Ends all generations with an error: no job will come back."""
         self._state, self._why = "failed", why
         for generation in [*self.generations.values()]:
             self._finish(generation, "error", why)
@@ -309,7 +303,7 @@ class EngineClient:
         self._ready_event.set()
         for generation in self.generations.values():
             generation.stage = Stage.SENT
-            # Continues as if uninterrupted: draws depend only on seed and position.
+            # Output is as if uninterrupted: sampling depends only on seed and position.
             before, drawn = generation.request, len(generation.output_token_ids)
             ids = np.concatenate([before.prompt, np.asarray(generation.output_token_ids, dtype=np.int32)])
             self._send(replace(before, prompt=ids, num_prior_output_tokens=drawn, max_tokens=before.max_tokens - drawn))
@@ -321,7 +315,7 @@ class EngineClient:
         elif isinstance(message, MalformedMessage | Queued | RequestUpdate) and message.id in self.generations:
             generation = self.generations[message.id]
             if isinstance(message, MalformedMessage):
-                self._finish(generation, "error", f"a message of the ranks is malformed: {message.reason}")
+                self._finish(generation, "error", f"the ranks sent a malformed message: {message.reason}")
                 self._send(Cancel(message.id))
             elif isinstance(message, Queued):
                 generation.stage = Stage.QUEUED
@@ -352,7 +346,6 @@ class EngineClient:
             self.observer.on_admit(generation)
 
     def _append_tokens(self, generation: Generation, tokens: Sequence[int]) -> None:
-        """Adds tokens that a continuation has drawn."""
         if tokens:
             now = time.monotonic()
             self._mark_admitted(generation)

@@ -1,9 +1,9 @@
-"""Messages between the front end and rank 0, over a Unix socket: token ids and numbers, no text and no pickle.
+"""Messages between the client and rank 0 over a Unix socket: token ids and numbers, no text and no pickle.
 
     [u32 bytes of the header][u32 bytes of the tail][i64 id, or 0][header: JSON, `kind` and the fields][tail: int32 ids]
 
-Both ends run on one host: numbers are in its byte order. Token ids are raw bytes that need no parsing. Writers keep the
-size limits of readers. A frame with an unreadable header still has its id.
+Both ends run on one host and use its byte order. Token ids are raw bytes, without parsing. Writers enforce the size
+limits of readers. A frame with an unreadable header still has its id.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from helix.engine.request import Logprobs, PromptLogprobs, Request, RequestUpdat
 from helix.sampling_params import SamplingParams
 
 HEAD = struct.Struct("=IIq")
-MAX_HEADER, MAX_TAIL = 1 << 24, 1 << 30  # bytes; grammars, the largest part of headers, are far below
+MAX_HEADER, MAX_TAIL = 1 << 24, 1 << 30  # bytes; grammars, the largest headers, stay far below
 UPDATE_KEYS = (
     "cached_tokens",
     "num_computed_tokens",
     "finish_reason",
     "reason",
-)  # of an update, where they are not the defaults
+)  # fields of an update that are sent only if they differ from the default
 NO_IDS = np.empty(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, eq=False)
 class Cancel:
-    """Cancellation of a request; its later frames are ignored."""
+    """Cancels a request; its later frames are ignored."""
 
     kind: ClassVar[str] = "cancel"
     id: int
@@ -42,24 +42,23 @@ class Cancel:
 
 @dataclass(frozen=True, eq=False)
 class Stop:
-    """Order to end the job and all running continuations."""
+    """Ends the job and all running requests."""
 
     kind: ClassVar[str] = "stop"
 
 
 @dataclass(frozen=True, eq=False)
 class EngineInfo:
-    """The first message of a job: a description of what it serves.
+    """The first message of a job: what it serves.
 
     Attributes:
-        model: the checkpoint's directory; None for a shape alone.
-        layout: the layout as text.
-        context: most tokens of a sequence by the model's limit.
-        max_length: most tokens of a sequence by the model's and the cache's limits.
-        kv_tokens: tokens of all sequences together that the cache holds.
-        max_batch: sequences at a time.
+        model: checkpoint directory; None for a shape without a checkpoint.
+        context: maximum tokens per sequence that the model supports.
+        max_length: maximum tokens per sequence within the model's and the KV cache's limits.
+        kv_tokens: KV cache capacity in tokens, over all sequences.
+        max_batch: maximum sequences per batch.
         eos: the model's end tokens.
-        guided: whether continuations can follow a grammar; `unguided`: else why not.
+        guided: whether structured outputs are supported; `unguided`: the reason if not.
         random: whether the weights are random.
     """
 
@@ -80,7 +79,7 @@ class EngineInfo:
 
 @dataclass(frozen=True, eq=False)
 class Queued:
-    """Receipt: a continuation has been read, and waits for admission."""
+    """A request has been received and waits for admission."""
 
     kind: ClassVar[str] = "queued"
     id: int
@@ -88,7 +87,7 @@ class Queued:
 
 @dataclass(frozen=True, eq=False)
 class Failed:
-    """The last message of a failing job, with the reason."""
+    """The last message of a failing job."""
 
     kind: ClassVar[str] = "failed"
     reason: str
@@ -96,7 +95,7 @@ class Failed:
 
 @dataclass(frozen=True, eq=False)
 class MalformedMessage:
-    """Placeholder of a frame that could not be decoded: its id, 0 if it has none, and the reason."""
+    """Stands for a frame that could not be decoded; `id` is 0 if the frame has none."""
 
     id: int
     reason: str
@@ -104,7 +103,7 @@ class MalformedMessage:
 
 @dataclass(frozen=True, eq=False)
 class Stats:
-    """Gauges and counters of the engine, by name."""
+    """Gauges and counters of the engine by name."""
 
     kind: ClassVar[str] = "stats"
     values: dict[str, float]
@@ -115,15 +114,15 @@ Message = Request | RequestUpdate | Cancel | Stop | EngineInfo | Queued | Failed
 
 
 def encode(message: Message) -> bytes:
-    """Encodes a message as a frame; errors as in `encode_parts`."""
+    """Encodes a message as a frame; raises as `encode_parts`."""
     return b"".join(encode_parts(message))
 
 
 def encode_parts(message: Message) -> tuple[bytes, memoryview]:
-    """Encodes a message as a frame in two pieces; the second is a view of the message's ids.
+    """Encodes a message as a frame in two pieces; the second is a view of the message's token ids.
 
     Raises:
-        ValueError: it exceeds the size limit of a frame.
+        ValueError: the message exceeds the size limit of a frame.
     """
     match message:
         case Request():
@@ -131,15 +130,15 @@ def encode_parts(message: Message) -> tuple[bytes, memoryview]:
         case RequestUpdate():
             return _frame("update", int(message.id), *_update_parts(message))
         case MalformedMessage():
-            raise AssertionError("nobody sends what could not be read")
+            raise AssertionError("a MalformedMessage is only received, never sent")
     return _frame(message.kind, getattr(message, "id", 0), asdict(message), NO_IDS)
 
 
 def encode_tokens(pairs: Sequence[int]) -> bytes:
-    """Encodes the new tokens of requests that go on, a message for all that a step drew, as a frame.
+    """Encodes the new tokens of all requests of a step that continue as one frame.
 
     Args:
-        pairs: the id of a request, then its token; tokens of one stand together, in their order.
+        pairs: alternating request id and token; the tokens of a request are adjacent and in order.
     """
     return b"".join(_frame("tokens", 0, {}, np.array(pairs, dtype=np.int32)))
 
@@ -176,7 +175,7 @@ def _frame(kind: str, request_id: int, content: dict[str, Any], ids: np.ndarray)
 
 
 class FrameDecoder:
-    """Incremental decoder of frames to messages."""
+    """Decodes a byte stream of frames to messages."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
@@ -185,7 +184,7 @@ class FrameDecoder:
         """Returns the messages that these bytes complete.
 
         Raises:
-            ValueError: they are not a frame, so that the rest of the stream is unreadable.
+            ValueError: this is not a frame, and the rest of the stream is unreadable.
         """
         self._bytes += data
         begin, messages = 0, list[Message]()
@@ -200,8 +199,8 @@ class FrameDecoder:
                 messages += _decode_frame(
                     request_id, self._bytes[begin + HEAD.size : middle], self._bytes[middle : middle + tail]
                 )
-            except Exception as error:  # any error of one frame leaves the next ones readable
-                messages.append(MalformedMessage(request_id, f"its frame cannot be read: {error}"))
+            except Exception as error:  # a bad frame leaves the next ones readable
+                messages.append(MalformedMessage(request_id, f"its frame cannot be decoded: {error}"))
             begin = middle + tail
         del self._bytes[:begin]
         return messages
@@ -227,12 +226,11 @@ def _decode_frame(request_id: int, header: bytearray, tail: bytearray) -> list[M
         values["logprobs"] = tuple(Logprobs(*entry) for entry in values.get("logprobs", ()))
         return [RequestUpdate(request_id, new_token_ids=tuple(ids.tolist()), **values)]
     if kind not in KINDS:
-        raise ValueError(f"its header is {bytes(header[:60])!r}")
+        raise ValueError(f"unknown kind; its header is {bytes(header[:60])!r}")
     return [KINDS[kind](**values)]
 
 
 def _to_tuples(value: Any) -> Any:
-    """Converts JSON's lists to tuples, recursively."""
     if isinstance(value, dict):
         return {name: _to_tuples(one) for name, one in value.items()}
     return tuple(map(_to_tuples, value)) if isinstance(value, list) else value

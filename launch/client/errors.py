@@ -1,4 +1,4 @@
-"""Errors for clients, in OpenAI's format."""
+"""API errors in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ KINDS = {
     503: "service_unavailable_error",
 }
 
-REFUSED = 3  # exit code of a run that has refused some requests and served the others
-WRONG_SETTINGS = 2  # exit code of a job whose settings were refused before ranks started
+REFUSED = 3  # exit code of a run that refused some prompts and completed the others
+WRONG_SETTINGS = 2  # exit code of a job whose settings were rejected before ranks started
 
 
 class ApiError(Exception):
-    """Refusal or failure of a request.
+    """A refused or failed request.
 
     Args:
-        param: the wrong field.
-        retry_s: seconds after which to retry.
+        param: the request field that is wrong.
+        retry_s: seconds after which the client should retry.
     """
 
     def __init__(
@@ -49,7 +49,6 @@ class ApiError(Exception):
         return made, (self.status, self.message)
 
     def body(self, request_id: str | None = None) -> dict[str, Any]:
-        """Describes it; `request_id` is that of the log."""
         kind = KINDS.get(self.status, "invalid_request_error")
         error = {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
         return error if request_id is None else error | {"request_id": request_id}

@@ -1,6 +1,6 @@
-"""Compiler of clients' grammars, in processes that are killed at a time limit: a grammar of a few lines can take a
-minute and all memory, and no limit of llguidance prevents it.
+"""Compiles clients' grammars in worker processes that are killed at a time limit.
 
+A grammar of a few lines can take a minute and all memory to compile, and llguidance has no limit that prevents it.
 Requests are JSON, the parts of a grammar; answers are JSON, the grammar or an error message.
 """
 
@@ -25,29 +25,26 @@ from launch.client.worker_pool import RequestHandler, WorkerPool, serve_requests
 
 COMPILE_S = 2.0
 COMPILE_BYTES = 1 << 30
-WAIT_S = 60.0  # for a process to be free, or to read the tokenizer
+WAIT_S = 60.0  # for a free worker process, or for it to load the tokenizer
 PROCESSES = 2
-CACHE_SIZE = 32  # grammars whose answer is cached
+CACHE_SIZE = 32  # cached compilations
 
 
 @dataclass
 class PendingCompilation:
-    """A request that a process works at, and the number of those who wait for its answer."""
+    """A compilation in progress, and how many callers wait for it."""
 
     task: asyncio.Task[bytes]
     waiting: int = 0
 
 
 class GrammarCompiler:
-    """Compiler of grammars for a model, a few at a time.
+    """Compiles grammars for a model, a few at a time.
 
     Args:
-        path: its `tokenizer.json`.
-        vocab: tokens that the model can draw.
-        eos: its end tokens.
-
-    Attributes:
-        workers: the processes.
+        path: the model's `tokenizer.json`.
+        vocab: number of tokens that the model can output.
+        eos: the model's end tokens.
     """
 
     def __init__(self, path: Path, vocab: int, eos: Collection[int]) -> None:
@@ -57,15 +54,15 @@ class GrammarCompiler:
         self._running: dict[bytes, PendingCompilation] = {}
 
     async def compile(self, parts: Parts) -> str:
-        """Compiles parts to a grammar in llguidance's format; a part `ebnf` is a text in EBNF or in Lark's syntax.
+        """Compiles parts to a grammar in llguidance's format; the part `ebnf` may be GBNF or Lark.
 
         Raises:
-            ValueError: it is invalid, takes too long or is too large.
+            ValueError: the grammar is invalid, too large, or takes too long.
             ApiError: 503, all processes are busy.
         """
         request = json.dumps(parts).encode()
         if len(request) > MAX_GRAMMAR_BYTES:
-            raise ValueError(f"it has {len(request)} bytes, and may have {MAX_GRAMMAR_BYTES}")
+            raise ValueError(f"it has {len(request)} bytes; at most {MAX_GRAMMAR_BYTES} are allowed")
         result = self._cache.get(request)
         if result is None:
             try:
@@ -80,7 +77,7 @@ class GrammarCompiler:
         return result["grammar"]
 
     async def _request(self, request: bytes) -> bytes:
-        """Sends a request once for all who have the same at a time; its process is killed when all have left."""
+        """Sends a request once for all concurrent callers; kills its process when all of them are cancelled."""
         running = self._running.get(request)
         if running is None:
             running = self._running[request] = PendingCompilation(asyncio.create_task(self.workers.ask(request)))
@@ -94,7 +91,6 @@ class GrammarCompiler:
                 del self._running[request]
 
     async def close(self) -> None:
-        """Ends the processes."""
         await self.workers.close()
 
 
@@ -102,7 +98,7 @@ def _work(path: str, vocab: str, *eos: str) -> RequestHandler:
     grammars = GrammarMatcherFactory(Path(path), int(vocab), [*map(int, eos)])
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + COMPILE_BYTES,) * 2)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hides messages about exhausted memory
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hides out-of-memory messages
 
     def handle(request: bytes) -> bytes:
         try:
@@ -117,10 +113,10 @@ def _work(path: str, vocab: str, *eos: str) -> RequestHandler:
 
 
 def to_llguidance(grammars: GrammarMatcherFactory, parts: Parts) -> str:
-    """Writes parts in llguidance's format.
+    """Converts parts to llguidance's format.
 
     Raises:
-        ValueError: they are no grammar.
+        ValueError: they are not a valid grammar.
         RecursionError: they are nested too deeply.
     """
     inner = [{key: value for key, value in part.items() if key != "ebnf"} | _lark(part) for part in parts]
@@ -139,7 +135,7 @@ def _lark(part: dict[str, Any]) -> dict[str, str]:
         return {"lark_grammar": gbnf_to_lark(text)}
     except RecursionError:
         raise
-    except Exception as error:  # it raises bare Exception
+    except Exception as error:  # gbnf_to_lark raises bare Exception
         raise ValueError(str(error)) from error
 
 

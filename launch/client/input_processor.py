@@ -1,6 +1,6 @@
-"""The model-dependent part of a request: the prompt's token ids, and the grammar of the answer.
+"""The model-dependent part of a request: the prompt's token ids and the answer's grammar.
 
-Its time grows with the size of the request, and it may run in another process.
+Takes time in proportion to the size of the request, and may run in another process.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from launch.client.schemas import Chat, Completion, GenerationFields, Tokenize
 
 
 class GrammarSpec(NamedTuple):
-    """The parts of an answer's grammar, and the request field that sets it."""
+    """The parts of an answer's grammar, and the request field that asks for it."""
 
     param: str
     parts: Parts
 
 
 class ProcessedPrompt(NamedTuple):
-    """A body in token ids.
+    """A request in token ids.
 
     Attributes:
-        prompts: the ids [n] int32 of each.
-        echoed: the prompts' texts, where the answer repeats them.
-        turn: the prompt's part of the answer's turn; None for completions.
-        form: the form that the answer has to have; None: any text.
+        prompts: token ids of each prompt, [n] int32.
+        echoed: texts of the prompts if the answer repeats them, else empty.
+        turn: the beginning of the assistant's turn that the prompt contains; None for completions.
+        grammar_spec: constraint on the answer; None: any text.
     """
 
     prompts: list[np.ndarray]
@@ -45,10 +45,10 @@ class ProcessedPrompt(NamedTuple):
 def process_prompt(
     tokenizer: ChatTokenizer, chat_format: ChatFormat | None, body: Chat | Completion, engine_info: EngineInfo
 ) -> ProcessedPrompt:
-    """Encodes a body's prompts.
+    """Tokenizes the prompts of a request and builds the answer's grammar.
 
     Raises:
-        ApiError: 400, the template refuses it, it is far longer than a sequence may be, or an id is outside of the
+        ApiError: 400, the template rejects the messages, a prompt is far too long, or a token id is outside of the
             vocabulary.
     """
     if isinstance(body, Chat):
@@ -69,7 +69,7 @@ def process_prompt(
             prompt = tokenizer.encode(prompt, engine_info.max_length, body.add_special_tokens)
             _check_ids(tokenizer, prompt, engine_info, "prompt")
         elif len(prompt) and (largest := prompt.max()) >= engine_info.vocab:
-            raise ApiError(400, f"prompt has {largest}, and the vocabulary is [0, {engine_info.vocab})", param="prompt")
+            raise ApiError(400, f"prompt has {largest}, but the vocabulary is [0, {engine_info.vocab})", param="prompt")
         prompts.append(prompt)
     if not prompts:
         raise ApiError(400, "prompt must not be empty", param="prompt")
@@ -78,15 +78,15 @@ def process_prompt(
 
 
 def _check_ids(tokenizer: ChatTokenizer, ids: np.ndarray, engine_info: EngineInfo, param: str) -> None:
-    """Refuses a text of which the tokenizer makes tokens that the model has no embedding and no logits for."""
+    """Refuses a text whose tokens are outside of the model's vocabulary: it has no embeddings and logits for them."""
     if len(ids) and (largest := int(ids.max())) >= engine_info.vocab:
-        token = f"{tokenizer.token_text(largest)!r:.80}, token {largest} of the tokenizer"
-        what = f"{param} contains {token}, and the model's vocabulary is [0, {engine_info.vocab}): leave it out"
+        token = f"{tokenizer.token_text(largest)!r:.80} (token {largest} of the tokenizer)"
+        what = f"{param} contains {token}, but the model's vocabulary is [0, {engine_info.vocab}): remove it"
         raise ApiError(400, what, param=param)
 
 
 def encode_chat_prompt(tokenizer: ChatTokenizer, body: Chat, limit: int) -> np.ndarray:
-    """Encodes a chat up to the answer: the ids [n] int32 of its prompt; errors as in `ChatTokenizer.encode_chat`."""
+    """Tokenizes a chat up to the answer, [n] int32; raises as `ChatTokenizer.encode_chat`."""
     return tokenizer.encode_chat(body, body.prompt_tools, limit)[0]
 
 
@@ -97,16 +97,16 @@ def make_grammar_spec(
     chat_format: ChatFormat | None = None,
     turn: str = "",
 ) -> GrammarSpec | None:
-    """Returns the form that a request demands of its answer; None: any text.
+    """Returns the constraint that a request puts on its answer; None: any text.
 
     Args:
-        dialect: None for completions.
-        turn: the prompt's part of the answer's turn.
+        chat_format: None for completions.
+        turn: the beginning of the assistant's turn that the prompt contains.
 
     Raises:
-        ApiError: 400, the form is too large.
+        ApiError: 400, the grammar is too large.
     """
-    # What the model has no token for, it can only spell.
+    # A marker that the model has no token for has to be spelled out.
     added = {text: token for text, token in tokenizer.added.items() if token < engine_info.vocab}
     eos = [token for token in engine_info.eos if token < engine_info.vocab]
     if isinstance(body, Chat) and body.must_call_tool:
@@ -131,13 +131,13 @@ def make_grammar_spec(
 
 
 async def compile_grammar(spec: GrammarSpec, compiler: GrammarCompiler | None, engine_info: EngineInfo) -> str:
-    """Compiles the grammar of a form.
+    """Compiles a grammar.
 
     Raises:
-        ApiError: 400, it is invalid, or the model has no compiler, with the reason.
+        ApiError: 400, the grammar is invalid, or the model does not support structured outputs.
     """
     if compiler is None:
-        what = f"answers of this model cannot follow {spec.param}: {engine_info.unguided}; leave {spec.param} out"
+        what = f"this model does not support {spec.param}: {engine_info.unguided}; leave {spec.param} out"
         raise ApiError(400, what, param=spec.param)
     try:
         return await compiler.compile(spec.parts)
@@ -146,12 +146,12 @@ async def compile_grammar(spec: GrammarSpec, compiler: GrammarCompiler | None, e
 
 
 def grammar_error(param: str, error: ValueError) -> ApiError:
-    """Creates the refusal of a form, with the reason."""
-    return ApiError(400, f"{param} cannot be followed: {' '.join(str(error).split()):.300}", param=param)
+    """Converts an error in a grammar to the refusal of the request field that asks for it."""
+    return ApiError(400, f"{param} is not usable: {' '.join(str(error).split()):.300}", param=param)
 
 
 def tokenize_body(tokenizer: ChatTokenizer, body: Tokenize, max_length: int, limit: int) -> bytes:
-    """Computes the answer of /tokenize, as JSON."""
+    """Returns the response of /tokenize as JSON."""
     if body.messages is not None:
         ids, _ = tokenizer.encode_chat(body, body.tools, limit)
     else:

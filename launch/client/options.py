@@ -1,4 +1,4 @@
-"""Options of answers in prompt files and in calls from Python."""
+"""Sampling options of prompt files and of `LLM` calls."""
 
 from __future__ import annotations
 
@@ -11,43 +11,43 @@ from helix.config import DecodeConfig
 from helix.sampling_params import OPTIONS, Parameter
 
 F = TypeVar("F", bound=Callable[..., Any])
-RULE = "Unset or None, {} are those of the run's `decode` settings; the others have the defaults shown above."
+RULE = "{} default to the run's `decode` settings if unset or None; the defaults of the others are shown above."
 
 EXTRA_OPTIONS = {
     "max_tokens": Parameter(
-        "most new tokens, at least 1; the end token counts", hint=int, kind=int, default=DecodeConfig.max_tokens
+        "maximum new tokens, at least 1; the end token counts", hint=int, kind=int, default=DecodeConfig.max_tokens
     ),
     "stop": Parameter(
-        "text or list of texts that end the answer and are not part of it", hint=str | Sequence[str], default=()
+        "stop string or list of them; they are not part of the answer", hint=str | Sequence[str], default=()
     ),
 }
 _KEYS = {key.name for key in fields(DecodeConfig)}
-DEFAULTED = [name for name in ("max_tokens", *OPTIONS, "stop") if name in _KEYS]  # where unset, `decode` says it
+DEFAULTED = [name for name in ("max_tokens", *OPTIONS, "stop") if name in _KEYS]  # default to `decode` settings
 LINE_OPTIONS = {name: (EXTRA_OPTIONS | OPTIONS)[name] for name in (*DEFAULTED, *OPTIONS)}
 CALL_OPTIONS = LINE_OPTIONS | {
-    "n": Parameter("answers to each prompt; answer i takes seed + i", hint=int, default=1),
-    "schema": Parameter("JSON schema that the answer follows", hint=Mapping[str, Any] | None, default=None),
+    "n": Parameter("answers per prompt; answer i uses seed + i", hint=int, default=1),
+    "schema": Parameter("JSON schema for the answer", hint=Mapping[str, Any] | None, default=None),
 }
 
 
 def with_defaults(options: Mapping[str, Any], decode: DecodeConfig) -> dict[str, Any]:
-    """Returns options with those of `decode` where they are unset or None; the others stay unset."""
+    """Fills options that are unset or None from `decode`, where it has them."""
     given = {name: value for name, value in options.items() if value is not None}
     return {name: getattr(decode, name) for name in DEFAULTED} | given
 
 
 def table() -> list[str]:
-    """Returns the table of options of a line of a prompt file, as lines of Markdown."""
+    """Returns the Markdown table of prompt-file options, in lines."""
     rows = ["| key | | values | unset |", "|---|---|---|---|"]
     for name, option in LINE_OPTIONS.items():
-        accepted = option.accepted.replace("2**", r"2\*\*") if name in OPTIONS else ""  # a power, and no bold text
+        accepted = option.accepted.replace("2**", r"2\*\*") if name in OPTIONS else ""  # escape a power
         unset = f"`decode.{name}`" if name in DEFAULTED else "off"
         rows.append(f"| `{name}` | {option.says} | {accepted} | {unset} |")
     return rows
 
 
 def takes_options(call: F) -> F:
-    """Shows the options of a call in its signature and docstring, in place of `**options`."""
+    """Lists the options in the signature and docstring of a function with `**options`."""
     shown: Any = call
     signature = inspect.signature(call)
     named = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]

@@ -1,4 +1,4 @@
-"""A request's sampling parameters over the checkpoint's defaults."""
+"""Combines a request's sampling parameters with the checkpoint's defaults."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from launch.client.errors import ApiError
 from launch.client.input_processor import ProcessedPrompt
 from launch.client.schemas import Chat, Completion, GenerationFields
 
-DEFAULT_MAX_TOKENS = 16  # default of max_tokens for completions
+DEFAULT_MAX_TOKENS = 16  # for completions, as in OpenAI's API
 
 
 def make_requests(
@@ -24,14 +24,14 @@ def make_requests(
     grammar: str | None,
     cache_salt: str | None = None,
 ) -> list[Request]:
-    """Creates the continuations of a body's prompts, `n` of each.
+    """Creates the engine requests of a body: `n` for each of its prompts.
 
     Args:
-        defaults: the checkpoint's, from `generation_config.json`.
-        grammar: of `processed.form`, in llguidance's format.
+        defaults: sampling defaults from the checkpoint's `generation_config.json`.
+        grammar: the compiled `processed.grammar_spec`, in llguidance's format.
 
     Raises:
-        ApiError: 400, a token id is outside of the vocabulary, or a prompt and its answer do not fit.
+        ApiError: 400, a token id is outside of the vocabulary, or a prompt and its answer are too long.
     """
     chat, requests = isinstance(body, Chat), []
     for prompt in processed.prompts:
@@ -45,7 +45,7 @@ def make_requests(
 
 
 def num_logprobs(body: Chat | Completion) -> int | None:
-    """Returns how many of the most likely tokens are told with each token; None: no log-probabilities."""
+    """Returns how many of the most likely tokens to return per token; None: no log-probabilities."""
     if isinstance(body, Chat):
         return (body.top_logprobs or 0) if body.logprobs else None
     return body.logprobs
@@ -54,11 +54,10 @@ def num_logprobs(body: Chat | Completion) -> int | None:
 def make_sampling_params(
     body: Chat | Completion, defaults: Mapping[str, Any], vocab: int, index: int
 ) -> SamplingParams:
-    """Makes the sampling parameters of choice `index` of a request.
+    """Creates the sampling parameters of choice `index` of a request.
 
     Args:
-        defaults: the checkpoint's, from `generation_config.json`.
-        vocab: number of tokens of the model.
+        defaults: sampling defaults from the checkpoint's `generation_config.json`.
 
     Raises:
         ApiError: a token id is outside of the vocabulary.
@@ -67,39 +66,39 @@ def make_sampling_params(
     bias = {int(name): value for name, value in (body.logit_bias or {}).items()}
     for param, ids in (("logit_bias", bias), ("stop_token_ids", body.stop_token_ids or [])):
         if outside := [i for i in ids if i >= vocab]:
-            raise ApiError(400, f"{param} has {outside[0]}, and the vocabulary is [0, {vocab})", param=param)
+            raise ApiError(400, f"{param} has {outside[0]}, but the vocabulary is [0, {vocab})", param=param)
     given = {name: value for name in OPTIONS if (value := getattr(body, name, None)) is not None}
     values = {name: option.request_default for name, option in OPTIONS.items()} | dict(defaults) | given
     logprobs = num_logprobs(body)
     values |= {"logit_bias": bias, "logprobs": logprobs, "stop_token_ids": tuple(body.stop_token_ids or ())}
     values |= {"prompt_logprobs": logprobs if getattr(body, "echo", False) else None}
     values |= {"top_k": 0} if values["top_k"] == -1 else {}
-    # A seed determines all choices, and each draws differently; a greedy answer needs none.
+    # The seed determines all choices, each with a different one; greedy sampling needs none.
     seed = secrets.randbits(63) if body.seed is None else (body.seed + index) % (1 << 63)
     return SamplingParams(**values | {"seed": seed if values["temperature"] > 0 else 0})
 
 
 def resolve_max_tokens(request: GenerationFields, prompt: int, unset: int | None, engine_info: EngineInfo) -> int:
-    """Computes how many tokens may be drawn after a prompt of `prompt` tokens.
+    """Returns the limit of new tokens after a prompt of `prompt` tokens.
 
     Args:
-        unset: default of the request's limit; None for all that fit.
+        unset: default limit; None: as many as fit.
 
     Raises:
-        ApiError: the prompt, or both together, do not fit.
+        ApiError: the prompt, or the prompt with its new tokens, is too long.
     """
     requested = getattr(request, "max_completion_tokens", None) or request.max_tokens
     if requested == 0:
-        requested = 1  # the engine draws a token behind each prompt; the answer leaves it out
+        requested = 1  # the engine samples at least one token; the answer leaves it out
     capacity = engine_info.max_length
     fits = prompt + (requested or 1) <= engine_info.context
     limit, what = (
-        (capacity, "what the KV cache can hold (kv.tokens)") if fits else (engine_info.context, "the model's context")
+        (capacity, "the KV cache's capacity (kv.tokens)") if fits else (engine_info.context, "the model's context")
     )
     if prompt == 0:
-        raise ApiError(400, "the prompt is empty: it needs a token", param="prompt")
+        raise ApiError(400, "the prompt is empty: it needs at least one token", param="prompt")
     if prompt + (requested or 1) > capacity:
-        new = f" and {requested} new ones are {prompt + requested}, which" if requested else ""
+        new = f" and {requested} new tokens are {prompt + requested}, which" if requested else ""
         raise ApiError(
             400,
             f"the prompt's {prompt} tokens{new} exceed {what} of {limit} tokens",

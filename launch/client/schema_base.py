@@ -11,14 +11,14 @@ SHORT_REPR = Repr()  # shortens values for messages
 
 
 class FailOnFirst(FailFast):
-    """Validator that stops a list at its first error: errors of a million items take minutes and gigabytes."""
+    """Stops validating a list at its first error: errors of a million items take minutes and gigabytes."""
 
-    def __hash__(self) -> int:  # in unions
+    def __hash__(self) -> int:  # needed in unions
         return hash(FailOnFirst)
 
 
 def null_as(default: Any) -> BeforeValidator:
-    """Makes null as good as unset: clients send it for what they leave alone."""
+    """Treats null as unset: clients send it for fields that they leave unset."""
     return BeforeValidator(lambda value: default if value is None else value)
 
 
@@ -29,7 +29,7 @@ TrueByDefault = Annotated[bool, null_as(True)]
 
 
 class Schema(BaseModel):
-    """Base of all schemas: strict about types, and collects unknown fields separately."""
+    """Base class of all schemas: strict types; unknown fields are collected in `model_extra`."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, defer_build=True)
-    route: ClassVar[str] = "completions"  # of the table of fields
+    route: ClassVar[str] = "completions"  # which route's fields apply

@@ -35,32 +35,32 @@ from launch.client.structured_outputs import (
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
-MAX_STOP_CHARS = 4096  # characters of each
-MAX_VALUES = 1 << 17  # of a body, besides its token ids
-MAX_IGNORED_NAMES, MAX_NAME_CHARS = 32, 80  # ignored fields that a client is told, and characters of a name
+MAX_STOP_CHARS = 4096  # per stop string
+MAX_VALUES = 1 << 17  # values in a body, without its token ids
+MAX_IGNORED_NAMES, MAX_NAME_CHARS = 32, 80  # ignored fields to report to a client, and characters of each name
 Scalar = str | int | float | bool | None
 BRANCHES = ("str", "int", "float", "bool", "ToolChoice")  # names of union members in an error's location
-SCANNED = 1 << 20  # bytes at a time
+SCANNED = 1 << 20  # bytes per scanned piece
 
 
 def _check_length(value: object) -> object:
-    """Checks the length of a list or object before its items: millions of errors take minutes and gigabytes."""
+    """Checks the length of a list or object before its items: millions of item errors take minutes and gigabytes."""
     if isinstance(value, dict | list) and len(value) > MAX_LISTED:
         what = "keys" if isinstance(value, dict) else "items"
-        raise ValueError(f"has {len(value)} {what}, and may have {MAX_LISTED}")
+        raise ValueError(f"has {len(value)} {what}; at most {MAX_LISTED} are allowed")
     return value
 
 
 def _check_text_length(values: dict[str, Scalar]) -> dict[str, Scalar]:
     if (total := sum(len(value) for value in values.values() if isinstance(value, str))) > MAX_EXPRESSION:
-        raise ValueError(f"has texts of {total} characters, and may have {MAX_EXPRESSION}")
+        raise ValueError(f"has {total} characters of text; at most {MAX_EXPRESSION} are allowed")
     return values
 
 
 def _check_stops(stop: str | list[str]) -> list[str]:
     stops = [stop] if isinstance(stop, str) else stop
     if len(stops) > MAX_STOPS or not all(0 < len(text) <= MAX_STOP_CHARS for text in stops):
-        raise ValueError(f"must be at most {MAX_STOPS} texts, of 1 to {MAX_STOP_CHARS} characters each")
+        raise ValueError(f"must be at most {MAX_STOPS} strings of 1 to {MAX_STOP_CHARS} characters each")
     return stops
 
 
@@ -77,11 +77,12 @@ Arguments = Annotated[dict[str, Scalar], LENGTH_CHECKED, AfterValidator(_check_t
 
 
 class StreamOptions(Schema):
+    """The field `stream_options`."""
+
     include_usage: FalseByDefault = False
 
 
 def _field(parameter: Parameter) -> tuple[Any, Any]:
-    """Returns the type and the default of a parameter's field; null is as good as unset."""
     if parameter.kind is bool:
         return FalseByDefault, False
     return Annotated[parameter.kind, parameter.request] | None, None
@@ -94,7 +95,7 @@ NumericFields: Any = create_model("NumericFields", __base__=Schema, **NUMERIC_FI
 
 
 class SamplingFields(NumericFields):
-    """Fields of how tokens are drawn, and what goes with them; all routes that generate have them."""
+    """Sampling fields, which all routes that generate have."""
 
     stop_token_ids: Annotated[ListOf[TokenId], LENGTH_CHECKED] | None = None
     logit_bias: Annotated[dict[str, Annotated[float, BIAS.range]], LENGTH_CHECKED] | None = None
@@ -112,12 +113,11 @@ class SamplingFields(NumericFields):
 
     @property
     def sampling_fields(self) -> dict[str, Any]:
-        """The fields that are given."""
         return {name: getattr(self, name) for name in SamplingFields.model_fields if name in self.model_fields_set}
 
 
 class GenerationFields(SamplingFields):
-    """Common fields of completions and chats."""
+    """Fields that completions and chats share."""
 
     model: str | None = None
     stream: FalseByDefault = False
@@ -138,7 +138,7 @@ class GenerationFields(SamplingFields):
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> GenerationFields:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options goes with stream=true")
+            raise ValueError("stream_options needs stream=true")
         return self
 
     @model_validator(mode="after")
@@ -146,9 +146,9 @@ class GenerationFields(SamplingFields):
         found = [*self._structured_outputs()]
         given = [structured_output.param for structured_output in found]
         if len(given) > 1:
-            raise ValueError(f"{given[0]} and {given[1]} both say what the answer looks like: send one of them")
+            raise ValueError(f"{given[0]} and {given[1]} both constrain the answer: send only one")
         if self.guided_whitespace_pattern is not None and given != ["guided_json"]:
-            raise ValueError("guided_whitespace_pattern goes with guided_json")
+            raise ValueError("guided_whitespace_pattern needs guided_json, and no other constraint")
         self._structured_output = found[0] if found else None
         return self
 
@@ -167,7 +167,6 @@ class GenerationFields(SamplingFields):
 
     @property
     def structured_output(self) -> StructuredOutput | None:
-        """The constraint on the answer; None: any text."""
         return self._structured_output
 
 
@@ -182,7 +181,7 @@ class Completion(GenerationFields):
 
     @property
     def prompts(self) -> list[str] | list[np.ndarray]:
-        """The prompts as texts, or as ids [n] int32."""
+        """The prompts as texts, or as token ids [n] int32."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt, np.ndarray):
@@ -191,22 +190,30 @@ class Completion(GenerationFields):
 
 
 class TextPart(Schema):
+    """A text part of a message."""
+
     type: Literal["text"]
     text: str
 
 
 class FunctionCall(Schema):
+    """Function and JSON arguments of a tool call."""
+
     name: str
     arguments: Annotated[str, null_as("{}")] = "{}"
 
 
 class ToolCall(Schema):
+    """A tool call of an assistant message."""
+
     id: str | None = None
     type: Annotated[Literal["function"], null_as("function")] = "function"
     function: FunctionCall
 
 
 class ChatMessage(Schema):
+    """A message of a conversation."""
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | ListOf[TextPart] | None = None
     name: str | None = None
@@ -216,12 +223,13 @@ class ChatMessage(Schema):
 
     @property
     def text(self) -> str:
-        """The content as one text."""
         parts = self.content or ""
         return parts if isinstance(parts, str) else "".join(part.text for part in parts)
 
 
 class Function(Schema):
+    """A function that the answer may call."""
+
     name: str = Field(max_length=128, pattern=r"^[\w.-]+$")
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -229,15 +237,21 @@ class Function(Schema):
 
 
 class Tool(Schema):
+    """An entry of `tools`."""
+
     type: Literal["function"]
     function: Function
 
 
 class FunctionName(Schema):
+    """The name of the function that must be called."""
+
     name: str
 
 
 class ToolChoice(Schema):
+    """The field `tool_choice`, if it names a function."""
+
     type: Literal["function"]
     function: FunctionName
 
@@ -246,7 +260,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class Conversation(Schema):
-    """Fields of a conversation besides its messages."""
+    """Fields of a conversation other than its messages."""
 
     route: ClassVar[str] = CHATS
 
@@ -262,12 +276,12 @@ class Conversation(Schema):
         if not self.continue_final_message:
             return self
         if self.add_generation_prompt:
-            raise ValueError("continue_final_message goes on with a message, and add_generation_prompt=true begins one")
+            raise ValueError("continue_final_message continues a message, but add_generation_prompt=true starts one")
         last = self.message_list[-1] if self.message_list else None
         if last is None or last.role != "assistant" or not last.text:
-            what = "there are no messages" if last is None else f"the last one is of role {last.role!r}"
-            what = "the last one has no text" if last is not None and last.role == "assistant" else what
-            raise ValueError(f"continue_final_message goes on with the text of an assistant's message, and {what}")
+            what = "there are no messages" if last is None else f"the last message has role {last.role!r}"
+            what = "the last message has no text" if last is not None and last.role == "assistant" else what
+            raise ValueError(f"continue_final_message continues the text of an assistant message, but {what}")
         return self
 
     @property
@@ -277,17 +291,15 @@ class Conversation(Schema):
 
     @property
     def must_call_tool(self) -> bool:
-        """Whether the answer must be calls."""
         return False
 
     @property
     def continued_text(self) -> str | None:
-        """The text that the answer continues; None: it begins a message."""
         return self.message_list[-1].text if self.continue_final_message else None
 
     @property
     def adds_generation_prompt(self) -> bool:
-        """Whether the prompt ends with the beginning of the answer's message."""
+        """Whether the prompt ends with the beginning of the assistant's message."""
         return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
 
 
@@ -305,11 +317,11 @@ class Chat(GenerationFields, Conversation):
     @model_validator(mode="after")
     def _consistent(self) -> Chat:
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs goes with logprobs=true")
+            raise ValueError("top_logprobs needs logprobs=true")
         check_size("tools", [tool.function.parameters for tool in self.tools or ()])
         names = {tool.function.name for tool in self.tools or ()}
         if isinstance(self.tool_choice, ToolChoice) and self.tool_choice.function.name not in names:
-            raise ValueError(f"tool_choice names {self.tool_choice.function.name!r:.80}, which is not among tools")
+            raise ValueError(f"tool_choice is {self.tool_choice.function.name!r:.80}, which is not in tools")
         if self.tool_choice == "required" and not names:
             raise ValueError("tool_choice=required needs tools")
         if (
@@ -318,26 +330,23 @@ class Chat(GenerationFields, Conversation):
             and self.structured_output.param != "response_format"
         ):
             raise ValueError(
-                f"tool_choice wants a call, and {self.structured_output.param} something else: send one of them"
+                f"tool_choice requires a call, but {self.structured_output.param} another format: send only one of them"
             )
         if self.must_call_tool and self.continue_final_message:
-            raise ValueError("tool_choice wants a call, and continue_final_message a text that goes on")
+            raise ValueError("tool_choice requires a call, but continue_final_message continues a text")
         return self
 
     @property
     def prompt_tools(self) -> list[Tool]:
-        """Tools that the prompt tells of."""
         return [] if self.tool_choice == "none" else self.tools or []
 
     @property
     def callable_tools(self) -> list[dict[str, Any]]:
-        """Tools that the answer may call, as they came."""
         tools = (tool for tool in self.prompt_tools if self.forced_function in (None, tool.function.name))
         return [tool.model_dump(exclude_none=True) for tool in tools]
 
     @property
     def forced_function(self) -> str | None:
-        """The function that must be called."""
         return self.tool_choice.function.name if isinstance(self.tool_choice, ToolChoice) else None
 
     @property
@@ -346,7 +355,7 @@ class Chat(GenerationFields, Conversation):
 
     @property
     def allows_several_calls(self) -> bool:
-        """Whether the answer may contain several calls; a named tool is called once."""
+        """Whether the answer may have several calls; a named function is called once."""
         return self.parallel_tool_calls and self.forced_function is None
 
 
@@ -361,7 +370,7 @@ class Tokenize(Conversation):
     @model_validator(mode="after")
     def _one_of_both(self) -> Tokenize:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("needs prompt or messages, one of the two")
+            raise ValueError("needs either prompt or messages")
         return self
 
 
@@ -373,7 +382,7 @@ class Detokenize(Schema):
 
     @property
     def ids(self) -> np.ndarray:
-        """The token ids, [n] int32."""
+        """The token ids [n] int32."""
         return np.asarray(self.tokens)
 
 
@@ -381,13 +390,13 @@ Body = TypeVar("Body", bound=Schema)
 
 
 def parse_body(schema: type[Body], body: bytes, max_ids: int = 0) -> Body:
-    """Parses a request's body; of unknown fields, `model_extra` has the first of the names to tell a client.
+    """Parses a request body; `model_extra` then has the unknown fields to report to the client, up to a limit.
 
     Args:
-        max_ids: upper bound of its token ids.
+        max_ids: maximum number of token ids in the body.
 
     Raises:
-        ApiError: 400, naming the field, its value and its range.
+        ApiError: 400; the message names the field, its value and its range.
     """
     if len(body) > MAX_VALUES:
         _check_values(body, max_ids)
@@ -396,12 +405,12 @@ def parse_body(schema: type[Body], body: bytes, max_ids: int = 0) -> Body:
     except ValidationError as error:
         raise _deepest(error) from error
     for field, value in _known_extra_fields(request):
-        # Every continuation is returned: the best of as many are all.
+        # best_of=n is the same as n: all choices are returned.
         same = field.name == "best_of" and value == (getattr(request, "n", None) or 1)
         if field.support == REFUSED and value is not None and value not in field.neutral_values and not same:
             what = f"{field.name} is not supported: {field.description}"
             raise ApiError(400, what, param=field.name, code="unsupported_parameter")
-    if (extra := request.model_extra) is not None:  # a body may have 100,000: the server's loop gets a few names
+    if (extra := request.model_extra) is not None:  # may have 100,000 names: keep a few for the server's event loop
         ignored_names = ignored(request)
         objects: list[Schema] = [request, *(value for _, value in request if isinstance(value, Schema))]
         for one in objects:
@@ -411,10 +420,10 @@ def parse_body(schema: type[Body], body: bytes, max_ids: int = 0) -> Body:
 
 
 def validate_body(schema: type[Body], values: dict[str, Any]) -> Body:
-    """Checks the values of a body's fields.
+    """Validates fields that are already parsed.
 
     Raises:
-        ApiError: 400, naming the field, its value and its range.
+        ApiError: 400; the message names the field, its value and its range.
     """
     try:
         return schema.model_validate(values)
@@ -423,7 +432,6 @@ def validate_body(schema: type[Body], values: dict[str, Any]) -> Body:
 
 
 def _deepest(error: ValidationError) -> ApiError:
-    """Returns the refusal for the deepest error: of a union, that of the member that fits best."""
     errors = error.errors(include_url=False, include_context=False)
     return _refusal(max(errors, key=lambda one: len(one["loc"])))
 
@@ -431,13 +439,13 @@ def _deepest(error: ValidationError) -> ApiError:
 def _check_values(body: bytes, max_ids: int) -> None:
     """Counts values before parsing: millions of empty lists or fields take seconds, and gigabytes that are not freed.
 
-    A value that is no token id has at most a name and a text.
+    Every value other than a token id has at most one name and one string.
 
     Raises:
-        ApiError: 400, there are too many.
+        ApiError: 400, the body has too many values.
     """
     lists = commas = quotes = 0
-    within = np.zeros(1, np.uint8)  # whether the last scanned byte was within a string
+    within = np.zeros(1, np.uint8)  # whether the last scanned byte was inside a string
     bare = np.frombuffer(body.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
     for begin in range(0, len(bare), SCANNED):
         part = bare[begin : begin + SCANNED]
@@ -449,15 +457,15 @@ def _check_values(body: bytes, max_ids: int) -> None:
     names = quotes // 2
     if lists > MAX_VALUES or lists + commas > MAX_VALUES + max_ids or names > 2 * MAX_VALUES:
         ids = f" and {max_ids} token ids" if max_ids else ""
-        what = f"the body has {lists + commas} values, {lists} of them lists or objects, with {names} names and texts"
-        raise ApiError(400, f"{what}, and may have {MAX_VALUES} values{ids}", code="too_large")
+        what = f"the body has {lists + commas} values, {lists} of them lists or objects, with {names} names and strings"
+        raise ApiError(400, f"{what}; at most {MAX_VALUES} values{ids} are allowed", code="too_large")
 
 
 def ignored(request: Schema) -> list[str]:
-    """Returns the first of a request's ignored fields, including those of its objects, by their shortened names."""
+    """Returns the names of ignored fields, including nested ones, shortened and up to a limit."""
     without_effect = {
         field.name for field, _ in _known_extra_fields(request) if field.support == REFUSED
-    }  # with a value of no effect
+    }  # refused fields with a neutral value
     inside = [(name, value) for name, value in request if isinstance(value, Schema)]
     names = {name[:MAX_NAME_CHARS] for name in request.model_extra or () if name not in without_effect}
     names |= {f"{name}.{key[:MAX_NAME_CHARS]}" for name, schema in inside for key in schema.model_extra or ()}
@@ -465,7 +473,6 @@ def ignored(request: Schema) -> list[str]:
 
 
 def _known_extra_fields(request: Schema) -> Iterator[tuple[RequestField, Any]]:
-    """Yields known fields that are not in the schema, with their values."""
     for name, value in (request.model_extra or {}).items():
         if (field := find_field(name, request.route)) is not None:
             yield field, value
@@ -475,7 +482,7 @@ def _refusal(error: Any) -> ApiError:
     message = str(error["msg"]).removeprefix("Value error, ")
     if error["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {message.removeprefix('Invalid JSON: ')}", code="invalid_json")
-    # Locations include the type names of union members, which are not fields of the body.
+    # Locations include type names of union members, which are not fields of the body.
     where = [part for part in error["loc"] if isinstance(part, int) or (part.isidentifier() and part not in BRANCHES)]
     param = ".".join(map(str, where)) or None
     if error["type"] == "missing":

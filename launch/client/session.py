@@ -1,4 +1,4 @@
-"""Pipeline from the body of a request to its answer, for HTTP, `LLM` and prompt files alike."""
+"""From a request body to its answer: the pipeline that the HTTP server, `LLM` and prompt files share."""
 
 from __future__ import annotations
 
@@ -24,17 +24,13 @@ from launch.client.schemas import Chat, Completion
 
 
 class Session:
-    """Client of a model that ranks serve: bodies of requests in, answers out.
-
-    Args:
-        serve: how it is served.
-        core: the connection to the ranks.
+    """Submits request bodies to a model that ranks serve, and returns their answers.
 
     Attributes:
-        name: the model's name to clients.
-        tokens: its tokenizer, once it is loaded.
-        defaults: the checkpoint's sampling defaults, which requests over HTTP have.
+        name: the model's name in the API.
+        tokenizer: set by `load`.
         compiler: see `compiler_for`.
+        defaults: the checkpoint's sampling defaults, for HTTP requests.
     """
 
     def __init__(self, serve: ServeConfig, engine_client: EngineClient) -> None:
@@ -46,10 +42,10 @@ class Session:
         self._serve = serve
 
     def load(self, model: str | None) -> None:
-        """Reads a model's tokenizer, chat template and sampling defaults, which may be done before a job serves it.
+        """Reads the model's tokenizer, chat template and sampling defaults; works before a job serves it.
 
         Args:
-            model: the checkpoint's directory; None: a shape alone.
+            model: checkpoint directory; None: a shape without a checkpoint.
 
         Raises:
             ValueError: a file cannot be read.
@@ -57,11 +53,11 @@ class Session:
         self.name = self._serve.name or (Path(model).resolve().name if model else "model")
         self.tokenizer = ChatTokenizer(model, self._serve.chat_template)
         self.defaults = read_defaults(model)
-        for schema in (Chat, Completion):  # not with the first request; nor with their import, for commands
+        for schema in (Chat, Completion):  # build validators here: at import it slows all commands
             schema.model_rebuild()
 
     def compiler_for(self, engine_info: EngineInfo) -> GrammarCompiler | None:
-        """Returns the compiler of grammars for what a job serves, made on demand; None: answers can follow none."""
+        """Returns the grammar compiler, created on demand; None: the model does not support structured outputs."""
         if self.compiler is None and engine_info.guided and engine_info.model is not None:
             self.compiler = GrammarCompiler(
                 Path(engine_info.model, "tokenizer.json"), engine_info.vocab, engine_info.eos
@@ -82,16 +78,16 @@ class Session:
         cache_salt: str | None = None,
         request_id: str = "",
     ) -> Answer:
-        """Submits the continuations of a body; the caller closes the answer.
+        """Submits the choices of a body; the caller must close the answer.
 
         Args:
-            defaults: sampling parameters where the body has none; None: the checkpoint's.
-            parsed: whether a chat's answer is split into thoughts, texts and calls.
-            run: runs a function with its arguments elsewhere, for a body whose reading may take long.
-            salt: requests share cached prefixes only with those of the same salt.
+            defaults: sampling parameters that the body leaves unset; None: the checkpoint's.
+            parse_output: whether to split a chat's answer into reasoning, text and calls.
+            run: runs `process_prompt` elsewhere, for large bodies.
+            cache_salt: share cached prefixes only with requests that have the same salt.
 
         Raises:
-            ApiError: the request is refused, with the reason.
+            ApiError: the request is refused.
         """
         engine_info = self.engine_client.refuse_unless_ready()
         work = self.tokenizer, self._chat_format if isinstance(body, Chat) else None, body, engine_info
@@ -108,7 +104,7 @@ class Session:
         parsers = [self._parser(body, processed) if parse_output else None for _ in requests]
         generations = self.engine_client.start(
             requests, changed.set, request_id
-        )  # nothing below fails before the answer owns them
+        )  # from here on nothing fails before the answer owns the generations
         choices = [
             Choice(index, generation, self.tokenizer, body, self.engine_client.abort, parser)
             for index, (generation, parser) in enumerate(zip(generations, parsers, strict=True))
@@ -116,17 +112,14 @@ class Session:
         return Answer(body, processed, choices, self.tokenizer, changed, request_id, self.name)
 
     def check_model(self, model: str | None) -> None:
-        """Raises ApiError 404 if a request is for another model."""
         if model is not None and model != self.name:
-            raise ApiError(404, f"model={model!r:.80} is not served here: {self.name} is", code="model_not_found")
+            raise ApiError(404, f"model={model!r:.80} is not served: use {self.name}", code="model_not_found")
 
     async def close(self) -> None:
-        """Ends the processes that compile grammars."""
         if self.compiler is not None:
             await self.compiler.close()
 
     def _parser(self, body: Chat | Completion, processed: ProcessedPrompt) -> Parser | None:
-        """Creates the parser of a continuation; None for completions, which are text alone."""
         if not isinstance(body, Chat):
             return None
         chat_format, turn = self._chat_format, processed.turn or ""

@@ -1,4 +1,4 @@
-"""Request fields that constrain an answer: a JSON schema, a regular expression, a choice, a grammar, tags."""
+"""Request fields that constrain an answer: JSON schema, regex, choice, grammar, structural tags."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ from pydantic import ConfigDict, Field, ValidationError, model_validator
 from launch.answers.grammars import StructuredOutput, Tag
 from launch.client.schema_base import SHORT_REPR, FalseByDefault, ListOf, Schema, null_as
 
-MAX_EXPRESSION = 1 << 16  # characters of an expression or a grammar, of all choices, or of a template's variables
-MAX_SCHEMA = 1 << 19  # characters and items of a schema, or of the parameters of all tools
-MAX_LEVELS = 128  # of a schema
+MAX_EXPRESSION = 1 << 16  # characters of a regex or grammar, of all choices, or of all template variables
+MAX_SCHEMA = 1 << 19  # characters plus items of a schema, or of the parameters of all tools
+MAX_LEVELS = 128  # nesting levels of a schema
 Expression = Annotated[str, Field(max_length=MAX_EXPRESSION)]
 Choices = Annotated[ListOf[str], Field(min_length=1, max_length=MAX_EXPRESSION)]
 
 
 class Structure(Schema):
+    """A tagged section of JSON."""
+
     begin: str
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     end: str
 
 
 class StructuralTags(Schema):
-    """Free text with JSON that follows a schema between tags."""
+    """Free text with tagged sections of JSON that follow a schema."""
 
     type: Annotated[Literal["structural_tag"], null_as("structural_tag")] = "structural_tag"
     structures: ListOf[Structure] = Field(min_length=1)
@@ -35,7 +37,7 @@ class StructuralTags(Schema):
     def _begin_with_triggers(self) -> StructuralTags:
         for tag in self.structures:
             if not any(tag.begin.startswith(trigger) for trigger in self.triggers):
-                raise ValueError(f"has the begin {tag.begin!r:.80}, which starts with none of its triggers")
+                raise ValueError(f"has the begin {tag.begin!r:.80}, which starts with none of the triggers")
         return self
 
     @property
@@ -74,7 +76,6 @@ class ResponseFormat(Schema):
 
     @property
     def structured_output(self) -> StructuredOutput | None:
-        """The constraint; None: any text."""
         param = "response_format"
         match self.type:
             case "text":
@@ -87,7 +88,7 @@ class ResponseFormat(Schema):
 
 
 class StructuredOutputs(Schema):
-    """The field `structured_outputs`, which holds exactly one kind of constraint."""
+    """The field `structured_outputs`, which must have exactly one kind of constraint."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -106,7 +107,7 @@ class StructuredOutputs(Schema):
         given = [name for name, value in self._kinds() if value is not None]
         if len(given) != 1:
             kinds = ", ".join(name for name, _ in self._kinds())
-            raise ValueError(f"has {' and '.join(given) or 'none of them'}, and needs one of {kinds}")
+            raise ValueError(f"has {' and '.join(given) or 'no constraint'}, but needs exactly one of {kinds}")
         return self
 
     def _kinds(self) -> Iterator[tuple[str, Any]]:
@@ -129,13 +130,9 @@ class StructuredOutputs(Schema):
 def make_structured_output(
     param: str, kind: str, value: Any, whitespace: dict[str, Any], forbid_additional: bool = False
 ) -> StructuredOutput:
-    """Creates a shape from a field's value.
-
-    Raises:
-        ValueError: the value is not a shape.
-    """
+    """Creates the constraint from a field's value; raises ValueError if the value is invalid."""
     if kind == "choice" and (total := sum(map(len, value))) > MAX_EXPRESSION:
-        raise ValueError(f"{param} has {total} characters, and may have {MAX_EXPRESSION}")
+        raise ValueError(f"{param} has {total} characters; at most {MAX_EXPRESSION} are allowed")
     if kind == "structural_tag":
         return StructuredOutput(param, kind, parse_structural_tags(param, _object(param, value)).tags)
     if kind == "json_object":
@@ -149,9 +146,8 @@ def make_structured_output(
 
 
 def _object(param: str, value: str | dict[str, Any]) -> dict[str, Any]:
-    """Returns the object that a field holds directly or as JSON text."""
     if isinstance(value, str):
-        check_size(param, value)  # Python would turn a text of 64 MiB into gigabytes
+        check_size(param, value)  # Python would parse 64 MiB of text into gigabytes
     try:
         found = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
@@ -162,7 +158,7 @@ def _object(param: str, value: str | dict[str, Any]) -> dict[str, Any]:
 
 
 def check_size(param: str, schema: Any) -> None:
-    """Raises ValueError if a schema is too large; the cost of the check is bounded as well."""
+    """Raises ValueError if a schema is too large; the check itself takes bounded time."""
     budget, stack = MAX_SCHEMA, [(schema, 0)]
     while stack and budget >= 0:
         value, level = stack.pop()
@@ -176,10 +172,11 @@ def check_size(param: str, schema: Any) -> None:
         elif isinstance(value, str):
             budget -= len(value)
     if budget < 0:
-        raise ValueError(f"{param} is too large: it may have {MAX_SCHEMA} characters and items")
+        raise ValueError(f"{param} is too large: at most {MAX_SCHEMA} characters and items are allowed")
 
 
 def parse_structural_tags(param: str, value: dict[str, Any]) -> StructuralTags:
+    """Parses structural tags; raises ValueError if they are invalid."""
     check_size(param, value)
     if "format" in value:
         raise ValueError("structural_tag.format is not supported: send structures and triggers")
@@ -192,7 +189,7 @@ def parse_structural_tags(param: str, value: dict[str, Any]) -> StructuralTags:
 
 
 def _forbid_additional(schema: Any) -> Any:
-    """Forbids properties that a schema's objects do not name; returns the new schema."""
+    """Returns a schema whose objects allow only the properties that they name."""
     if isinstance(schema, list):
         return [_forbid_additional(one) for one in schema]
     if not isinstance(schema, dict):

@@ -1,4 +1,4 @@
-"""Supervision of a job: starts its ranks, connects to them, and restarts them after a failure."""
+"""Supervises a job: starts its ranks, connects to them, and restarts them after a failure."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from helix.packages import ROOT, rank_environment
 from launch.client.engine_client import EngineClient, Generation
 from launch.client.errors import WRONG_SETTINGS
 
-LOG = logging.getLogger("helix.serving")  # unlike a print, a log that cannot be written raises nothing
+LOG = logging.getLogger("helix.serving")  # unlike print, logging does not raise if the output is closed
 ENTRY = ROOT / "torchrun_entry.py"
-LAUNCHER = "HELIX_LAUNCHER"  # environment variable of a launcher of ranks: the process that it must not outlive
-# Lines of a failed job that tell the cause, the most reliable first: a lost process, an error line, an exception.
+LAUNCHER = "HELIX_LAUNCHER"  # environment variable for launchers: pid of the process that they must not outlive
+# Lines of a failed job's output that name the cause, most reliable first: a lost process, an error, an exception.
 CAUSES = (r"(rank \d+|the launcher) was (killed|stopped)", r"error\b", r"[\w.]+(Error|Exception): ")
-WINDOW_S = 600.0  # in which `serve.restarts` are counted
-BACKOFF_S = (1.0, 2.0, 4.0)  # delays before the first restarts in the window; the last one repeats
-POLL_S = 0.05  # between two attempts to connect
-BEAT_S = 1.0  # between two looks at the ranks' progress
-SHUTDOWN_S = 20.0  # for ranks to end once they are told to
-FAILURE_OUTPUT_S = 3.0  # for a launcher to print the reason, once a rank has failed
+WINDOW_S = 600.0  # time window of `serve.restarts`
+BACKOFF_S = (1.0, 2.0, 4.0)  # delays before restarts within the window; the last one repeats
+POLL_S = 0.05  # interval of connection attempts
+BEAT_S = 1.0  # interval of progress checks
+SHUTDOWN_S = 20.0  # for ranks to exit once asked to
+FAILURE_OUTPUT_S = 3.0  # for the launcher to print the reason after a rank failed
 
 
 class JobFailed(Exception):
-    """Error: no job will be started again."""
+    """No job can be started any more."""
 
 
 class HangDetector:
-    """Time for which ranks that have work make no progress.
+    """Measures how long ranks that have work make no progress.
 
-    Progress is the engine's own: `progress` in its statistics counts decisions and layers, and a chunk of a prompt may
-    take the time that `chunk_s` announces. Statistics that arrive prove nothing: a thread sends them even if the engine
-    hangs. Looks are counted, not time: a server that was suspended as a whole can resume.
+    Progress is `progress` in the engine's stats, which counts scheduler steps and layers; a prefill chunk may take the
+    time that `chunk_s` announces. Receiving stats proves nothing: a thread sends them even if the engine hangs. Checks
+    are counted, not time, so that a server that was suspended as a whole can resume.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class HangDetector:
         self._last_progress: float | None = None
 
     def check(self, busy: bool, stats: Mapping[str, float]) -> float:
-        """Returns the seconds of silence beyond what was announced; to be called every BEAT_S seconds."""
+        """Returns the seconds without progress beyond what was announced; call it every BEAT_S seconds."""
         progress = stats.get("progress")
         self._stalled_checks = self._stalled_checks + 1 if busy and progress == self._last_progress else 0
         self._last_progress = progress
@@ -57,15 +57,15 @@ class HangDetector:
 
 
 class Supervisor:
-    """Supervisor of the job behind a core, while `run` runs.
+    """Runs the job of an `EngineClient`.
 
     Args:
-        arguments: settings of the ranks; with `serve.attach`, the ranks are started elsewhere.
-        directory: private, for sockets.
-        log: descriptor of a file for what the ranks print; None: they print where this process does.
+        arguments: settings of the ranks; unused with `serve.attach`, where the ranks are started separately.
+        directory: private directory for sockets.
+        log: file descriptor for the ranks' output; None: inherit stdout and stderr.
 
     Attributes:
-        refused: whether the last job's settings were refused before its ranks started.
+        settings_refused: whether the last job rejected its settings before it started ranks.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class Supervisor:
         """Keeps the job running until `stop` ends it.
 
         Raises:
-            JobFailed: it did not start, or failed too often.
-            ValueError: files of the model directory other than weights cannot be read.
+            JobFailed: the job did not start, or failed too often.
+            ValueError: files of the model directory, other than weights, cannot be read.
         """
         failures: deque[float] = deque()
         while True:
@@ -104,13 +104,13 @@ class Supervisor:
                 raise JobFailed("the ranks did not start")
             given_up = self._engine_client.on_job_lost(why)
             if given_up is not None:
-                LOG.warning("not tried again: %s", _describe(given_up))
+                LOG.warning("not retried: %s", _describe(given_up))
             failures.append(time.monotonic())
             while failures[0] < time.monotonic() - WINDOW_S:
                 failures.popleft()
             if self._serve.attach is None and len(failures) > self._serve.restarts:
-                raise JobFailed(f"serve.restarts={self._serve.restarts} restarts in ten minutes were not enough: {why}")
-            LOG.warning("%s: %d requests wait for it to come back", why, len(self._engine_client.generations))
+                raise JobFailed(f"more than serve.restarts={self._serve.restarts} failures in ten minutes: {why}")
+            LOG.warning("%s: restarting, %d requests wait", why, len(self._engine_client.generations))
             self._engine_client.observer.on_restart()
             await asyncio.sleep(BACKOFF_S[min(len(failures), len(BACKOFF_S)) - 1])
 
@@ -121,7 +121,6 @@ class Supervisor:
             self._engine_client.stop()
 
     async def _job(self) -> str:
-        """Runs a job to its end and returns the reason of its end."""
         self._jobs += 1
         path = self._directory / f"{self._jobs}.sock"
         process = await asyncio.create_subprocess_exec(
@@ -130,7 +129,7 @@ class Supervisor:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,
-            start_new_session=True,  # a terminal's control-C reaches only this process: running requests end normally
+            start_new_session=True,  # control-C in a terminal reaches only this process: running requests can finish
         )
         ended = asyncio.create_task(process.wait())
         working = asyncio.create_task(self._work(path))
@@ -151,13 +150,13 @@ class Supervisor:
 
     async def _attached(self) -> str:
         why = await self._work(Path(str(self._serve.attach)))
-        return why or "the connection to the ranks ended"
+        return why or "the connection to the ranks closed"
 
     async def _work(self, path: Path) -> str:
-        """Exchanges messages with the ranks behind a socket until they leave; returns the reason, if known.
+        """Exchanges messages with the ranks at a socket until they leave; returns why they left, if known.
 
         Raises:
-            TimeoutError: they hang.
+            TimeoutError: the ranks hang.
         """
         while True:
             try:
@@ -181,10 +180,10 @@ class Supervisor:
 
 
 def _describe(generation: Generation) -> str:
-    """Describes a request without its content."""
+    """Describes a request without its content, for the log."""
     request = generation.request
     grammar = "none" if request.grammar is None else f"{len(request.grammar)} characters"
-    prompt = f"a prompt of {len(request.prompt)} tokens, {request.max_tokens} to draw"
+    prompt = f"a prompt of {len(request.prompt)} tokens, max_tokens={request.max_tokens}"
     sampling = ", ".join(request.sampling.to_dict()) or "greedy"
     return f"request {generation.name}, {prompt}, grammar: {grammar}, sampling: {sampling}"
 
@@ -194,6 +193,6 @@ def _exit(code: int | None) -> str:
 
 
 def cause(lines: Sequence[str]) -> str:
-    """Finds the line that tells why a job failed; empty if there is none."""
+    """Finds the line that names the cause of a job's failure; empty if there is none."""
     causes = (line for pattern in CAUSES for line in lines if re.match(pattern, line))
     return next(causes, "").removeprefix("error: ")

@@ -1,6 +1,6 @@
-"""Worker processes for work that takes long or much memory: in the server's own, Python's lock would block others.
+"""Worker processes for slow or memory-hungry work, which would hold the GIL of the server's process.
 
-Requests and answers are bytes preceded by their length. A process sends an empty answer first, once it is ready.
+Requests and answers are length-prefixed bytes. A process first sends an empty answer to say that it is ready.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from launch.client.errors import ApiError
 
 SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 PIECE = 1 << 20  # bytes read at a time
-BUSY_S = 10  # when to try again
+BUSY_S = 10  # Retry-After for clients
 SIZE = struct.Struct("=Q")
 RequestHandler = Callable[[bytes], bytes]
 
 
 class WorkerPool:
-    """Pool of processes that answer requests, each one at a time; they start on demand, and stay.
+    """Pool of worker processes, one request each at a time; they start on demand and stay.
 
-    A request goes to whichever process is free first: one that starts takes seconds, one at work mostly milliseconds.
+    A request goes to the first free process: a new one takes seconds to start, a busy one is mostly free in
+    milliseconds.
 
     Args:
-        module: the program, which calls `serve_requests`.
+        module: the worker's module, which calls `serve_requests`.
         arguments: its command line.
-        most: processes at a time.
-        wait_s: seconds for one to be free, and for one to start.
+        wait_s: seconds to wait for a free process, and for a process to start.
         work_s: seconds for an answer; a process that takes longer is killed.
 
     Attributes:
         processes: all running processes.
-        idle: those that are ready and without work.
+        idle: ready processes without work.
     """
 
     def __init__(self, module: str, arguments: Sequence[str], max_processes: int, wait_s: float, work_s: float) -> None:
@@ -48,22 +48,22 @@ class WorkerPool:
         self._command = sys.executable, "-m", module, *arguments
         self._max_processes, self._wait_s, self._work_s = max_processes, wait_s, work_s
         self._starts: set[asyncio.Task[Process]] = set()
-        self._num_spawning = 0  # starts whose process is not there yet
+        self._num_spawning = 0  # starts whose process does not exist yet
         self._waiters: deque[asyncio.Future[Process]] = deque()
 
     def start(self) -> None:
-        """Starts a process, for which a request that comes meanwhile waits; to be called in the event loop."""
+        """Starts a process, which a waiting request can use; call it in the event loop."""
         self._num_spawning += 1
         task = asyncio.create_task(self._spawn())
         self._starts.add(task)
         task.add_done_callback(self._on_started)
 
     async def ask(self, request: bytes) -> bytes:
-        """Sends a request to a process and returns its answer; kills the process if the caller is cancelled.
+        """Sends a request to a process and returns the answer; kills the process if the caller is cancelled.
 
         Raises:
             ApiError: 503, no process was free in time.
-            TimeoutError: the answer did not come in time.
+            TimeoutError: the answer took too long.
             EOFError: the process died; the message has its exit code.
             RuntimeError: a process died before it was ready.
         """
@@ -86,7 +86,7 @@ class WorkerPool:
         return answer
 
     async def close(self) -> None:
-        """Ends all processes; to be called when no request is pending."""
+        """Ends all processes; call it when no request is pending."""
         starts = [*self._starts]
         for task in starts:
             task.cancel()
@@ -95,7 +95,6 @@ class WorkerPool:
             await self._kill(process)
 
     async def _acquire(self) -> Process:
-        """Takes an idle process, or the next one that is free."""
         while self.idle:
             process = self.idle.pop()
             if process.returncode is None:
@@ -108,17 +107,15 @@ class WorkerPool:
             return await waiter
         except asyncio.CancelledError:
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
-                self._release(waiter.result())  # it came too late
+                self._release(waiter.result())  # assigned to a cancelled request
             raise
 
     def _start_more(self) -> None:
-        """Starts a process if more requests wait than processes start, and there may be more."""
         waiting = sum(not waiter.done() for waiter in self._waiters)
         if waiting > len(self._starts) and len(self.processes) + self._num_spawning < self._max_processes:
             self.start()
 
     def _release(self, process: Process) -> None:
-        """Assigns a free process to the request that has waited longest."""
         waiter = self._pop_waiter()
         if waiter is None:
             self.idle.append(process)
@@ -133,7 +130,7 @@ class WorkerPool:
         return None
 
     def _on_started(self, task: asyncio.Task[Process]) -> None:
-        """Assigns a process that has started; of one that failed, a request has the reason, and others another."""
+        """Assigns a new process; if it failed to start, one request gets the error and the others another process."""
         self._starts.discard(task)
         if task.cancelled():
             return
@@ -147,7 +144,6 @@ class WorkerPool:
         self._start_more()
 
     async def _spawn(self) -> Process:
-        """Starts a process and waits until it is ready."""
         try:
             process = await asyncio.create_subprocess_exec(
                 *self._command,
@@ -155,7 +151,7 @@ class WorkerPool:
                 stdin=PIPE,
                 stdout=PIPE,
                 limit=PIECE,
-                start_new_session=True,  # a terminal's control-C reaches only the server
+                start_new_session=True,  # control-C in a terminal reaches only the server
             )
         finally:
             self._num_spawning -= 1
@@ -198,11 +194,11 @@ def serve_requests(make_handler: Callable[[], RequestHandler]) -> None:
     """Answers requests from standard input until it ends.
 
     Args:
-        made: creates the function that does the work.
+        make_handler: creates the function that answers a request.
     """
     inward, outward = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # prints go to the log
-    if sys.platform == "linux":  # a running call does not outlive the server
+    if sys.platform == "linux":  # a call that is still running must not outlive the server
         ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
     work, reply = make_handler(), b""
     while True:

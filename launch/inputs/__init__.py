@@ -1,1 +1,1 @@
-"""Inputs of the user, checked before anything starts."""
+"""User inputs, checked before anything starts."""

@@ -1,4 +1,4 @@
-"""Arguments of commands that run no config: `KEY=VALUE` as everywhere; `--help` prints the command's own text."""
+"""`KEY=VALUE` arguments of commands without a config; `--help` prints the command's docstring."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, get_origin
 
 from helix.schema import parse_value, unknown_message
 
-HOME = Path(__file__).resolve().parents[2]  # the checkout, or where a wheel is installed
+HOME = Path(__file__).resolve().parents[2]  # the checkout, or the directory of an installed wheel
 
 
 def parse(
@@ -19,12 +19,12 @@ def parse(
     """Parses `KEY=VALUE` arguments to values by key.
 
     Args:
-        kinds: annotations by key, as `helix.schema` reads them; a list is several values with commas.
-        needed: keys that must be given.
-        words: keys of what stands without one, in order.
+        kinds: types by key, as in `helix.schema`; a list takes comma-separated values.
+        needed: required keys.
+        words: keys of positional arguments, in order.
 
     Raises:
-        ValueError: a key is unknown, given twice or missing, or a value is not of its type.
+        ValueError: a key is unknown, repeated or missing, or a value has the wrong type.
     """
     values: dict[str, Any] = {}
     unnamed = [*words]
@@ -49,13 +49,13 @@ def parse(
 
 
 def handle_help(arguments: Sequence[str], text: str | None) -> bool:
-    """Prints a command's text and ends the command if `--help` is among its arguments."""
+    """Prints a command's help if `--help` is among its arguments; returns whether it did."""
     if wanted := not {"-h", "--help"}.isdisjoint(arguments):
         print(text)
     return wanted
 
 
 def need_checkout(command: str) -> None:
-    """Ends a command that needs files which a wheel lacks: records, pages, all sources, the demo model."""
+    """Exits if the command needs files that a wheel does not have: records, docs, all sources, the demo model."""
     if not (HOME / "pyproject.toml").exists():
-        sys.exit(f"error: {command} needs Helix's checkout, with its records, sources and demo model: {HOME} has none")
+        sys.exit(f"error: {command} needs a checkout of Helix (records, sources, demo model); {HOME} is none")

@@ -1,6 +1,6 @@
-"""Layout of `layout=auto`: the planner's first choice for the prompts of a run, or for a benchmark.
+"""Resolves `layout=auto`: the planner's first choice for the prompts of a run, or for a benchmark.
 
-Every rank computes it for itself, from what all of them see, before they meet; ranks then compare what they chose.
+Every rank computes it by itself before ranks connect, from inputs that all see; ranks then compare the results.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from helix.setup.parts import make_eagle3, stored_format
 from launch.inputs.hardware import hardware_of
 
 if TYPE_CHECKING:
-    from launch.inputs.prompt_files import PromptLine  # with the schemas of requests, which planning does without
+    from launch.inputs.prompt_files import PromptLine  # at runtime, planning works without the request schemas
 
-KV_DTYPES = {"auto": "bf16", "fp8": "e4m3", "fp8_all": "e4m3_all", "k16v8": "k16v8"}  # in the planner's words
-TEXT_BYTES = 4  # a token of text, about; counting them takes the tokenizer, which rank 0 alone loads
+KV_DTYPES = {"auto": "bf16", "fp8": "e4m3", "fp8_all": "e4m3_all", "k16v8": "k16v8"}  # the planner's names
+TEXT_BYTES = 4  # estimated bytes of text per token; an exact count needs the tokenizer, which only rank 0 loads
 
 
 def choose(
@@ -41,14 +41,14 @@ def choose(
     Args:
         prompts: prompts to decode.
         device: name of the GPU; None on a CPU.
-        load: number of sequences and tokens of each, if there are no prompts.
+        load: number of sequences and tokens per sequence, if there are no prompts.
 
     Raises:
-        ValueError: widths are set too, the device is not described, or nothing fits on it.
+        ValueError: widths are also set, there is no description of the device, or nothing fits on it.
     """
     widths = ("kvp", "tpa", "tpf", "ep")
     if given := [f"layout.{key}" for key in widths if getattr(config.layout, key) != getattr(LayoutConfig(), key)]:
-        raise ValueError(f"layout=auto chooses {', '.join(given)} itself: leave unset, or set layout=helix")
+        raise ValueError(f"layout=auto chooses {', '.join(given)} itself: leave them unset, or set layout=helix")
     if device is None:
         tpa = max(n for n in range(1, world_size + 1) if world_size % n == 0 and spec.attention.kv_heads % n == 0)
         layout = HelixLayout.create("helix", world_size // tpa, tpa)
@@ -59,7 +59,7 @@ def choose(
         hardware = hardware.over_nccl()
     batch, length = workload(config, prompts) if prompts else load
     options = planner_options(config, spec)
-    # A layer that drafts takes about as much memory, and each of its runs about as long, as one of the model.
+    # A drafting layer takes about as much memory and time as a layer of the model: plan for it as one.
     ranking = plan(
         PlanQuery(replace(spec, layers=spec.stack, draft=None), hardware, world_size, length, batch, options=options)
     )
@@ -70,26 +70,26 @@ def choose(
 
 
 def workload(config: Config, prompts: Sequence[PromptLine]) -> tuple[int, int]:
-    """Returns the number of concurrent sequences, and the tokens of the longest prompt with its new ones."""
+    """Returns the number of concurrent sequences, and the largest number of prompt and new tokens of a sequence."""
     new = config.decode.max_tokens
-    # What is no number will be refused, with its request.
+    # A max_tokens that is not a number is refused later, with its request.
     limits = (prompt.options.get("max_tokens") for prompt in prompts)
     lengths = [_tokens(p) + (n if isinstance(n, int) else new) for p, n in zip(prompts, limits, strict=True)]
     return min(len(prompts), max_slots(config, "cuda")), max(lengths)
 
 
 def planner_options(config: Config, spec: DecoderSpec) -> Options:
-    """Returns the planner's options for a config: dtypes, the cache, and which keys are read.
+    """Returns the planner's options for a config: dtypes, KV cache, sparse attention.
 
     Raises:
-        ValueError: steps in this dtype are not predicted.
+        ValueError: the planner does not predict this dtype.
     """
     dtype = spec.dtype if config.model.dtype == "auto" else config.model.dtype
     if dtype == "float32":
-        raise ValueError("steps in model.dtype=float32 are not predicted: set model.dtype=bfloat16, or the layout")
-    # fp16 has as many bytes as bf16, and is as fast.
+        raise ValueError("the planner does not predict model.dtype=float32: set model.dtype=bfloat16, or the layout")
+    # fp16 has the size and speed of bf16.
     kv = config.kv
-    # What is hot, nobody knows before: nothing is counted on.
+    # The hit rate of resident blocks is not known in advance: assume 0.
     offload = Offload(0.0, kv.offload_host_bytes or inf, kv.offload_gpu_bytes) if kv.offload == "host" else None
     weights, experts = weight_dtypes(config.model)
     return Options(
@@ -100,10 +100,10 @@ def planner_options(config: Config, spec: DecoderSpec) -> Options:
 
 
 def layer_drafts(config: SpeculationConfig, spec: DecoderSpec) -> LayerDrafts | None:
-    """Returns the layer that drafts, as the planner sees it, for the spec of `make_spec`; None with another drafter.
+    """Returns the drafting layer of a spec from `make_spec` for the planner; None with other drafters.
 
     Raises:
-        ValueError: its checkpoint cannot be read.
+        ValueError: the layer's checkpoint cannot be read.
     """
     if spec.draft is None:
         return None
@@ -118,7 +118,7 @@ def layer_drafts(config: SpeculationConfig, spec: DecoderSpec) -> LayerDrafts | 
 
 
 def weight_dtypes(config: ModelConfig) -> tuple[str, str]:
-    """Returns the dtypes of a model's projections and of its routed experts on a GPU, in the planner's words."""
+    """Returns the planner's dtypes of a model's projections and of its routed experts on a GPU."""
     stored = stored_format(config) if config.weights != "bf16" else None
     if stored is None:
         return ("e4m3", "e4m3") if config.weights == "fp8" else ("bf16", "bf16")
@@ -126,7 +126,7 @@ def weight_dtypes(config: ModelConfig) -> tuple[str, str]:
 
 
 def budget(config: Config) -> Sparse | None:
-    """Returns the keys that a block-sparse step reads; None if attention is dense."""
+    """Returns what a block-sparse step reads; None if attention is dense."""
     a = config.attention
     if a.policy == "dense":
         return None

@@ -1,4 +1,4 @@
-"""Command lines as one types them: a model, files, flags and `KEY=VALUE`, all of which stand for keys."""
+"""Parses command lines: a model, files, flags and `KEY=VALUE` become Hydra overrides."""
 
 from __future__ import annotations
 
@@ -18,19 +18,17 @@ from helix.schema import field_types
 from launch.inputs.flags import API_KEY, FOREIGN_FLAGS, HYDRA, Flag
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
-MODEL = (
-    "MODEL is a directory with a Hugging Face checkpoint, ORG/NAME[@REVISION] of the Hub, or a shape of conf/model/."
-)
+MODEL = "MODEL is a Hugging Face checkpoint directory, ORG/NAME[@REVISION] on the Hub, or a shape from conf/model/."
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings that a command line can have.
+    """The keys and config groups that a command accepts.
 
     Attributes:
         schema: dataclass with all keys.
-        directories: directories of groups and primary configs.
-        begin: name of the primary config, without suffix.
+        directories: where groups and primary configs are looked up.
+        primary: name of the primary config, without suffix.
     """
 
     schema: type[Config] = Config
@@ -39,16 +37,16 @@ class Settings:
 
     @cached_property
     def groups(self) -> dict[str, list[str]]:
-        """Options of each group, without `hardware`, which the simulator reads."""
+        """Options of each group, without `hardware`, which only the simulator reads."""
         names = sorted({*(name for name, kind in field_types(self.schema).items() if is_dataclass(kind)), "experiment"})
         options = {n: sorted({f.stem for d in self.directories for f in (d / n).glob("*.yaml")}) for n in names}
         return {name: found for name, found in options.items() if found}
 
     def with_options(self, options: dict[str, str]) -> Settings:
-        """Adds the groups of `--config-dir`, and begins with the file that `--config-name` names.
+        """Adds the directory of `--config-dir` and takes the primary config of `--config-name`.
 
         Raises:
-            ValueError: there is no such directory or file.
+            ValueError: the directory or file does not exist.
         """
         found = self
         if (given := options.get("--config-dir")) is not None:
@@ -71,13 +69,11 @@ class Command:
     """A command that composes a config.
 
     Attributes:
-        name: as typed.
-        about: a sentence.
-        examples: three lines.
-        flags: beside Hydra's.
-        keys: those that matter most, and what they do.
-        words: keys of what stands without a flag, in order; the first is the model.
-        settings: all that can be set.
+        about: one sentence for `--help`.
+        examples: three lines for `--help`.
+        flags: the command's flags, without Hydra's.
+        keys: the most important keys and what they do.
+        words: keys that positional arguments set, in order; the first is the model.
     """
 
     name: str
@@ -91,13 +87,13 @@ class Command:
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A command line, read.
+    """A parsed command line.
 
     Attributes:
-        overrides: of Hydra's grammar; what stood for a key is one.
-        options: Hydra's options by their long names; "" where no value follows.
-        own: values of flags without a key, by their first names.
-        settings: those of the command, with the user's own directories.
+        overrides: Hydra overrides, including what flags and positional arguments set.
+        options: Hydra's options by long name; "" where no value follows.
+        flag_values: values of flags without a key, by first name.
+        settings: the command's settings, with the user's directories added.
     """
 
     overrides: list[str]
@@ -107,7 +103,6 @@ class CommandLine:
 
     @property
     def arguments(self) -> list[str]:
-        """The line for the ranks, in Hydra's grammar alone."""
         kept = [(name, self.options[name]) for name in ("--config-dir", "--config-name") if name in self.options]
         return [word for pair in kept for word in pair] + self.overrides
 
@@ -125,15 +120,15 @@ class _StoreOnce(argparse.Action):
 
 
 def parser(command: Command) -> argparse.ArgumentParser:
-    """Makes the parser of a command, whose help is what `--help` prints."""
+    """Builds the argparse parser of a command."""
     words = "".join(f" [{key.rpartition('.')[2].upper()}{'.jsonl' * (key != 'model')}]" for key in command.words)
     wide = max((len(left) for left, _ in command.keys), default=0)
     keys = "\n".join(f"  {left:<{wide}}  {right}" for left, right in command.keys)
     made = _Parser(
         command.name, f"{command.name}{words} [FLAG ...] [KEY=VALUE ...]", f"{command.about}\n\n{MODEL}\n\n"
         + "\n".join(f"  {example}" for example in command.examples),
-        f"keys that matter most; lengths may be 128K or 1M:\n{keys}\n\n`--info` lists all groups and keys, with what "
-        "they mean and may be; docs/reference/config.md\nhas the same as a page.",
+        f"most important keys; lengths may be written 128K or 1M:\n{keys}\n\n`--info` lists all groups and keys, with "
+        "their meaning and values; so does docs/reference/config.md.",
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=110),
         add_help=False, allow_abbrev=False,
     )  # fmt: skip
@@ -149,16 +144,16 @@ def parser(command: Command) -> argparse.ArgumentParser:
 
 
 def read(arguments: Sequence[str], command: Command) -> CommandLine:
-    """Reads what was typed behind a command's name.
+    """Parses the arguments of a command.
 
     Raises:
-        ValueError: a flag is unknown, refused, given twice or without its value; or a word stands for nothing.
+        ValueError: a flag is unknown, unsupported, repeated or lacks its value; or there are too many arguments.
     """
     for text in arguments:
         if (answer := FOREIGN_FLAGS.get(name := text.partition("=")[0])) and not any(
             name in flag.names for flag in command.flags
         ):
-            raise ValueError(f"{name} is not taken: {answer}")
+            raise ValueError(f"{name} is not supported: {answer}")
     found, more = parser(command).parse_known_intermixed_args([*arguments])
     if more:
         known = [name for flag in (*command.flags, *HYDRA) for name in flag.names]
@@ -167,7 +162,7 @@ def read(arguments: Sequence[str], command: Command) -> CommandLine:
         raise ValueError(f"{more[0]} is not an option of {command.name}{hint} (--help lists them)")
     values = {name: value for name, value in vars(found).items() if name != "words" and value is not None}
     if API_KEY in [flag.key for flag in command.flags] and "--api-key" in values:
-        os.environ[API_KEY] = values.pop("--api-key")  # not in the config, which records hold
+        os.environ[API_KEY] = values.pop("--api-key")  # not into the config, which records contain
     overrides = [
         text
         for flag in command.flags
@@ -182,7 +177,7 @@ def read(arguments: Sequence[str], command: Command) -> CommandLine:
         elif not left:
             names = ["MODEL", *(f"{key.rpartition('.')[2].upper()}.jsonl" for key in command.words[1:])]
             raise ValueError(
-                f"{text!r}: a setting is KEY=VALUE; {command.name} takes {' and '.join(names)} without a key"
+                f"{text!r}: a setting is KEY=VALUE; without a key, {command.name} takes only {' and '.join(names)}"
             )
         else:
             overrides.append(model_override(text) if (key := left.pop(0)) == "model" else f"{key}={text}")
@@ -190,12 +185,12 @@ def read(arguments: Sequence[str], command: Command) -> CommandLine:
 
 
 def shapes() -> list[str]:
-    """Lists the names of conf/model/."""
+    """Lists the model shapes of conf/model/."""
     return sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
 
 
 def model_override(name: str) -> str:
-    """Turns a model's name into the override that takes it: a directory, ORG/NAME of the Hub, or one of conf/model/.
+    """Returns the override that selects a model: a directory, ORG/NAME on the Hub, or a shape of conf/model/.
 
     Raises:
         ValueError: it is none of them.
@@ -205,11 +200,11 @@ def model_override(name: str) -> str:
     if name in shapes():
         return f"model={name}"
     raise ValueError(
-        f"{name!r} is no directory, nor ORG/NAME[@REVISION] of the Hugging Face Hub, nor a shape of conf/model/, of "
-        f"which the nearest are {nearest_shapes(name)}; a setting is KEY=VALUE"
+        f"{name!r} is not a directory, ORG/NAME[@REVISION] on the Hugging Face Hub, or a shape of conf/model/ "
+        f"(closest: {nearest_shapes(name)}); a setting is KEY=VALUE"
     )
 
 
 def nearest_shapes(name: str) -> str:
-    """Lists the five shapes whose names are most like this one."""
+    """Lists the five shapes with the most similar names."""
     return ", ".join(get_close_matches(name, shapes(), n=5, cutoff=0.0))

@@ -1,4 +1,4 @@
-"""Configs of command lines: composed by Hydra, with a sentence for each mistake."""
+"""Composes configs from command lines with Hydra, with one-line errors."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from launch.inputs.command_parser import CONF, RUN, Command, CommandLine, Settin
 from launch.inputs.keys import keys
 
 ROOT = CONF.parent
-SCHEMA = "helix_schema"  # its name to the primary config
+SCHEMA = "helix_schema"  # name under which the primary config finds the schema
 HYDRA_LOCK = RLock()
-HYDRA_DEFAULTS = (  # of --multirun; the user's overrides come later and win
+HYDRA_DEFAULTS = (  # for --multirun; overrides of the user come later and win
     "hydra/job_logging=none",
     "hydra/hydra_logging=none",
     "hydra.output_subdir=null",
@@ -42,7 +42,7 @@ OmegaConf.register_new_resolver("root", lambda: str(ROOT))
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """A point of `--multirun`: its overrides, its config, its own directory, and that of the sweep."""
+    """A point of `--multirun`: its overrides, config and directory, and the directory of the sweep."""
 
     overrides: list[str]
     config: Config
@@ -54,19 +54,19 @@ def compose_config(overrides: Sequence[str], settings: Settings = RUN) -> Config
     """Composes the config of a run.
 
     Raises:
-        ValueError: a mistake in the overrides, in one line.
+        ValueError: an override is wrong; the message is one line.
     """
     return _as_config(_compose(overrides, settings), settings)
 
 
 def points(line: CommandLine, directory: Path | None = None) -> list[SweepPoint]:
-    """Composes each point of `--multirun`, as Hydra's sweeper lists them, and makes its directory.
+    """Composes each point of `--multirun`, as Hydra's sweeper lists them, and creates its directory.
 
     Args:
-        directory: where directories are made instead of in hydra.sweep.dir.
+        directory: use it instead of hydra.sweep.dir.
 
     Raises:
-        ValueError: a mistake in the overrides, in one line.
+        ValueError: an override is wrong; the message is one line.
     """
     found: list[tuple[list[str], DictConfig, Path, Path]] = []
     sweepers = {"basic"}
@@ -82,25 +82,25 @@ def points(line: CommandLine, directory: Path | None = None) -> list[SweepPoint]
         overrides = [*HYDRA_DEFAULTS, search, *checked, *directory_override]
         GlobalHydra.instance().hydra.multirun(line.settings.primary, collect, overrides, with_log_configuration=False)
     if other := sweepers - {"basic"}:
-        raise ValueError(f"hydra/sweeper={other.pop()} chooses points by what others measured: leave it out")
+        raise ValueError(f"hydra/sweeper={other.pop()} is not supported: it chooses points by results")
     if not found:
-        raise ValueError("there is no point: a sweep has no values, or hydra/launcher runs them in other processes")
+        raise ValueError("the sweep has no points: it has no values, or hydra/launcher runs them in other processes")
     return [SweepPoint(texts, _as_config(config, line.settings), *places) for texts, config, *places in found]
 
 
 def info_text(line: CommandLine, command: Command) -> str | None:
-    """Writes what `--help`, `--info` or `--cfg job` print; None where none of them is there.
+    """Returns what `--help`, `--info` or `--cfg job` print; None without these options.
 
     Raises:
-        ValueError: a mistake in the overrides, or an option that goes with none of them.
+        ValueError: an override is wrong, or an option needs one of these.
     """
     options, settings = line.options, line.settings
     if "--help" in options:
         return parser(command).format_help()
     if "--cfg" not in options and (extra := next((o for o in ("--resolve", "--package") if o in options), None)):
-        raise ValueError(f"{extra} is of --cfg job, which shows the config in effect: add it")
+        raise ValueError(f"{extra} needs --cfg job, which prints the config: add it")
     if options.get("--cfg", "job") != "job":
-        raise ValueError(f"--cfg {options['--cfg']}: take --cfg job, the config in effect; Hydra's own is not used")
+        raise ValueError(f"--cfg {options['--cfg']}: only --cfg job is supported, which prints the config")
     if "--info" in options:
         return _info(settings) + _config_yaml(line.overrides, {}, settings)
     if "--cfg" in options and "--multirun" in options:
@@ -115,7 +115,7 @@ def _config_yaml(overrides: Sequence[str], options: dict[str, str], settings: Se
     _as_config(config, settings)
     part = OmegaConf.select(config, name) if (name := options.get("--package")) else config
     if part is None or (name and not OmegaConf.is_config(part)):
-        raise ValueError(f"--package {name}: there is no such part; parts are {', '.join(map(str, config))}")
+        raise ValueError(f"--package {name}: the config has no such part; parts are {', '.join(map(str, config))}")
     return OmegaConf.to_yaml(part, resolve="--resolve" in options)
 
 
@@ -133,9 +133,9 @@ def _info(settings: Settings) -> str:
 
 @contextmanager
 def _open_hydra(settings: Settings) -> Iterator[str]:
-    """Opens Hydra over the directory of the primary config; yields the override that adds the others.
+    """Opens Hydra with the directory of the primary config; yields the override that adds the others.
 
-    Hydra is one in a process: threads take turns, and a program that Hydra started finds its own again.
+    Hydra's state is global: threads take turns, and a program that itself runs under Hydra gets its state back.
     """
     ConfigStore.instance().store(name=SCHEMA, node=asdict(settings.schema()))
     first = [d for d in settings.directories if (d / f"{settings.primary}.yaml").exists()][-1]
@@ -153,7 +153,7 @@ def _open_hydra(settings: Settings) -> Iterator[str]:
 
 @contextmanager
 def _translate_errors(settings: Settings) -> Iterator[None]:
-    """Turns what Hydra refuses into one line, with the nearest option or what a value has to be."""
+    """Turns Hydra's errors into one line, with the nearest option or the type of the value."""
     try:
         yield
     except MissingConfigException as error:
@@ -164,14 +164,14 @@ def _translate_errors(settings: Settings) -> Iterator[None]:
         kinds = {name: kind for name, kind, _ in leaves(settings.schema)}
         if (kind := kinds.get(override.partition("=")[0].lstrip("+~"))) is not None:
             raise ValueError(f"{override} must be {describe_type(kind)}") from error
-        raise ValueError(f"the settings do not go together: {_first_line(error)}") from error
+        raise ValueError(f"the settings are inconsistent: {_first_line(error)}") from error
     except OSError as error:
-        raise ValueError(f"hydra.sweep.dir: {error.filename} cannot be made: {error.strerror}") from error
+        raise ValueError(f"hydra.sweep.dir: {error.filename} cannot be created: {error.strerror}") from error
 
 
 def _compose(overrides: Sequence[str], settings: Settings) -> DictConfig:
     checked = [_check_override(text, settings, sweeps=False) for text in overrides]
-    # A text whose name a folder of conf/ has, as `hardware`, would be a group to Hydra.
+    # Hydra would take a text key that is also a folder of conf/, such as `hardware`, for a group.
     folders = {folder.name for directory in settings.directories for folder in directory.iterdir() if folder.is_dir()}
     names = field_types(settings.schema).keys() & folders - settings.groups.keys()
     texts = [text for text in checked if text.partition("=")[0] in names]
@@ -196,11 +196,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _check_override(text: str, settings: Settings, sweeps: bool) -> str:
-    """Checks an override and returns it for Hydra: paths are literal, all else follows Hydra's grammar.
-
-    Raises:
-        ValueError: it is none, or its key is unknown.
-    """
+    """Checks an override, or raises ValueError; quotes paths, and leaves the rest to Hydra's grammar."""
     if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
         raise ValueError(f"{text!r} is not UTF-8")
     match = re.fullmatch(r"(\+\+|\+|~|)([^=]*)(=?)(.*)", text, re.DOTALL)
@@ -214,25 +210,25 @@ def _check_override(text: str, settings: Settings, sweeps: bool) -> str:
     kinds = {name: kind for name, kind, _ in leaves(settings.schema)}
     if re.match(r"hydra[./]", key):
         if not sweeps:
-            raise ValueError(f"{text}: Hydra's own settings are of --multirun: add -m, or leave it out")
+            raise ValueError(f"{text}: Hydra's settings are only for --multirun: add -m, or leave it out")
     elif key == "experiment":
-        sign = ""  # the primary config names it
+        sign = ""  # the primary config already names it
     elif key not in settings.groups and key not in kinds:
         parent = next((name for name, kind in kinds.items() if key.startswith(f"{name}.")), None)
         if parent is None:
             _refuse(key, text, settings)
         elif kinds[parent] != dict[str, Any]:
-            raise ValueError(f"{key} is unknown: {parent} has no keys of its own")
-        sign = sign or "++"  # Hydra adds what the primary config does not name
+            raise ValueError(f"{key} is unknown: {parent} has no keys")
+        sign = sign or "++"  # lets Hydra add keys that the primary config does not have
     elif sign == "+":
-        raise ValueError(f"{text}: {key} is there already: leave out the +")
+        raise ValueError(f"{text}: {key} already exists: leave out the +")
     if key in kinds and is_literal_text(kinds[key]) and equals:
         value = _literal_paths(key, value, sweeps)
     text = f"{sign}{key}{equals}{value}"
     override = _parsed(text)
     if override.is_sweep_override():
         if not sweeps:
-            raise ValueError(f"{text}: one run has one config; for several use `helix sweep ...`, or -m")
+            raise ValueError(f"{text}: a run has one value per key; for several use `helix sweep ...`, or -m")
     elif key in settings.groups and sign != "~":
         options = override.value() if isinstance(override.value(), list) else [override.value()]
         for option in options:
@@ -242,17 +238,16 @@ def _check_override(text: str, settings: Settings, sweeps: bool) -> str:
 
 
 def _no_option(group: str, option: str, known: Sequence[str]) -> str:
-    some = f"the nearest are {nearest_shapes(option)}" if group == "model" else f"known: {', '.join(known)}"
+    some = f"the closest are {nearest_shapes(option)}" if group == "model" else f"known: {', '.join(known)}"
     return f"{group} has no option {option}; {some}"
 
 
 def _refuse(key: str, text: str, settings: Settings) -> None:
-    """Raises ValueError for a key that the schema does not have."""
     if key.partition(".")[0] == "bench" and "bench" not in field_types(settings.schema):
-        raise ValueError(f"{text}: benchmarks have a command of their own: helix bench {text} ...")
+        raise ValueError(f"{text}: to run benchmarks use helix bench {text} ...")
     names = [name for name, _, _ in leaves(settings.schema)]
     if children := [name for name in names if name.startswith(f"{key}.")]:
-        raise ValueError(f"{text}: {key} is set by its keys: {', '.join(children)}")
+        raise ValueError(f"{text}: set one of the keys of {key}: {', '.join(children)}")
     parent, _, _ = key.rpartition(".")
     while parent and not any(name.startswith(f"{parent}.") for name in names):
         parent, _, _ = parent.rpartition(".")
@@ -262,12 +257,12 @@ def _refuse(key: str, text: str, settings: Settings) -> None:
 
 
 def _literal_paths(key: str, text: str, sweeps: bool) -> str:
-    """Puts paths in quotes, so that Hydra takes their characters literally: one, or those that a sweep separates."""
+    """Quotes paths, so that Hydra takes their characters literally: one path, or each of a sweep."""
     if text in ("", "null"):
         return text
     if re.fullmatch(r"'.*'|\".*\"", text, re.DOTALL) or (sweeps and re.fullmatch(r"\w+\(.*\)", text)):
         try:
-            _parsed(f"{key}={text}")  # in quotes already, or a function of Hydra's sweeps
+            _parsed(f"{key}={text}")  # already in quotes, or a function of Hydra's sweeps
             return text
         except ValueError:
             pass
@@ -281,4 +276,4 @@ def _parsed(text: str) -> Override:
         return OverridesParser.create().parse_override(text)
     except HydraException as error:
         key = text.partition("=")[0]
-        raise ValueError(f"{text}: the value cannot be read; put it in quotes, as in \"{key}='VALUE'\"") from error
+        raise ValueError(f"{text}: the value cannot be parsed; quote it, as in \"{key}='VALUE'\"") from error

@@ -1,4 +1,4 @@
-"""Conversion of a GGUF file to a checkpoint directory."""
+"""Converts a GGUF file to a checkpoint directory."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from launch.inputs.gguf import GGUFModel, generation_config, read_gguf
 from launch.inputs.gguf_tokenizer import make_tokenizer
 
 SHARD_BYTES = 4 << 30
-REST_BYTES = 64 << 20  # of the files beside the weights, at most
+REST_BYTES = 64 << 20  # upper bound for all files but the weights
 
 
 def convert(file: Path, directory: Path, dtype: str, sampling: Mapping[str, float]) -> None:
-    """Writes the checkpoint directory of a GGUF file; leaves it as it was if anything fails.
+    """Writes the checkpoint directory of a GGUF file; leaves the directory unchanged if anything fails.
 
     Args:
         dtype: name of the weights' dtype; auto: the file's.
-        sampling: sampling defaults in place of the file's.
+        sampling: sampling defaults that replace the file's.
 
     Raises:
         ValueError: the file cannot be converted, or the directory cannot be written.
@@ -48,14 +48,14 @@ def convert(file: Path, directory: Path, dtype: str, sampling: Mapping[str, floa
         new.parent.mkdir(parents=True, exist_ok=True)
         if (free := shutil.disk_usage(new.parent).free) < size + REST_BYTES:
             needed, there = (f"{n / 1e9:.2f} GB" for n in (size + REST_BYTES, free))
-            raise ValueError(f"{directory} needs {needed}, and {there} are free on its disk")
+            raise ValueError(f"{directory} needs {needed}, but only {there} is free on its disk")
         new.mkdir()
         try:
             _write_json(new / "config.json", model.config | {"dtype": name})
             _write_json(new / "generation_config.json", generation_config(model.metadata, sampling))
             tokenizer.save_pretrained(new)
             _write_weights(new, model, stored, console)
-            new.rename(directory)  # over an empty one
+            new.rename(directory)  # replaces an empty directory
         except BaseException:
             shutil.rmtree(new, ignore_errors=True)
             raise
@@ -74,13 +74,13 @@ def _tokenizer(model: GGUFModel) -> Any:
     except ValueError as error:
         raise ValueError(f"{model.path}: {error}") from error
     if (most := max(tokenizer.get_vocab().values(), default=0)) >= model.spec.vocab:
-        raise ValueError(f"{model.path} has a token {most}, and rows for {model.spec.vocab} tokens")
+        raise ValueError(f"{model.path} has a token {most}, but embeddings for only {model.spec.vocab} tokens")
     tokenizer.model_max_length = model.spec.max_positions
     return tokenizer
 
 
 def _write_weights(directory: Path, model: GGUFModel, dtype: torch.dtype, console: Console) -> None:
-    """Writes the weights as they are read, with at most one shard in memory."""
+    """Writes the weights while reading them, with at most one shard in memory."""
     files: dict[str, str] = {}
     read = track(model.weights(dtype), "writing weights", total=model.tensors, console=console)
     for number, shard in enumerate(_shards(read), 1):

@@ -1,4 +1,4 @@
-"""Files that a run writes: replaced in one go, and claimed by one run at a time."""
+"""Files that a run writes: replaced atomically, and locked by one run at a time."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from typing import TextIO
 
 from helix.files import check_file, parse_json
 
-RECORD_KEYS = {"config", "layout", "backend", "versions", "phases"}  # by which a run's record is known
+RECORD_KEYS = {"config", "layout", "backend", "versions", "phases"}  # identify a run's record
 
 
 def check_writable(key: str, path: Path) -> None:
-    """Raises ValueError if `path`, given as `key`, cannot be written; leaves no file behind."""
+    """Raises ValueError if `path`, given as `key`, is not writable; creates no file."""
     target = os.path.realpath(path)
     try:
         with suppress(FileNotFoundError):
             check_file(path)
-        with tempfile.TemporaryFile(dir=os.path.dirname(target)):  # the directory has to allow that files are replaced
+        with tempfile.TemporaryFile(dir=os.path.dirname(target)):  # replacing a file needs a writable directory
             pass
         if os.path.exists(target):
             claim(path).close()
@@ -32,7 +32,7 @@ def check_writable(key: str, path: Path) -> None:
 
 
 def check_plot_path(path: Path) -> None:
-    """Raises ValueError if a picture, given as --plot, has no name of a picture or cannot be written."""
+    """Raises ValueError if the path of --plot has no image suffix or is not writable."""
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise ValueError(f"--plot={path} must end in .png, .svg or .pdf")
     check_writable("--plot", path)
@@ -47,14 +47,14 @@ def check_record(path: Path) -> None:
     except ValueError:
         content = None
     if not isinstance(content, dict) or not content.keys() >= RECORD_KEYS:
-        raise ValueError(f"record={path} exists and is not a record: move it away")
+        raise ValueError(f"record={path} exists and is not a record: move it away, or choose another file")
 
 
 def claim(path: Path) -> TextIO:
-    """Opens a file, created if missing, for this process alone until it is closed or the process ends.
+    """Opens a file, created if missing, with an exclusive lock until it is closed or the process ends.
 
     Raises:
-        OSError: it cannot be opened, or another process has claimed it.
+        OSError: the file cannot be opened, or another process has locked it.
     """
     while True:
         file = path.open("a", encoding="utf-8")
@@ -62,7 +62,7 @@ def claim(path: Path) -> TextIO:
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 return file
-        file.close()  # who had it has replaced it
+        file.close()  # the process that had locked it has replaced it
 
 
 def _lock(file: TextIO) -> None:
@@ -70,23 +70,23 @@ def _lock(file: TextIO) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         file.close()
-        raise BlockingIOError(error.errno, "another run writes it; wait for that one, or write another file") from None
+        raise BlockingIOError(error.errno, "another run is writing it; wait for it, or choose another file") from None
     except OSError:
-        pass  # a file system without locks: nobody can tell
+        pass  # a file system without locks
 
 
 def replace(path: Path, texts: Iterable[str]) -> TextIO:
-    """Replaces a file, or the target of a link, in one go: readers see the old text or the new one.
+    """Replaces a file, or the target of a link, atomically.
 
     Returns:
-        The new file, claimed, open for more text.
+        The new file, locked, open for more text.
 
     Raises:
-        OSError: it failed; the old file is unchanged, and no other is left.
+        OSError: it failed; the old file is unchanged, and no temporary file is left.
     """
     target = Path(os.path.realpath(path))
     new = target.with_name(f".helix-{uuid.uuid4().hex}")
-    file = new.open("x", encoding="utf-8", errors="backslashreplace")  # half a character becomes JSON's escape of it
+    file = new.open("x", encoding="utf-8", errors="backslashreplace")  # a lone surrogate becomes its JSON escape
     try:
         _lock(file)
         file.writelines(texts)
@@ -106,5 +106,5 @@ def replace(path: Path, texts: Iterable[str]) -> TextIO:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replaces a file in one go, like `replace`, and closes it."""
+    """Replaces a file atomically."""
     replace(path, [text]).close()

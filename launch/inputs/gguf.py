@@ -1,4 +1,4 @@
-"""Models in GGUF files: config and weights, as a Hugging Face checkpoint has them."""
+"""Reads config and weights of GGUF files, in the form of a Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from helix.models import FAMILIES, DecoderSpec, spec_from_config
 from helix.models.loading import weights_of
 from launch.inputs.gguf_tokenizer import KEYS as TOKENIZER_KEYS
 
-# Architectures, as llama.cpp names them, that both this converter and the runtime know.
+# Architectures that both this converter and the runtime support, by llama.cpp's names.
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
 }
-# Types of the keys after the architecture's name; any other key would change what is computed.
+# Types of the keys after the architecture's name; other keys are refused, since they may change the computation.
 KEYS: dict[str, type] = dict.fromkeys(
     ["attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length", "block_count",
      "context_length", "embedding_length", "expert_count", "expert_feed_forward_length", "expert_used_count",
@@ -36,11 +36,11 @@ KEYS: dict[str, type] = dict.fromkeys(
 ) | dict.fromkeys(["attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.scaling.factor"], float) | {
     "rope.scaling.finetuned": bool, "rope.scaling.type": str
 }  # fmt: skip
-# Sampling defaults after `general.sampling.`, and their names in `generation_config.json`.
+# Keys after `general.sampling.`, and their names in `generation_config.json`.
 SAMPLING = {
     "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty"
 }  # fmt: skip
-# Keys that change an answer unless they have this value.
+# Keys that would change answers if they had another value.
 OFF = {
     "general.sampling.mirostat": 0,
     "general.sampling.penalty_last_n": -1,  # repetition_penalty counts all tokens
@@ -49,12 +49,12 @@ OFF = {
     "tokenizer.ggml.add_space_prefix": False,
     "tokenizer.ggml.remove_extra_whitespaces": False,
 }
-# Keys that change no answer: credits, how the file was made, and parameters of samplers that OFF holds back.
+# Keys that do not change answers: credits, how the file was made, and parameters of samplers that OFF disables.
 HARMLESS = re.compile(
     r"GGUF\..*|general\.\w+|general\.(source|base_model|dataset|license)\..*|quantize\.imatrix\..*|mradermacher\..*"
     r"|split\.(no|tensors\.count)|general\.sampling\.(mirostat_tau|mirostat_eta|xtc_threshold)"
 )
-# Parts of tensors' names. Experts lie in one tensor [E, out, in].
+# Parts of tensor names. Experts are stacked in one tensor [E, out, in].
 OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 INNER = {
     "attn_norm": "input_layernorm",
@@ -73,21 +73,21 @@ INNER = {
     "ffn_up_exps": "mlp.experts.{}.up_proj",
     "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
-ROPE_FACTORS = "rope_freqs.weight"  # by which a Llama 3.1 divides its frequencies
+ROPE_FACTORS = "rope_freqs.weight"  # Llama 3.1: divisors of the RoPE frequencies
 EXACT = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-MISSING_PACKAGE = "to read GGUF, the package gguf is needed: pip install 'gguf>=0.17' (the extra helix-runtime[gguf])"
+MISSING_PACKAGE = "reading GGUF needs the package gguf: pip install 'gguf>=0.17' (the extra helix-runtime[gguf])"
 
 
 @dataclass(frozen=True)
 class GGUFModel:
-    """A GGUF file, whose weights are read as they are taken.
+    """A GGUF file whose weights are read on demand.
 
     Attributes:
         metadata: values by key.
         config: content of `config.json`.
-        spec: the runtime's spec of this config.
-        shapes: shapes of the weights, by their names in a Hugging Face checkpoint.
-        dtype: dtype of the matrices; bfloat16 if they are quantised.
+        spec: the runtime's spec for this config.
+        shapes: shapes of the weights by Hugging Face name.
+        dtype: dtype of the matrices; bfloat16 if they are quantized.
     """
 
     path: Path
@@ -100,14 +100,13 @@ class GGUFModel:
 
     @property
     def tensors(self) -> int:
-        """Number of tensors in the file."""
         return len(self._tensors)
 
     def weights(self, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
-        """Yields the weights of one tensor of the file after another, by the names of `shapes`.
+        """Yields the weights tensor by tensor, under the names in `shapes`.
 
         Raises:
-            ValueError: a value is no number or does not fit the dtype, or its quantisation is unknown.
+            ValueError: a value is NaN, infinite or beyond the dtype's range, or the quantization is not supported.
         """
         attention = self.spec.attention
         for name, tensor in self._tensors.items():
@@ -125,16 +124,16 @@ class GGUFModel:
 
 
 def read_gguf(path: Path) -> GGUFModel:
-    """Reads a file's metadata and checks that nothing in it is left out.
+    """Reads a file's metadata and checks that everything in it is supported.
 
     Raises:
-        ValueError: the file is not a GGUF model, or one that the runtime or the converter does not know.
+        ValueError: the file is not a GGUF model, or not a supported one.
     """
     metadata, tensors = _read(path)
     architecture = str(metadata.get("general.architecture"))
     if architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
-        raise ValueError(f"{path} has the architecture {architecture}; those that can be converted: {known}")
+        raise ValueError(f"{path} has the architecture {architecture}, which is not supported; supported: {known}")
     if metadata.get("general.type", "model") != "model":
         raise ValueError(f"{path} is not a model: it has general.type={metadata['general.type']}")
     if (parts := metadata.get("split.count", 1)) not in (0, 1):
@@ -153,18 +152,14 @@ def read_gguf(path: Path) -> GGUFModel:
     if differing := sorted(name for name in wanted.keys() | shapes.keys() if wanted.get(name) != shapes.get(name)):
         first, more = differing[0], f", and {len(differing) - 1} more" if len(differing) > 1 else ""
         what = f"{first} is {_shape(shapes.get(first))} and should be {_shape(wanted.get(first))}{more}"
-        raise ValueError(f"{path} has not the tensors of a {ARCHITECTURES[architecture]}: {what}")
+        raise ValueError(f"{path} does not have the tensors of a {ARCHITECTURES[architecture]}: {what}")
     kinds = {tensor.tensor_type.name for tensor in tensors.values() if len(tensor.shape) > 1}
     dtype = EXACT.get(kinds.pop(), torch.bfloat16) if len(kinds) == 1 else torch.bfloat16
     return GGUFModel(path, metadata, config, spec, shapes, dtype, tensors)
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Reads a file's metadata and tensors by name.
-
-    Raises:
-        ValueError: the file cannot be read, has the other byte order, or its tensors do not fill it one by one.
-    """
+    """Reads metadata and tensors; raises ValueError if the file is unreadable, big-endian or has gaps."""
     try:
         check_file(path)
         size = path.stat().st_size
@@ -174,21 +169,21 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     try:
-        from gguf import GGUFReader  # an extra of its own
+        from gguf import GGUFReader  # an optional dependency
     except ModuleNotFoundError as error:
         raise ValueError(MISSING_PACKAGE) from error
     try:
         reader = GGUFReader(path)
         metadata = {name: field.contents() for name, field in reader.fields.items()}
-    except Exception as error:  # of any kind: the library trusts what it reads
+    except Exception as error:  # of any type: the library does not validate the file
         what = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(f"{path} is truncated or damaged ({what:.200})") from error
-    if reader.byte_order == "S":  # the library's dequantize would read the bytes of numbers the wrong way round
+    if reader.byte_order == "S":  # gguf's dequantize ignores the byte order
         raise ValueError(
             f"{path} is in big-endian byte order: convert it first with `gguf-convert-endian {path} little`"
         )
     begin, alignment = reader.data_offset, int(reader.alignment)
-    for tensor in reader.tensors:  # one after another, as llama.cpp requires
+    for tensor in reader.tensors:  # contiguous, as llama.cpp requires
         if tensor.data_offset != begin:
             raise ValueError(
                 f"{path} is damaged: {tensor.name} is at byte {tensor.data_offset} and should be at {begin}"
@@ -200,7 +195,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _check_keys(metadata: dict[str, Any], architecture: str) -> None:
-    """Raises ValueError if a key is unknown or its value has another type: it may change an answer."""
+    """Raises ValueError if a key is unknown or has the wrong type: it might change answers."""
     types: dict[str, type] = {"split.count": int, "tokenizer.chat_template": str, "tokenizer.chat_templates": list}
     types |= {f"{architecture}.{key}": kind for key, kind in KEYS.items()}
     types |= {f"tokenizer.ggml.{key}": kind for key, kind in TOKENIZER_KEYS.items()}
@@ -213,10 +208,10 @@ def _check_keys(metadata: dict[str, Any], architecture: str) -> None:
         if kind is None or value != OFF.get(key, value):
             what = f"{key}={value!s:.80} is not supported"
             if not key.startswith(f"{architecture}."):
-                what += f"; if it changes no answer, `gguf-new-metadata --remove-metadata {key} FILE NEW` removes it"
+                what += f"; if it does not matter, `gguf-new-metadata --remove-metadata {key} FILE NEW` removes it"
             raise ValueError(what)
         if key.startswith(f"{architecture}.") and isinstance(value, list):
-            raise ValueError(f"{key} differs from layer to layer, which is not supported")
+            raise ValueError(f"{key} differs between layers, which is not supported")
         if type(value) is not kind:
             raise ValueError(f"{key}={value!s:.80} should have the type {kind.__name__}")
 
@@ -224,7 +219,6 @@ def _check_keys(metadata: dict[str, Any], architecture: str) -> None:
 def _config(
     metadata: dict[str, Any], architecture: str, tensors: dict[str, Any], rope_factors: np.ndarray | None
 ) -> dict[str, Any]:
-    """Returns the content of `config.json`, in full: defaults are those of one checkpoint."""
     hparams = {k.removeprefix(f"{architecture}."): v for k, v in metadata.items() if k.startswith(f"{architecture}.")}
 
     def value(key: str, default: Any = None) -> Any:
@@ -236,9 +230,9 @@ def _config(
     head_dim = value("attention.key_length", value("rope.dimension_count", hidden // max(heads, 1)))
     for key in ("attention.value_length", "rope.dimension_count"):
         if value(key, head_dim) != head_dim:
-            raise ValueError(f"{architecture}.{key}={hparams[key]} is not the heads' size {head_dim}: not supported")
+            raise ValueError(f"{architecture}.{key}={hparams[key]} differs from head_dim={head_dim}: not supported")
     if "token_embd.weight" not in tensors:
-        raise ValueError("there is no tensor token_embd.weight")
+        raise ValueError("the tensor token_embd.weight is missing")
     config = {
         "architectures": [ARCHITECTURES[architecture]],
         "model_type": FAMILIES[ARCHITECTURES[architecture]][0],
@@ -260,7 +254,7 @@ def _config(
             "num_experts": value("expert_count"),
             "num_experts_per_tok": value("expert_used_count"),
             "moe_intermediate_size": value("expert_feed_forward_length"),
-            "norm_topk_prob": True,  # llama.cpp's qwen3moe knows nothing else
+            "norm_topk_prob": True,  # fixed in llama.cpp's qwen3moe
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
         }
@@ -273,19 +267,19 @@ def generation_config(metadata: dict[str, Any], sampling: Mapping[str, float]) -
     """Returns the content of `generation_config.json`: special tokens, and sampling defaults if there are any.
 
     Args:
-        sampling: defaults in place of the file's.
+        sampling: defaults that replace the file's.
     """
     found: dict[str, Any] = {
         name: _short(value) if isinstance(value, float) else value
         for key, name in SAMPLING.items()
         if (value := metadata.get(f"general.sampling.{key}")) is not None
     } | dict(sampling)
-    # transformers samples only where do_sample says so, and refuses a temperature of 0 there.
+    # transformers samples only with do_sample, and then refuses temperature=0.
     return special_ids(metadata) | ({"do_sample": found.get("temperature", 1.0) > 0} | found if found else {})
 
 
 def special_ids(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Returns the ids of begin, pad and end tokens (a list if several end texts), as in `generation_config.json`."""
+    """Returns the ids of BOS, padding and EOS (a list if there are several), as in `generation_config.json`."""
 
     def token(name: str) -> int | None:
         return metadata.get(f"tokenizer.ggml.{name}_token_id")
@@ -298,10 +292,10 @@ def special_ids(metadata: dict[str, Any]) -> dict[str, Any]:
 
 def _rope(value: Any, head_dim: int, rope_factors: np.ndarray | None) -> dict[str, Any]:
     scaled_by = value("rope.scaling.factor", 0.0)
-    # llama.cpp reads a factor without a type as linear scaling.
+    # Like llama.cpp, treat a factor without a type as linear scaling.
     kind, theta = value("rope.scaling.type", "linear" if scaled_by else "none"), value("rope.freq_base", 10000.0)
     if rope_factors is not None and kind != "none":
-        raise ValueError(f"rope.scaling.type={kind} beside {ROPE_FACTORS} is not supported")
+        raise ValueError(f"rope.scaling.type={kind} together with {ROPE_FACTORS} is not supported")
     if kind == "linear":
         return {"rope_type": "linear", "rope_theta": theta, "factor": value("rope.scaling.factor")}
     if kind == "yarn":
@@ -315,7 +309,7 @@ def _rope(value: Any, head_dim: int, rope_factors: np.ndarray | None) -> dict[st
         raise ValueError(f"rope.scaling.type={kind} is not supported; supported: none, linear, yarn")
     if rope_factors is None:
         return {"rope_type": "default", "rope_theta": theta}
-    # The file has what became of Llama 3.1's parameters; all of its kind have the same but for the factor.
+    # The file has only the resulting factors of Llama 3.1's scaling; all these models differ only in `factor`.
     factor = _short(float(rope_factors.max()))
     scaling = {
         "factor": factor,
@@ -326,12 +320,12 @@ def _rope(value: Any, head_dim: int, rope_factors: np.ndarray | None) -> dict[st
     plain, _ = frequencies(RopeSpec("default", theta, head_dim))
     scaled, _ = frequencies(RopeSpec("llama3", theta, head_dim, scaling))
     if rope_factors.shape != plain.shape or not np.allclose(plain / scaled, rope_factors, rtol=1e-4):
-        raise ValueError(f"the factors in {ROPE_FACTORS} are not those of a Llama 3.1, which is not supported")
+        raise ValueError(f"the factors in {ROPE_FACTORS} do not match Llama 3.1's scaling, so they are not supported")
     return {"rope_type": "llama3", "rope_theta": theta, **scaling}
 
 
 def _short(value: float) -> float:
-    """Returns the shortest number that is equal in fp32, in which GGUF stores it: 1e-05 instead of 9.999999747e-06."""
+    """Returns the shortest decimal with the same fp32 value, as stored in GGUF: 1e-05 instead of 9.999999747e-06."""
     return float(str(np.float32(value)))
 
 
@@ -340,7 +334,6 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 
 
 def _names(name: str, tensor: Any) -> list[str]:
-    """Returns the Hugging Face names of a tensor's parts: one, or one for each expert."""
     stem, _, kind = name.rpartition(".")
     layer, _, inner = stem.removeprefix("blk.").partition(".")
     template = OUTER.get(stem) if not stem.startswith("blk.") else INNER.get(inner)
@@ -358,16 +351,16 @@ def _shapes(tensor: Any) -> dict[str, tuple[int, ...]]:
 
 def _values(tensor: Any, path: Path) -> np.ndarray:
     """Converts a tensor to fp32, [out, in]."""
-    from gguf import dequantize  # here already
+    from gguf import dequantize  # imported before, by `_read`
 
     try:
         return np.asarray(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
     except NotImplementedError as error:
         kind = tensor.tensor_type.name
-        raise ValueError(f"{tensor.name} in {path} is quantised as {kind}, which cannot be read") from error
+        raise ValueError(f"{tensor.name} in {path} is quantized as {kind}, which is not supported") from error
 
 
 def _unpermute(weight: Tensor, heads: int) -> Tensor:
-    """Moves the halves of rotated pairs apart, as elsewhere, in rows [heads x D, ...] that have them side by side."""
+    """Undoes llama.cpp's interleaving of rotated pairs, for rows [heads x D, ...]: the halves of pairs move apart."""
     pairs = math.prod(weight.shape[:1]) // heads // 2
     return weight.unflatten(0, (heads, pairs, 2)).transpose(1, 2).flatten(0, 2).contiguous()

@@ -1,4 +1,4 @@
-"""Tokenizers in GGUF files: the byte-level BPE that the vocabulary is made for, special tokens and templates."""
+"""Builds tokenizers from GGUF files: byte-level BPE with its pre-tokenizer, special tokens and chat templates."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ LLAMA3_WORDS = QWEN2_WORDS.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """A rule that splits texts into words before bytes are merged.
+    """How a pre-tokenizer splits text into words, within which bytes are merged.
 
     Attributes:
-        words: a regular expression of a word; None: GPT-2's.
-        digits: each digit is a word of its own, before all else.
-        nfc: characters are composed first.
-        whole: a word that is a token stays whole, without merges.
-        bos: texts begin with a special token unless the file says otherwise.
+        pattern: regular expression of a word; None: GPT-2's.
+        split_digits: first split off each digit as a word.
+        nfc: normalize to NFC.
+        ignore_merges: a word that is in the vocabulary becomes one token, without merges.
+        bos: texts begin with BOS unless the file says otherwise.
     """
 
     pattern: str | None = None
@@ -45,8 +45,8 @@ NAMES = {name: name for name in ("bos", "eos", "mask", "cls")} | {
     "sep": "seperator",
 }
 IDS = (*NAMES.values(), "eot", "eom")  # `tokenizer.ggml.*_token_id`
-# Types of the keys of `tokenizer.ggml.` that are read, and of two kinds that change no token of a text: scores (merges
-# decide) and marks of infill (a caller writes them into the prompt).
+# Types of the keys after `tokenizer.ggml.` that are read, or that do not change the tokens of a text: scores (merges
+# decide) and infill tokens (the caller writes them into the prompt).
 KEYS: dict[str, type] = {
     "model": str, "pre": str, "tokens": list, "token_type": list, "merges": list, "scores": list,
     "add_bos_token": bool, "add_eos_token": bool,
@@ -57,7 +57,7 @@ KEYS: dict[str, type] = {
 
 
 def byte_decoder() -> dict[str, int]:
-    """Returns the byte of each character in byte-level vocabularies: a printable one stands for itself."""
+    """Maps the characters of byte-level vocabularies to bytes: printable ones map to themselves."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
@@ -67,7 +67,7 @@ def make_tokenizer(metadata: dict[str, Any]) -> Any:
     """Creates a transformers tokenizer from a file's metadata.
 
     Raises:
-        ValueError: its kind is unknown, or its parts do not fit each other.
+        ValueError: the tokenizer is not supported, or its parts are inconsistent.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
@@ -83,11 +83,11 @@ def make_tokenizer(metadata: dict[str, Any]) -> Any:
     pre_tokenizer = PRE_TOKENIZERS[pre]
     for key, element in (("tokens", str), ("token_type", int), ("merges", str)):
         if not value(key) or not all(isinstance(entry, element) for entry in value(key)):
-            what = f"is missing, empty or no list of {element.__name__}: texts would become other tokens"
-            raise ValueError(f"tokenizer.ggml.{key} {what}; take a file that was converted with it")
+            what = f"is missing, empty or not a list of {element.__name__}: texts would be tokenized differently"
+            raise ValueError(f"tokenizer.ggml.{key} {what}; use a file that was converted with it")
     texts, types, merges = value("tokens"), value("token_type"), [tuple(m.split(" ")) for m in value("merges")]
     if len(types) != len(texts):
-        raise ValueError(f"tokenizer.ggml.token_type has {len(types)} entries, and tokenizer.ggml.tokens {len(texts)}")
+        raise ValueError(f"tokenizer.ggml.token_type has {len(types)} entries, but tokenizer.ggml.tokens {len(texts)}")
     if unknown := set(types) - TYPES:
         raise ValueError(f"tokenizer.ggml.token_type has {min(unknown)}, which is not supported for byte-level BPE")
     vocabulary = {text: i for i, (text, type_) in enumerate(zip(texts, types, strict=True)) if type_ != UNUSED}
@@ -95,7 +95,7 @@ def make_tokenizer(metadata: dict[str, Any]) -> Any:
     in_use = {None, *vocabulary.values()}
     for key in IDS:
         if (token := value(f"{key}_token_id")) not in in_use:
-            raise ValueError(f"tokenizer.ggml.{key}_token_id={token} is none of the {len(vocabulary)} tokens in use")
+            raise ValueError(f"tokenizer.ggml.{key}_token_id={token} is not one of the {len(vocabulary)} tokens in use")
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre_tokenizer.ignore_merges))
     if pre_tokenizer.nfc:
         tokenizer.normalizer = normalizers.NFC()
@@ -132,21 +132,19 @@ def make_tokenizer(metadata: dict[str, Any]) -> Any:
 
 
 def _check(texts: list[str], types: list[int], merges: list[tuple[str, ...]], vocabulary: dict[str, int]) -> None:
-    """Raises ValueError if the parts of a vocabulary do not fit each other."""
     if len(vocabulary) != sum(type_ != UNUSED for type_ in types):
-        raise ValueError("tokenizer.ggml.tokens has a text twice")
+        raise ValueError("tokenizer.ggml.tokens has duplicates")
     known = byte_decoder().keys()
     for text, type_ in zip(texts, types, strict=True):
         if type_ == NORMAL and not known >= set(text):
-            raise ValueError(f"tokenizer.ggml.tokens has {text!r}, which is not a text of bytes")
+            raise ValueError(f"tokenizer.ggml.tokens has {text!r}, which is not byte-level text")
     for merge in merges:
         if len(merge) != 2 or not {*merge, "".join(merge)} <= vocabulary.keys():
             text = " ".join(merge)
-            raise ValueError(f"tokenizer.ggml.merges has {text!r}, which is not a pair of tokens that make one")
+            raise ValueError(f"tokenizer.ggml.merges has {text!r}, which does not merge two tokens into a token")
 
 
 def _templates(metadata: dict[str, Any]) -> str | dict[str, str] | None:
-    """Returns the chat template, or all templates by name."""
     key = "tokenizer.chat_template"
     named = {k.removeprefix(f"{key}."): v for k, v in metadata.items() if k.startswith(f"{key}.")}
     default = {"default": metadata[key]} if key in metadata else {}

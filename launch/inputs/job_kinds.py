@@ -1,4 +1,4 @@
-"""Work of a job: it decodes prompts or serves; other programs bring work of their own."""
+"""Kinds of jobs: decode prompts, or serve; other programs add their own."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from helix.config import Config
 from launch.inputs.command_parser import CONF, Command
 from launch.inputs.commands import RUN
 
-if TYPE_CHECKING:  # they bring torch with them
+if TYPE_CHECKING:  # they import torch
     from launch.inputs.prompt_files import PromptLine
 
 
 @dataclass(frozen=True)
 class JobKind:
-    """One kind of work.
+    """A kind of job.
 
     Attributes:
-        module: module whose `run(task)` does the work, on every rank.
-        client: module whose `decode(config, prompts, socket)` asks the ranks, beside them; None: nobody does.
+        module: module whose `run(task)` does the work on every rank.
+        client: module whose `decode(config, prompts, socket)` sends requests to the ranks; None: no client.
         name: name of its phase in the record.
-        prompts: whether decode.prompts are needed, taken if given, or ignored (none).
-        timed: only its time counts, so that ranks may be emulated.
-        load: number of sequences and tokens of each, for layout=auto without prompts.
-        files: files that it writes, by key, beside decode.output and record.
+        prompts: whether decode.prompts is needed, optional (taken), or ignored (none).
+        timed: only times matter, so ranks may be emulated.
+        load: number of sequences and tokens per sequence, for layout=auto without prompts.
+        files: further files that it writes, by key, besides decode.output and record.
         check: raises ValueError if its own keys are wrong; called with the prompts.
     """
 
@@ -44,18 +44,18 @@ SERVE = JobKind("launch.job.serve", "decode")
 
 
 def select_job_kind(config: Config) -> JobKind:
-    """Returns the work of a run: it serves if there is a socket to serve at, and otherwise decodes."""
+    """Returns the kind of a run: it serves if serve.socket is set, and otherwise decodes."""
     return DECODE if config.serve.socket is None else SERVE
 
 
 @dataclass(frozen=True)
 class Program:
-    """A program whose processes are ranks, or launchers of ranks.
+    """A program that starts ranks or becomes one.
 
     Attributes:
-        command: arguments of Python, before the settings.
-        cli_command: the command as people type it, and all that can be set.
-        select: returns a rank's work for a config, or raises ValueError if the config names none.
+        command: Python arguments before the settings.
+        cli_command: the command as typed, with its settings.
+        select: returns the job kind for a config; raises ValueError if the config has none.
     """
 
     command: tuple[str, ...]

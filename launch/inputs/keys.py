@@ -1,4 +1,4 @@
-"""Every key of a schema, its default, what it means as the schema's docstrings say it, and what it may be."""
+"""Lists all keys of a schema: default, meaning (from the schema's docstrings) and values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from helix.schema import describe_type, field_types, format_value, leaves
 
 
 def meanings(schema: type) -> dict[str, str]:
-    """Reads the text of each attribute in the docstrings of a dataclass and its bases; some share one."""
+    """Reads the text of each attribute from the docstrings of a dataclass and its bases."""
     sections = (inspect.cleandoc((kind.__doc__ or "").partition("Attributes:")[2]) for kind in schema.__mro__)
     texts: dict[str, str] = {}
     names: list[str] = []
@@ -18,13 +18,13 @@ def meanings(schema: type) -> dict[str, str]:
         if start := re.match(r"(\w+(?:, \w+)*): (.*)", line):
             names = start[1].split(", ")
             texts |= dict.fromkeys(names, start[2])
-        else:  # indented: the last attribute's text goes on
+        else:  # indented: continues the last attribute
             texts |= {name: f"{texts[name]} {line.strip()}" for name in names}
     return texts
 
 
 def keys(schema: type, prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
-    """Lists key, default, meaning and possible values of everything that can be set."""
+    """Yields key, default, meaning and possible values of everything that can be set."""
     for key, kind, default in leaves(schema):
         holder = schema
         *path, name = key.split(".")

@@ -1,4 +1,4 @@
-"""Facts of this machine, and what a run takes of it."""
+"""Facts about this machine, and what Helix uses on it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from launch.inputs.hardware import hardware_of, load_hardware
 PACKAGES = ("helix-runtime", "torch", "triton", "transformers", "safetensors", "hydra-core", "huggingface_hub")
 HOPPER = (9, 0)
 COLLECTIVES = {
-    "symm_mem": "kernels of our own over NVLink, NCCL for large messages",
+    "symm_mem": "Helix's kernels over NVLink, NCCL for large messages",
     "nccl": "NCCL",
     "gloo": "gloo, on CPUs",
 }
@@ -33,34 +33,34 @@ def _version(package: str) -> str:
 
 
 def backend(count: int) -> str:
-    """Chooses the backend that comm.backend=auto takes for a rank on each GPU, or for CPU ranks."""
+    """Returns what comm.backend=auto resolves to with a rank on each GPU, or with CPU ranks."""
     ranks = max(count, 1)
     peers = all(torch.cuda.can_device_access_peer(a, b) for a in range(count) for b in range(count) if a != b)
     return choose_backend("auto", RankInfo(0, ranks, 0, ranks), [{"gpus": count, "peers": peers}])
 
 
 def kernels(capability: tuple[int, int] | None) -> str:
-    """Describes the kernels that a GPU of a compute capability takes; None: a CPU."""
+    """Describes which kernels run on a GPU with a compute capability; None: a CPU."""
     if capability is None:
         return "plain torch (kernels/*/reference.py)" + (
             ", TRITON_INTERPRET=1" if os.environ.get("TRITON_INTERPRET") else ""
         )
     if capability == HOPPER:
-        return "Hopper's, and Triton's"
-    return "general Triton kernels: Hopper's need compute capability 9.0"
+        return "Hopper kernels and general Triton kernels"
+    return "general Triton kernels (Hopper kernels need compute capability 9.0)"
 
 
 def described(name: str) -> str:
-    """Describes the hardware description that the planner takes for a GPU."""
+    """Names the hardware description that the planner uses for a GPU."""
     try:
         hardware = hardware_of(name)
     except ValueError:
-        return "none: layout=auto cannot predict; `helix calibrate output=conf/hardware/mine.yaml` measures one"
+        return "none: layout=auto has no predictions; `helix calibrate output=conf/hardware/mine.yaml` measures one"
     return f"{hardware.name}, {hardware.memory_bytes.value / 1e9:.0f} GB"
 
 
 def facts() -> dict[str, Any]:
-    """Reads all that the command shows."""
+    """Collects all facts that `helix info` shows."""
     gpus: list[dict[str, Any]] = []
     for i in range(count := torch.cuda.device_count()):
         seen = torch.cuda.get_device_properties(i)
@@ -88,23 +88,23 @@ def facts() -> dict[str, Any]:
         "backend": chosen,
         "collectives": COLLECTIVES.get(chosen, chosen),
         "kernels": kernels(capability),
-        "planner": described(gpus[0]["name"]) if gpus else f"predicts for {load_hardware('h200').name} unless told",
-        "ranks": count or "CPU ranks: as many as layout.kvp x layout.tpa",
+        "planner": described(gpus[0]["name"]) if gpus else f"predicts for {load_hardware('h200').name} by default",
+        "ranks": count or "CPU ranks: layout.kvp x layout.tpa",
     }
 
 
 def show(found: dict[str, Any]) -> None:
-    """Prints facts as tables."""
+    """Prints the facts as tables."""
     terminal = Console(highlight=False)
     if found["gpus"]:
-        table = Table("GPU", "name", "memory free of all", "capability", "reaches")
+        table = Table("GPU", "name", "free memory", "capability", "peer access to")
         for i, gpu in enumerate(found["gpus"]):
-            reaches = ", ".join(map(str, gpu["reaches"])) or "no other"
+            reaches = ", ".join(map(str, gpu["reaches"])) or "none"
             memory = f"{gpu['free_bytes'] / 1e9:.1f} of {gpu['bytes'] / 1e9:.1f} GB"
             table.add_row(str(i), gpu["name"], memory, gpu["capability"], reaches)
         terminal.print(table)
     else:
-        print("no GPU: everything runs on CPUs, for correctness")
+        print("no GPU: everything runs on CPUs, for testing only")
     table = Table(show_header=False)
     for name in ("collectives", "kernels", "planner", "ranks", "cpus"):
         table.add_row(name, str(found[name]))

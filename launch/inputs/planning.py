@@ -1,4 +1,4 @@
-"""Questions to the planner, as a run's settings and a few more; and the command that runs an answer."""
+"""Planner queries: a run's settings and a few more; and the command that runs an answer."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ PLANNER_KEYS = {*field_types(PlanConfig)} - {*field_types(Config)}
 
 @dataclass(frozen=True)
 class CheckedQuery:
-    """A question to the planner, as it was typed and as the planner takes it.
+    """A planner query, as typed and as the planner takes it.
 
     Attributes:
-        overrides: as typed, in Hydra's grammar; with the dtype, where that of a checkpoint in float32 is changed.
-        settings: by which they were composed.
+        overrides: as typed, in Hydra's grammar; plus model.dtype if a float32 checkpoint is planned in bfloat16.
+        settings: which keys the overrides may set.
     """
 
     overrides: tuple[str, ...]
@@ -58,20 +58,18 @@ class CheckedQuery:
 
     @cached_property
     def values(self) -> dict[str, str]:
-        """Values as typed, by key."""
         return {override_key(text): text.partition("=")[2] for text in self.overrides}
 
     @property
     def model(self) -> str:
-        """The model's directory, or its name, as typed."""
         return self.values.get("model.path", self.values.get("model", "the model"))
 
     def runtime_overrides(self, choice: PlannedLayout) -> list[str]:
-        """Returns the overrides with which the runtime takes this layout, beside the model's."""
+        """Returns the overrides that make the runtime use this layout, without the model."""
         q, layout, sparse, tier = self.query, choice.layout, self.query.options.sparse, self.query.options.offload
         tokens = 0 if tier is not None else None if sparse is None else sparse_pays_from(q, choice)
         choice_overrides = [f"layout={layout.mode}"] if layout.mode != "helix" else []
-        widths = {key: getattr(layout, key) for key in WIDTHS if key != "tpf"}  # which the others leave
+        widths = {key: getattr(layout, key) for key in WIDTHS if key != "tpf"}  # tpf follows from the others
         choice_overrides += [f"layout.{key}={width}" for key, width in widths.items() if width > 1]
         excluded = {*PLANNER_KEYS, "layout"}
         config = self.config
@@ -98,20 +96,21 @@ class CheckedQuery:
         ] + choice_overrides
 
     def command(self, choice: PlannedLayout) -> list[str]:
-        """Returns the words of the command that serves this layout, quoted for a shell; a shape's directory is DIR."""
+        """Returns the words of the command that serves this layout, shell-quoted; a model shape becomes DIR."""
         model = "DIR" if self.config.model.path is None else self.model
         return [shlex.quote(word) for word in ("helix", "serve", model, *self.runtime_overrides(choice))]
 
 
 def override_key(override: str) -> str:
+    """Returns the key that an override sets."""
     return override.lstrip("+~").partition("=")[0]
 
 
 def check_query(overrides: Sequence[str], settings: Settings = PLAN.settings) -> CheckedQuery:
-    """Composes a question.
+    """Composes a query from overrides.
 
     Raises:
-        ValueError: a value is wrong or missing, or the runtime does not know the model's family.
+        ValueError: a value is wrong or missing, or the model family is not supported.
     """
     overrides = [re.sub(r"^modes=(?=[^\[])(.*)", r"modes=[\1]", text) for text in overrides]  # modes=tp,helix is a list
     typed = {override_key(text) for text in overrides}
@@ -131,14 +130,12 @@ def check_query(overrides: Sequence[str], settings: Settings = PLAN.settings) ->
         overrides = [*overrides, "model.dtype=bfloat16"]
     check_cache(config, HelixLayout.create(), spec)
     if "attention.from_tokens" not in typed:
-        config.attention.from_tokens = 0  # sparse at every length; the command says from where on it pays
+        config.attention.from_tokens = 0  # predict sparse at every length; the command sets where it pays off
     if config.context > spec.max_positions:
         model = next(
             (t.partition("=")[2] for t in overrides if override_key(t) in ("model", "model.path")), "the model"
         )
-        raise ValueError(
-            f"context={config.context} exceeds {model}'s {spec.context}: give at most {spec.max_positions}"
-        )
+        raise ValueError(f"context={config.context} exceeds {model}'s {spec.context}: set at most {spec.max_positions}")
     given = [(key, getattr(layout, key)) for key in WIDTHS]
     options = planner_options(config, spec)
     if options.offload is not None:
@@ -169,43 +166,42 @@ def _default_width(width: str) -> int | None:
 
 
 def _check(config: PlanConfig, typed: set[str]) -> None:
-    """Raises ValueError for a value out of its range, or one of which there are no predictions."""
     drafter, acceptance = config.speculation.drafter, config.acceptance
     if drafter == "none" and acceptance is not None:
-        raise ValueError(f"acceptance={acceptance:g} is of drafts, and there are none: set speculation=ngram")
+        raise ValueError(f"acceptance={acceptance:g} needs drafts, but there are none: set speculation=ngram")
     if drafter == "model":
-        raise ValueError("speculation.drafter=model is not planned: nothing is known of a smaller model's drafts")
+        raise ValueError("speculation.drafter=model is not predicted: the planner knows nothing about draft models")
     if drafter != "none" and acceptance is None:
         raise ValueError(f"speculation.drafter={drafter} needs acceptance: the probability that a draft is accepted")
     if drafter == "eagle3" and config.speculation.path is None:
         raise ValueError("speculation.drafter=eagle3 needs speculation.path=DIR, the directory of its checkpoint")
     if drafter == "sparse" and config.attention.policy != "dense":
-        raise ValueError("speculation.drafter=sparse is verified over all keys: leave out attention")
+        raise ValueError("speculation.drafter=sparse verifies with dense attention: leave out attention")
     for key, needed in (("hits", "kv.offload=host"), ("guessed", "kv.offload_prefetch=true")):
         share, set_ = (
             getattr(config, key),
             config.kv.offload == "host" and (key == "hits" or config.kv.offload_prefetch),
         )
         if key in typed and not set_:
-            raise ValueError(f"{key}={share:g} is of {needed}: add it, or leave out {key}")
+            raise ValueError(f"{key}={share:g} needs {needed}: add it, or leave out {key}")
     if config.hopb.chunks not in ("auto", "best", "none"):
-        raise ValueError(f"hopb.chunks={config.hopb.chunks}: the planner finds the best number itself: leave out hopb")
+        raise ValueError(f"hopb.chunks={config.hopb.chunks}: the planner chooses the number itself: leave out hopb")
     if config.kv.append_block is not None:
-        raise ValueError(f"kv.append_block={config.kv.append_block}: the planner finds the best itself: leave it out")
+        raise ValueError(f"kv.append_block={config.kv.append_block}: the planner chooses it itself: leave it out")
     if config.comm.backend not in ("auto", "symm_mem", "nccl"):
         raise ValueError(f"comm.backend={config.comm.backend} is not predicted; choose one of auto, symm_mem, nccl")
     if config.modes and config.layout.mode != "auto":
-        raise ValueError(f"modes={','.join(config.modes)} and layout.mode={config.layout.mode}: give one of them")
+        raise ValueError(f"modes={','.join(config.modes)} and layout.mode={config.layout.mode}: set only one of them")
     if config.kv.offload == "host" and config.kv.offload_host_bytes is None:
-        config.kv.offload_host_bytes = inf  # as much as they take
+        config.kv.offload_host_bytes = inf  # unlimited
     check_config(config)
 
 
 def pick_hardware(name: str | None, backend: str) -> Hardware:
-    """Loads the hardware description of this name; None: that of this machine's GPU, or of an H200 without a GPU.
+    """Loads a hardware description by name; None: of this machine's GPU, or without a GPU of an H200.
 
     Raises:
-        ValueError: the name is unknown.
+        ValueError: the name is unknown, or this machine's GPU has no description.
     """
     if name is not None:
         hardware = load_hardware(name)
@@ -217,10 +213,10 @@ def pick_hardware(name: str | None, backend: str) -> Hardware:
 
 
 def remedies(checked: CheckedQuery) -> list[tuple[list[str], Ranking]]:
-    """Finds changes of a question for which nothing fits, each with the ranking that it brings.
+    """Finds changes to a query for which nothing fits; returns each with its ranking.
 
-    First those for the same work on the same GPUs, in FP8; then more GPUs; then few keys out of host memory; last less
-    work. Each is planned as if it were typed.
+    In this order: FP8, for the same work on the same GPUs; more GPUs; offloading to host memory; less work. Each is
+    planned as if it were typed.
     """
     q, config = checked.query, checked.config
     offload = ["kv.offload=host", *(["attention=block_sparse"] if config.attention.policy == "dense" else [])]
@@ -239,7 +235,7 @@ def remedies(checked: CheckedQuery) -> list[tuple[list[str], Ranking]]:
 
 
 def _replan(checked: CheckedQuery, change: Sequence[str]) -> tuple[list[str], Ranking] | None:
-    """Plans a question with further overrides; None where it cannot be, or nothing fits."""
+    """Plans a query with further overrides; None if it is invalid or nothing fits."""
     keys = {override_key(text) for text in change}
     other_overrides = [
         t for t in checked.overrides if override_key(t) not in keys and override_key(t).partition(".")[0] not in keys

@@ -1,4 +1,4 @@
-"""Pictures of predictions: times of layouts, the fronts of their batches, and the phases of a step."""
+"""Plots of predictions: times of layouts, Pareto fronts over batches, and phases of a step."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from helix.planner.plan import PlannedLayout, Ranking, curve
 from helix.planner.step import StepCost
 
-WIDTH = 830 / 96  # inches: of a README on GitHub
+WIDTH = 830 / 96  # inches; the width of a README on GitHub
 DPI = 150
-# Okabe and Ito's palette, which colour-blind readers can tell apart.
+# The palette of Okabe and Ito, for color-blind readers.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#999999")
 MARKERS = "os^DvPX"
-MAX_LAYOUTS = 40  # in a picture, the best
-MAX_NAMED_PHASES = len(COLOURS) - 1  # phases with a colour of their own, those that take longest
+MAX_LAYOUTS = 40  # per plot
+MAX_NAMED_PHASES = len(COLOURS) - 1  # the longest phases get a color each
 REST = "all others"
 
 mpl.rcParams.update({"font.size": 9, "axes.titlesize": 10, "legend.frameon": False, "axes.axisbelow": True})
 
 
 def draw_ranking(ranking: Ranking, model: str, path: Path) -> None:
-    """Draws times of the layouts; where a batch was to be found, throughput of each over the speed of one user."""
+    """Plots times of the layouts; if the query leaves the batch open, throughput per GPU over speed per user."""
     _save(times(ranking, model) if ranking.query.batch is not None else fronts(ranking, model), path)
 
 
 def draw_step(step: StepCost, title: str, path: Path) -> None:
-    """Draws the time of each phase of the first point of a prediction."""
+    """Plots the time of each phase of the first point of a prediction."""
     _save(phases(step, title), path)
 
 
 def times(ranking: Ranking, model: str) -> Figure:
-    """Plots the time per token of each layout by phases, the best on top."""
+    """Plots the time per token of each layout by phase, the best on top."""
     q, choices = ranking.query, ranking.choices[:MAX_LAYOUTS]
     figure, axes = _panel(1.5 + 0.34 * len(choices))
     named = _longest(choices)
@@ -64,7 +64,7 @@ def times(ranking: Ranking, model: str) -> Figure:
 
 
 def fronts(ranking: Ranking, model: str) -> Figure:
-    """Plots throughput over the speed of one user, a line for each layout over its batches."""
+    """Plots throughput per GPU over speed per user, a line per layout over its batches."""
     q, choices = ranking.query, ranking.choices[:MAX_LAYOUTS]
     figure, axes = _panel(5.0)
     level: dict[tuple[float, ...], list[tuple[PlannedLayout, StepCost]]] = {}
@@ -72,7 +72,7 @@ def fronts(ranking: Ranking, model: str) -> Figure:
         step = curve(q, choice)
         level.setdefault(tuple(np.round(step.tokens_per_s_gpu, 6)), []).append((choice, step))
     for i, ((choice, step), *others) in enumerate(level.values()):
-        name = choice.name + (f" (and {len(others)} level)" if others else "")
+        name = choice.name + (f" (and {len(others)} equal)" if others else "")
         colour, marker, order = COLOURS[i % len(COLOURS)], MARKERS[i // len(COLOURS)], 3 - i / 100
         axes.plot(
             step.tokens_per_s_user,
@@ -107,7 +107,7 @@ def fronts(ranking: Ranking, model: str) -> Figure:
 
 
 def phases(step: StepCost, title: str) -> Figure:
-    """Plots the time of each phase of the first point, in their order."""
+    """Plots the time of each phase of the first point, in order."""
     spent = [(phase.name, 1e3 * float(phase.seconds[0])) for phase in step.phases if phase.seconds[0]]
     figure, axes = _panel(1.2 + 0.27 * len(spent))
     total = 1e3 * float(step.step_s[0])
@@ -129,7 +129,7 @@ def _work(ranking: Ranking) -> str:
 
 
 def _longest(choices: Sequence[PlannedLayout]) -> list[str]:
-    """Returns the phases that take longest in all layouts together, in the order in which they come."""
+    """Returns the phases that take longest over all layouts, in execution order."""
     names = dict.fromkeys(name for choice in choices for name in choice.phases)
     most = sorted(names, key=lambda name: -sum(choice.phases.get(name, 0.0) for choice in choices))[:MAX_NAMED_PHASES]
     return [name for name in names if name in most]

@@ -1,4 +1,4 @@
-"""Validation of a config before anything starts: everything that can be wrong with it is reported here."""
+"""Validates a config before anything starts: all errors in it are reported here."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ from launch.inputs.hardware import device_here
 from launch.inputs.job_kinds import DECODE, JobKind, select_job_kind
 from launch.inputs.prompt_files import PromptFile, PromptLine, check_defaults, existing_results
 
-TIMED = "helix bench bench=decode"  # a benchmark's command, which says only what takes how long
+TIMED = "helix bench bench=decode"  # suggested where only times matter
 
 
 @dataclass(frozen=True)
 class CheckedRun:
-    """A config whose parts fit each other, the machine aside.
+    """A consistent config, not yet checked against the machine.
 
     Attributes:
-        checkpoint: weights to load; None: random ones.
+        checkpoint: weights to load; None: random weights.
         draft: the model of speculation.drafter=model.
-        resolved: the config of each model as it is run, overrides included, by the key under which the model is set.
-        prompts: content of decode.prompts; empty in a benchmark, and on ranks that did not check.
-        finished: decode.output has results of all prompts.
-        reason: reason of layout=auto for this layout; None: it was given.
+        resolved: config of each model with overrides applied, by the key of the model.
+        prompts: content of decode.prompts; empty in benchmarks, and on ranks that did not check it.
+        finished: decode.output already has the results of all prompts.
+        reason: why layout=auto chose this layout; None: the layout was set.
     """
 
     config: Config
@@ -68,16 +68,16 @@ def preflight(
     job_kind: JobKind | None = None,
     writes: bool = True,
 ) -> CheckedRun:
-    """Checks all that can be wrong with a run, the machine aside; once, for all ranks of a host.
+    """Checks a config, without the machine; once, for all ranks of a host.
 
     Args:
-        world_size: number of processes that were started, or will be.
+        world_size: number of processes that were or will be started.
         device: name of the ranks' GPU, for layout=auto; None on CPUs.
-        work: work of the ranks; None: that of a run.
-        writes: whether this process begins the files of rank 0.
+        job_kind: None: that of a run.
+        writes: whether this process creates rank 0's files.
 
     Raises:
-        ValueError: the config is wrong; the message names the key, its value and the remedy.
+        ValueError: the config is wrong; the message has the key, its value and the remedy.
     """
     check(config)
     check_defaults(config.decode)
@@ -111,7 +111,7 @@ def preflight(
 
 
 def assemble(config: Config, layout: HelixLayout) -> CheckedRun:
-    """Makes a run of a config that was checked, on whichever rank; reads no prompts."""
+    """Creates the run of a config that was already checked, on any rank; reads no prompts."""
     checkpoint, spec = open_checkpoint(config.model, make_spec(config))
     draft = make_draft(config, layout, spec) if config.speculation.drafter == "model" else None
     resolved = {key: resolved_config(model) for key, model in models_of(config).items()}
@@ -119,7 +119,7 @@ def assemble(config: Config, layout: HelixLayout) -> CheckedRun:
 
 
 def prepare_run(config: Config, job_kind: JobKind | None = None) -> CheckedRun:
-    """Checks all that can be checked without ranks; returns the run, for the ranks that this host starts.
+    """Checks everything that needs no ranks, for a job that this host starts; returns the run.
 
     Raises:
         ValueError: as in `preflight`; or there are fewer GPUs than comm.backend needs.
@@ -128,13 +128,13 @@ def prepare_run(config: Config, job_kind: JobKind | None = None) -> CheckedRun:
     device = device_here() if gpus >= world_size and config.comm.backend != "gloo" else None
     run = preflight(config, world_size, device, job_kind)
     check_tokenizer_files(config.model.path)
-    # Whether GPUs reach each other they say themselves.
+    # Peer access between the GPUs is checked later, by the ranks.
     choose_backend(config.comm.backend, RankInfo(0, world_size, 0, world_size), [{"gpus": gpus, "peers": True}])
     return run
 
 
 def _check_files(config: Config, job_kind: JobKind, prompts: Sequence[PromptLine]) -> bool:
-    """Checks the files that a run writes; returns whether decode.output has the results of all prompts already."""
+    """Checks the files that a run writes; returns whether decode.output already has the results of all prompts."""
     files = {"decode.prompts": config.decode.prompts, "decode.output": config.decode.output, "record": config.record}
     given = {key: path for key, path in (files | job_kind.files).items() if path is not None}
     if len({os.path.realpath(path) for path in given.values()}) < len(given):
@@ -149,29 +149,27 @@ def _check_files(config: Config, job_kind: JobKind, prompts: Sequence[PromptLine
 
 
 def _check_emulated(config: Config, job_kind: JobKind, layout: HelixLayout, processes: int) -> None:
-    """Raises ValueError if these processes cannot emulate ranks of the layout."""
     what = "comm.backend=emulated: one or two GPUs emulate ranks of a larger layout"
     if not job_kind.timed:
-        raise ValueError(f"{what}, and tokens mean nothing: use `{TIMED}`, or bench=comm, hopb or prefill there")
+        raise ValueError(f"{what}, so tokens are meaningless: use `{TIMED}`, or bench=comm, hopb or prefill there")
     if config.layout.mode == "auto" or not 1 <= processes <= min(emulated.PROCESSES, layout.world_size - 1):
         raise ValueError(
-            f"{what}: {processes} processes were started for {layout}; start {emulated.PROCESSES} at most, and set "
-            "layout.kvp and layout.tpa to more"
+            f"{what}: {processes} processes were started for {layout}; start at most {emulated.PROCESSES}, and raise "
+            "layout.kvp or layout.tpa"
         )
 
 
 def _prompts(config: Config, job_kind: JobKind) -> Sequence[PromptLine]:
-    """Reads the prompts to decode."""
     if job_kind.prompts == "none" or (job_kind.prompts == "taken" and config.decode.prompts is None):
         return []
     if config.decode.prompts is None:
-        raise ValueError(f"nothing to do: set decode.prompts=FILE.jsonl, or time decode steps with `{TIMED}`")
+        raise ValueError(f"no prompts: set decode.prompts=FILE.jsonl, or time decode steps with `{TIMED}`")
     prompts = PromptFile(Path(config.decode.prompts))
     if job_kind is not DECODE and prompts.has_bodies:
-        raise ValueError(f'{config.decode.prompts} holds messages, forms or a batch: measure "prompt" or "prompt_ids"')
+        raise ValueError(f'{config.decode.prompts} has messages, structured outputs or a batch: use "prompt"')
     if prompts.has_text and not has_tokenizer(config.model.path):
         why = "a shape without model.path has no tokenizer"
         if config.model.path is not None:
             why = f"model.path={config.model.path} has no tokenizer.json"
-        raise ValueError(f'{config.decode.prompts} holds text, but {why}: use "prompt_ids"')
+        raise ValueError(f'{config.decode.prompts} has text, but {why}: use "prompt_ids"')
     return prompts

@@ -1,4 +1,4 @@
-"""PromptLine files and result files, in JSON lines."""
+"""Prompt files and result files, in JSON lines."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from launch.client.schemas import Chat, Completion, parse_body
 from launch.inputs.files import claim, replace
 
 KEYS = ("id", "prompt", "prompt_ids", "messages", *LINE_OPTIONS, "response_format")
-BATCH_KEYS = ("custom_id", "method", "url", "body")  # keys of a line of OpenAI's batch files
+BATCH_KEYS = ("custom_id", "method", "url", "body")  # keys of OpenAI's batch format
 SCHEMAS: dict[str, type[Chat | Completion]] = {"/v1/chat/completions": Chat, "/v1/completions": Completion}
-MAX_IDS = 1 << 40  # of a prompt; whether the model can take them is seen later
+MAX_IDS = 1 << 40  # token ids per prompt; the model's limit is checked later
 
 BATCH_ID, SERVED = "batch_req_", 200
 BOM = b"\xef\xbb\xbf"
-TEMPLATE_TOKENS = 256  # that a chat template adds to messages, beyond as many again: an estimate
+TEMPLATE_TOKENS = 256  # estimate: a chat template doubles the tokens of messages and adds these
 
-# What JSON has for the kinds of options, and its name in errors.
+# JSON types of options, and their names in errors.
 KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
     float: ((int, float), "a number"),
     int: ((int,), "an integer"),
@@ -46,12 +46,12 @@ KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
 
 @dataclass(frozen=True)
 class PromptLine:
-    """A line of a prompt file: `text`, `ids` or `body` is set.
+    """A line of a prompt file; one of `text`, `ids` and `body` is set.
 
     Attributes:
         options: values of LINE_OPTIONS that the line sets.
-        body: fields of a server's request: messages or a form of the answer, or the whole of a line of a batch.
-        url: of a line of a batch, the route that its body is for.
+        body: request fields: messages or a structured output, or the body of a batch line.
+        url: route of a batch line.
     """
 
     id: str | int
@@ -63,25 +63,24 @@ class PromptLine:
 
     @property
     def schema(self) -> type[Chat | Completion]:
-        """The schema of `body`."""
         return SCHEMAS[self.url] if self.url is not None else Chat if "messages" in (self.body or {}) else Completion
 
 
 class PromptFile(Sequence[PromptLine]):
-    """Prompts of a JSON-lines file, which are read again each time: in memory are 16 bytes for each.
+    """Prompts of a JSON-lines file, which are read from the file each time: only 16 bytes per prompt are in memory.
 
     Args:
-        path: the file, without blank lines; a missing id is the prompt's number, from 0.
+        path: the file; a prompt without an id gets its index, from 0.
 
     Attributes:
         max_new_tokens: the largest max_tokens of a line, 0 if none has any.
-        sequences: number of answers, of which a line may have several.
-        has_text: whether any prompt is text, which needs a tokenizer.
-        has_bodies: whether any has messages or a form, or is a line of a batch.
-        has_unlimited: whether any is a line of a batch for a chat without a limit of its own.
+        sequences: number of answers; a line may have several.
+        has_text: whether any prompt needs a tokenizer.
+        has_bodies: whether any line has messages or a structured output, or is a batch line.
+        has_unlimited: whether any line is a chat of a batch without max_tokens.
 
     Raises:
-        ValueError: a line is not a prompt or an id occurs twice (with file and line), or the file is unreadable.
+        ValueError: a line is not a prompt or an id is repeated (with file and line), or the file is unreadable.
     """
 
     def __init__(self, path: Path) -> None:
@@ -103,7 +102,7 @@ class PromptFile(Sequence[PromptLine]):
         except OSError as error:
             raise ValueError(f"decode.prompts={path} cannot be read: {error.strerror}") from error
         if not keys:
-            raise ValueError(f"decode.prompts={path} holds no prompts")
+            raise ValueError(f"decode.prompts={path} has no prompts")
         self._offsets.append(begin)
         order = np.argsort(keys, kind="stable")
         same = np.asarray(keys)[order]
@@ -131,15 +130,15 @@ class PromptFile(Sequence[PromptLine]):
             return self._at(file, range(len(self))[index])
 
     def max_total_tokens(self, default: int, context: int, batch: int) -> int:
-        """Computes a bound on the tokens of the largest batch, new ones included: each token has a byte or more.
+        """Returns an upper bound on the tokens of the largest batch, including new ones; a token has at least one byte.
 
         Args:
-            default: new tokens of a prompt whose line has no limit.
-            context: most tokens of a prompt with its new ones.
+            default: new tokens of a prompt whose line sets no limit.
+            context: maximum prompt and new tokens of a sequence.
             batch: number of prompts.
         """
         lengths = np.diff(self._offsets)
-        if self.has_bodies:  # a chat template adds to them
+        if self.has_bodies:  # the chat template adds tokens
             lengths = 2 * lengths + TEMPLATE_TOKENS
         new = context if self.has_unlimited else min(max(default, self.max_new_tokens), context)
         return int(np.sort(np.minimum(lengths + new, context))[-batch:].sum())
@@ -152,7 +151,7 @@ class PromptFile(Sequence[PromptLine]):
         try:
             return _parse(line.removeprefix(b"" if begin else BOM).removesuffix(b"\n").decode(), index)
         except UnicodeDecodeError as error:
-            where = f"byte {begin + error.start + 1} is not part of a character"
+            where = f"byte {begin + error.start + 1} is invalid"
             raise ValueError(f"decode.prompts={self._path} is not UTF-8 text: {where}") from error
         except ValueError as error:
             raise ValueError(f"{self._path}, line {number}: {error}") from error
@@ -170,7 +169,7 @@ class PromptFile(Sequence[PromptLine]):
 def _parse(line: str, index: int) -> PromptLine:
     entry = parse_json(line)
     if not isinstance(entry, dict):
-        raise ValueError(f"a prompt is a JSON object, this is {line.strip()[:60]}")
+        raise ValueError(f"a prompt must be a JSON object, but this is {line.strip()[:60]}")
     if "custom_id" in entry:
         return _parse_batch(entry)
     unknown = sorted(set(entry) - set(KEYS))
@@ -183,20 +182,18 @@ def _parse(line: str, index: int) -> PromptLine:
         raise ValueError(f"id {name!r:.60} must be text or an integer")
     text, ids, messages = (entry.get(key) for key in ("prompt", "prompt_ids", "messages"))
     if sum(one is not None for one in (text, ids, messages)) != 1:
-        raise ValueError('needs "prompt" (text), "prompt_ids" (token ids) or "messages" (a conversation), one of them')
+        raise ValueError('needs one of "prompt" (text), "prompt_ids" (token ids) and "messages" (a conversation)')
     if text is not None and not isinstance(text, str):
         raise ValueError(f'"prompt" must be text, not {text!r:.60}')
     if ids is not None and not (isinstance(ids, list) and all(type(t) is int for t in ids)):
         raise ValueError(f'"prompt_ids" must be a list of integers, not {ids!r:.60}')
     stop = entry.get("stop", [])
     if not isinstance(stop, str) and not (isinstance(stop, list) and all(isinstance(s, str) for s in stop)):
-        raise ValueError(f'"stop" must be a text or a list of texts, not {stop!r:.60}')
+        raise ValueError(f'"stop" must be a string or a list of strings, not {stop!r:.60}')
     stops = [("stop", content) for content in ([stop] if isinstance(stop, str) else stop)]
     for key, content in (("id", name), ("prompt", text), *stops):
         if isinstance(content, str) and (half := re.search("[\ud800-\udfff]", content)):
-            raise ValueError(
-                f'"{key}" has half a character at {half.start()} (a surrogate without the other): no valid text'
-            )
+            raise ValueError(f'"{key}" has a lone surrogate at character {half.start()}, so it is not valid text')
     options = {key: entry[key] for key in LINE_OPTIONS if entry.get(key) is not None}
     for key in options.keys() - {"stop"}:
         kinds, what = KINDS[LINE_OPTIONS[key].kind]
@@ -204,7 +201,7 @@ def _parse(line: str, index: int) -> PromptLine:
             raise ValueError(f'"{key}" must be {what}, not {value!r:.60}')
     if bias := options.get("logit_bias"):
         if wrong := [token for token in bias if not re.fullmatch("[0-9]{1,10}", token)]:
-            raise ValueError(f'"logit_bias" must be {KINDS[Mapping][1]}, and {wrong[0]!r:.60} is not a token id')
+            raise ValueError(f'"logit_bias" must be {KINDS[Mapping][1]}, but {wrong[0]!r:.60} is not a token id')
         options["logit_bias"] = {int(token): value for token, value in bias.items()}
     body = {key: entry[key] for key in ("messages", "response_format") if entry.get(key) is not None}
     if not body:
@@ -220,10 +217,10 @@ def _parse(line: str, index: int) -> PromptLine:
 
 
 def _parse_batch(entry: dict[str, Any]) -> PromptLine:
-    """Reads a line of OpenAI's batch format; what is wrong with its body is the answer to it."""
+    """Parses a line of OpenAI's batch format; errors in its body become its result."""
     if set(entry) != set(BATCH_KEYS):
         raise ValueError(
-            f"a line of a batch has the keys {', '.join(BATCH_KEYS)}, and this one {', '.join(sorted(entry))}"
+            f"a batch line must have the keys {', '.join(BATCH_KEYS)}, but this one has {', '.join(sorted(entry))}"
         )
     name, method, url, body = (entry[key] for key in BATCH_KEYS)
     if not isinstance(name, str):
@@ -237,7 +234,7 @@ def _parse_batch(entry: dict[str, Any]) -> PromptLine:
 
 
 def check_defaults(config: DecodeConfig) -> None:
-    """Raises ValueError if a sampling key of `decode`, the default of prompts, is out of range."""
+    """Raises ValueError if a sampling default in `decode` is out of range."""
     try:
         _sampling(with_defaults({}, config))
     except ValueError as error:
@@ -245,15 +242,15 @@ def check_defaults(config: DecodeConfig) -> None:
 
 
 def make_body(prompt: PromptLine, defaults: DecodeConfig) -> Chat | Completion:
-    """Makes a request of a line; where it is no line of a batch, it has the settings of `decode` for defaults.
+    """Creates the request of a line; unless it is a batch line, `decode` has its defaults.
 
     Raises:
         ValueError: an option is out of range.
-        ApiError: a body is wrong.
+        ApiError: a body is invalid.
     """
     given = None if prompt.body is None else parse_body(prompt.schema, json.dumps(prompt.body).encode(), MAX_IDS)
     if prompt.url is not None:
-        assert given is not None, "lines of a batch have one"
+        assert given is not None, "batch lines have a body"
         return given
     options = with_defaults(prompt.options, defaults)
     if options["max_tokens"] < 1:
@@ -261,7 +258,7 @@ def make_body(prompt: PromptLine, defaults: DecodeConfig) -> Chat | Completion:
     _sampling(options)
     stop = options["stop"]
     options["stop"] = [text for text in ([stop] if isinstance(stop, str) else stop) if text]
-    if given is None:  # no schema: the options' ranges are the engine's, not those of requests
+    if given is None:  # skips validation: prompt files have the engine's ranges, not those of HTTP requests
         ids = None if prompt.ids is None else np.array(prompt.ids, dtype=object)
         return Completion.model_construct(prompt=prompt.text if ids is None else ids, **options)
     if isinstance(given, Chat) and (best := options.pop("logprobs", None)) is not None:
@@ -274,12 +271,12 @@ def _sampling(options: Mapping[str, Any]) -> SamplingParams:
 
 
 def digest(prompt: PromptLine, config: Config) -> str:
-    """Computes the digest of a request in its result line: 16 hex digits, over prompt, options, model and policy."""
+    """Returns the digest for a prompt's result line: 16 hex digits over prompt, options, model and attention policy."""
     return RequestDigests(config).digest(prompt)
 
 
 class RequestDigests:
-    """Digests of the requests of a run; see `digest`."""
+    """Computes the digests of a run's prompts; see `digest`."""
 
     def __init__(self, config: Config) -> None:
         self._defaults = with_defaults({}, config.decode)
@@ -294,7 +291,7 @@ class RequestDigests:
         if prompt.body is not None:
             what.append([prompt.id, prompt.url, prompt.body, self._template])
         if config.attention.policy != "dense":
-            # Which keys share a block, and which blocks a rank chooses from, is a matter of the cache and the layout.
+            # The cache decides which keys share a block, and the layout from which blocks a rank selects.
             local = [config.layout.mode, config.layout.kvp] if config.attention.choice == "local" else []
             what.append([asdict(config.attention), config.blocks.page, config.blocks.append, local])
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
@@ -306,21 +303,21 @@ class RequestDigests:
 
 
 def existing_results(config: Config, prompts: Sequence[PromptLine]) -> np.ndarray:
-    """Finds the results that `decode.output` already has, without errors; none without `decode.resume`.
+    """Finds error-free results that `decode.output` already has; none without `decode.resume`.
 
     Returns:
-        The first byte of the result of each prompt, -1 where there is none, int64 [n].
+        Byte offset of each prompt's result, -1 if there is none, int64 [n].
 
     Raises:
-        ValueError: the file has other content, which a run would lose: results of other requests, no results at all,
-            or any without `decode.resume`.
+        ValueError: the run would lose content of the file: results of other requests, something other than results, or
+            any content without `decode.resume`.
     """
     path, offsets = Path(str(config.decode.output)), np.full(len(prompts), -1)
     if config.decode.output is None or not path.exists() or not path.stat().st_size:
         return offsets
     name = f"decode.output={path}"
     if not config.decode.resume:
-        raise ValueError(f"{name} exists: decode.resume=true keeps its results and runs the rest, or move it away")
+        raise ValueError(f"{name} exists: set decode.resume=true to keep its results and run the rest, or move it away")
     digests = RequestDigests(config)
     known = np.fromiter(((hash(p.id), int(digests.digest(p), 16)) for p in prompts), np.dtype("q,Q"), len(prompts))
     order = np.argsort(known["f0"], kind="stable")
@@ -338,11 +335,11 @@ def existing_results(config: Config, prompts: Sequence[PromptLine]) -> np.ndarra
                     continue
                 raise ValueError(f"{name}, line {number}, is not a result: move the file away") from None
             if at == len(keys) or keys[at] != hash(key):
-                raise ValueError(f"{name} holds a result {key!r}, which decode.prompts has not: move the file away")
+                raise ValueError(f"{name} has a result {key!r}, but decode.prompts has no such id: move the file away")
             if request != f"{known['f1'][order[at]]:016x}":
                 raise ValueError(
-                    f"{name} holds a result {key!r} of another prompt, or decoded with other settings or another "
-                    "model: give prompts ids of their own, set what it was decoded with, or move the file away"
+                    f"{name} has a result {key!r} of another prompt, or one decoded with other settings or another "
+                    "model: use unique prompt ids, restore the settings, or move the file away"
                 )
             if served:
                 offsets[order[at]] = begin
@@ -350,14 +347,13 @@ def existing_results(config: Config, prompts: Sequence[PromptLine]) -> np.ndarra
 
 
 def _read_line(line: dict[str, Any]) -> tuple[str | int, str, bool]:
-    """Reads the request of a result line, its digest, and whether it was served."""
     if "custom_id" in line:
         return line["custom_id"], line["id"].removeprefix(BATCH_ID), line["response"]["status_code"] == SERVED
     return line["id"], line["request"], line["finish_reason"] in ("stop", "length")
 
 
 def _is_torn(text: bytes, name: str | int) -> bool:
-    """Returns whether a line may be the beginning of a prompt's result, whose writing was interrupted."""
+    """Returns whether a line may be a prompt's result that was only partly written."""
     content = json.dumps(name, ensure_ascii=False)
     heads = f'{{"id": {content}, "prompt_tokens": ', f'{{"custom_id": {content}, "id": "{BATCH_ID}'
     return any(
@@ -370,34 +366,34 @@ def _line(result: dict[str, Any]) -> str:
 
 
 class ResultFile:
-    """Result lines, written as requests finish and put into the prompts' order at the end.
+    """Writes results as requests finish, and sorts them in the order of the prompts at the end.
 
-    Until then, or until this process ends, no other run writes the file.
+    The file is locked for this run until it is closed or the process ends.
 
     Args:
-        config: config of the run; with `decode.output=None` nothing is kept.
+        config: config of the run; with `decode.output=None` nothing is written.
         prompts: all prompts of the run, in order.
 
     Attributes:
         count: number of prompts with a result.
 
     Raises:
-        ValueError: as in `existing_results`, or the file cannot be written.
+        ValueError: as in `existing_results`, or the file is not writable.
     """
 
     def __init__(self, config: Config, prompts: Sequence[PromptLine]) -> None:
         self._path = None if config.decode.output is None else Path(config.decode.output)
         self.prompts, self._digests = prompts, RequestDigests(config)
-        self._running: dict[str | int, tuple[int, str]] = {}  # numbers and digests of prompts that run, by id
+        self._running: dict[str | int, tuple[int, str]] = {}  # index and digest of unfinished prompts, by id
         policy = config.attention.policy
         self._lossy = None if policy == "dense" else f"{policy} (lossy)"
         self._file: TextIO | None = None
-        self._end = 0  # bytes of the file
+        self._end = 0  # size of the file in bytes
         try:
             self._file = None if self._path is None else claim(self._path)
-            self._offsets = existing_results(config, prompts)  # of results in the file; -1: none
+            self._offsets = existing_results(config, prompts)  # byte offsets of results; -1: none
             self.count = self._served = int(np.count_nonzero(self._offsets >= 0))
-            self._rewrite()  # drops what is not kept: errors, a torn last line
+            self._rewrite()  # drops errors and a partly written last line
         except (OSError, ValueError) as error:
             if self._file:
                 self._file.close()
@@ -407,7 +403,7 @@ class ResultFile:
 
     @property
     def remaining(self) -> Iterator[PromptLine]:
-        """The prompts without a result, read one by one; results are added to prompts that were read."""
+        """Yields the prompts without a result; `add` accepts only prompts that were yielded."""
         for number, prompt in enumerate(self.prompts):
             if self._offsets[number] < 0:
                 self._running[prompt.id] = number, self._digests.digest(prompt)
@@ -432,7 +428,6 @@ class ResultFile:
         self._add(name, line)
 
     def add_response(self, name: str | int, status: int, body: dict[str, Any]) -> None:
-        """Writes a result of a line of a batch; raises as `add`."""
         response = {"status_code": status, "body": body}
         line = {"custom_id": name, "id": f"{BATCH_ID}{self._running[name][1]}", "response": response, "error": None}
         self._add(name, line)
@@ -452,7 +447,7 @@ class ResultFile:
         self.count += 1
 
     def close(self) -> None:
-        """Sorts the results; raises RankError if they cannot be sorted."""
+        """Sorts the results; raises RankError if that fails."""
         try:
             self._rewrite()
             if self._file:
@@ -461,7 +456,7 @@ class ResultFile:
             raise self._write_error(error) from error
 
     def _rewrite(self) -> None:
-        """Puts the results that are kept into the prompts' order, line by line."""
+        """Rewrites the file with the existing results in the order of the prompts."""
         if self._path is None or self._file is None:
             return
         offsets = np.full_like(self._offsets, -1)
@@ -484,5 +479,5 @@ class ResultFile:
     def _write_error(self, error: OSError) -> RankError:
         return RankError(
             f"decode.output={self._path} cannot be written: {error.strerror}; {self._served} of {len(self.prompts)} "
-            "results are safe in it, and decode.resume=true runs the rest"
+            "results are complete; decode.resume=true runs the rest"
         )

@@ -1,4 +1,4 @@
-"""Rankings of layouts, as tables and sentences or as JSON."""
+"""Formats rankings of layouts: as tables and sentences, or as JSON."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from launch.inputs.planning import CheckedQuery, remedies
 from launch.inputs.tables import command_line, table, wrapped
 
 LEGEND = (
-    "user, GPU: of one sequence, and of one GPU. weights, KV, left: on the fullest GPU. most, longest: sequences of "
-    "this length, and tokens of a sequence at this batch, that fit."
+    "user, GPU: tokens/s of one sequence, and of one GPU. weights, KV, left: on the fullest GPU. most, longest: how "
+    "many sequences of this length fit, and how many tokens per sequence at this batch."
 )
 
 
 def as_json(ranking: Ranking, checked: CheckedQuery) -> dict[str, Any]:
-    """Returns everything that the tables show, and more, for JSON."""
+    """Returns everything in the tables, and more, for JSON."""
     q = ranking.query
 
     def described(choice: PlannedLayout) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def as_json(ranking: Ranking, checked: CheckedQuery) -> dict[str, Any]:
 
 
 def as_text(ranking: Ranking, checked: CheckedQuery, width: int) -> str:
-    """Writes the tables, the reasons and the command, in lines of at most this many columns."""
+    """Returns the tables, the reasons and the command, in lines of at most `width` columns."""
     q, choices, first = ranking.query, ranking.choices, ranking.choices[0]
     gb = {
         name: [f"{getattr(c, key) / 1e9:.1f}" for c in choices]
@@ -66,42 +66,40 @@ def as_text(ranking: Ranking, checked: CheckedQuery, width: int) -> str:
     title = f"{checked.model}, {q.context:,} tokens on {q.gpus} x {q.hardware.name}"
     sections = [wrapped(title, width), table(columns, width), wrapped(LEGEND, width)]
     lacking = [
-        f"no room: {r.layout} lacks {r.missing_bytes / 1e9:.1f} GB a GPU; "
+        f"does not fit: {r.layout} lacks {r.missing_bytes / 1e9:.1f} GB per GPU; "
         + (f"{r.largest_batch} would fit" if r.largest_batch else "not one sequence fits")
         for r in ranking.rejected
     ]
     sections += [wrapped("\n".join(lacking), width)] if lacking else []
     if q.options.offload is not None:
         fetched = f"with {q.options.offload.hit_rate:.0%} hits fetches its part in {1e3 * first.phases['fetch']:.2f} ms"
-        sections.append(
-            wrapped(f"In host memory: {first.host_bytes / 1e9:.1f} GB a rank, of which a step {fetched}.", width)
-        )
+        sections.append(wrapped(f"In host memory: {first.host_bytes / 1e9:.1f} GB per rank; a step {fetched}.", width))
     why = [ranking.reason, ranking.verdict]
     why += [compare_sparse(ranking)] if q.options.sparse is not None else []
     if q.draft_has_cost:
         why.append(compare_drafts(ranking))
     elif q.acceptance is not None:
-        why.append("Drafting is counted as free, and acceptance as the same at every place.")
+        why.append("Drafting is assumed to be free, and acceptance to be the same at every draft index.")
     sections.append(wrapped("\n".join(why), width))
-    shape = ", with DIR a checkpoint of this shape (Helix has no weights of it)"
+    shape = ", where DIR is a checkpoint of this shape (Helix has no weights)"
     to_serve = f"To serve it{shape if checked.config.model.path is None else ''}:"
     sections.append(f"{wrapped(to_serve, width)}\n{command_line(checked.command(first), width)}")
     return "\n\n".join(sections)
 
 
 def nothing_fits(error: NoLayoutFits, checked: CheckedQuery, width: int) -> str:
-    """Writes what is lacking, and each change with which it would fit, with what that takes."""
+    """Describes what is missing, and lists changes with which a layout would fit."""
     found = [(" ".join(change), ranking, ranking.choices[0]) for change, ranking in remedies(checked)]
     if not found:
-        return _error(f"{error.reason}. Neither FP8, more GPUs, host memory nor less work would do", width)
+        return _error(f"{error.reason}. FP8, more GPUs, host memory or less work would not help either", width)
     columns = {
         "What would fit": [change for change, _, _ in found],
         "layout": [choice.name for _, _, choice in found],
         "TTL": [ms(choice.ttl_s) + ("" if ranking.meets_ttl(choice) else " (late)") for _, ranking, choice in found],
-        "host memory\na rank": [f"{c.host_bytes / 1e9:.1f} GB" if c.host_bytes else "-" for _, _, c in found],
+        "host memory\nper rank": [f"{c.host_bytes / 1e9:.1f} GB" if c.host_bytes else "-" for _, _, c in found],
     }
     if not any(choice.host_bytes for _, _, choice in found):
-        del columns["host memory\na rank"]
+        del columns["host memory\nper rank"]
     return f"{_error(error.reason, width)}\n\n{table(columns, width)}"
 
 

@@ -1,4 +1,4 @@
-"""Shapes of models in `conf/model/`."""
+"""Model shapes in `conf/model/`."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from launch.inputs.compose import compose_config
 
 
 def spec_of(model: str, *overrides: str) -> DecoderSpec:
+    """Returns the spec of a shape with overrides."""
     return make_spec(compose_config([f"model={model}", *overrides]))
 
 
 @cache
 def load_spec(model: str) -> DecoderSpec:
-    """Loads a shape in `conf/model/`.
+    """Loads a shape from `conf/model/`.
 
     Raises:
-        ValueError: the name is unknown; the message lists the known ones.
+        ValueError: the name is unknown; the message lists similar ones.
     """
     known = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
     if model not in known:
         raise ValueError(
-            f"no shape is called {model!r}; the nearest are {nearest_shapes(model)} (or add conf/model/{model}.yaml)"
+            f"there is no shape {model!r}; the closest are {nearest_shapes(model)} (or add conf/model/{model}.yaml)"
         )
     return spec_of(model)

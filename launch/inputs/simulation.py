@@ -1,4 +1,4 @@
-"""One predicted decode step, as a table or a picture."""
+"""Prints or plots one predicted decode step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from launch.inputs.hardware import load_hardware
 from launch.inputs.planner_commands import PointConfig
 from launch.inputs.tables import table, terminal_width, wrapped
 
-NUMBERS = (  # of a phase: name and unit, factor, digits
+NUMBERS = (  # columns per phase: name and unit, factor, digits
     ("time\nus", 1e6, 2),
     ("read\nMB", 1e-6, 3),
     ("work\nGFLOP", 1e-9, 3),
@@ -24,14 +24,14 @@ NUMBERS = (  # of a phase: name and unit, factor, digits
 
 
 def print_point(config: PointConfig, model: str, picture: Path | None) -> None:
-    """Prints one decode step of a model, named as it was typed, phase by phase.
+    """Prints one decode step, phase by phase.
 
     Raises:
-        ValueError: a value is wrong; or, after printing, memory does not suffice for the batch.
+        ValueError: a value is wrong; or, after printing, the batch does not fit into memory.
     """
     layout, dtype, batch, context = config.layout, config.dtype, config.batch, config.context
     if layout.mode == "auto":
-        raise ValueError("layout=auto: `helix plan` finds the best layout; name one, such as layout.kvp=2 layout.tpa=4")
+        raise ValueError("layout=auto: `helix plan` finds a layout; set one here, such as layout.kvp=2 layout.tpa=4")
     options = Options(weights=dtype, kv=dtype, messages=dtype, hopb=config.hopb.chunks != "none")
     widths = {key: getattr(layout, key) for key in ("dp", "kvp", "tpa", "tpf", "ep")}
     points = Points.of(layout.mode, batch, pp=config.pp, **widths)
@@ -54,7 +54,7 @@ def print_point(config: PointConfig, model: str, picture: Path | None) -> None:
         import_module("launch.inputs.plots").draw_step(step, title, picture)
     if not step.fits[0]:
         gpu = f"{hardware.name} has {hardware.memory_bytes.value / 1e9:.0f} GB"
-        share = f"KV may take {options.memory_fraction:.0%} of what weights leave"
+        share = f"KV may take {options.memory_fraction:.0%} of what the weights leave"
         raise ValueError(f"a batch of {batch} does not fit: {weights} of weights and {kv} of KV; {gpu}, and {share}")
 
 

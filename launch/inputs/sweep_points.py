@@ -1,4 +1,4 @@
-"""Points of a sweep: one config and its outcome each, with files of their own."""
+"""Points of a sweep: each has a config, files and an outcome."""
 
 from __future__ import annotations
 
@@ -16,20 +16,18 @@ MEASURED = (
     *("ttl_p50_us", "ttl_p90_us", "exchange_us", "tokens_per_s_user", "tokens_per_s_gpu"),
     *("prefill_s", "decode_tokens"),
 )
-TIMED = ("batch", "length", "gamma")  # of a point of bench.points
+TIMED = ("batch", "length", "gamma")  # keys of an entry of bench.points
 LAYOUT = ("mode", "kvp", "tpa", "tpf", "ep", "dp", "world_size")
 
 
 @dataclass
 class Point:
-    """A point of the sweep, and its outcome.
+    """A point of a sweep and its outcome.
 
     Attributes:
-        overrides: its overrides from the command line.
-        config: config of its job, with files of its own.
-        work: work of its job.
-        status: ok, refused (some requests were), skipped, failed or interrupted; waiting before it ran.
-        reason: reason why it was skipped or failed.
+        config: config of its job, with the paths of its files.
+        status: waiting, ok, refused (some requests were), skipped, failed or interrupted.
+        reason: why it was skipped or failed.
         record: measurements of the run.
     """
 
@@ -43,12 +41,11 @@ class Point:
 
     @property
     def values(self) -> dict[str, str]:
-        """Values that its overrides set, by key."""
         texts = (text.partition("=") for text in self.overrides)
         return {key.lstrip("+~"): value for key, _, value in texts}
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns the run's measurements: a row, or one for each of `bench.points`."""
+        """Returns the measurements: one row, or one per entry of `bench.points`."""
         layout = self.record.get("layout", {})
         return [
             {
@@ -65,17 +62,17 @@ class Point:
 
 
 def read(line: CommandLine, program: Program) -> tuple[list[Point], Path]:
-    """Reads the points of a sweep, with a record and results file for each; returns them and the sweep's directory.
+    """Reads the points of a sweep and sets the files of each; returns the points and the sweep's directory.
 
     Raises:
-        ValueError: a mistake in the arguments.
+        ValueError: an argument is wrong.
     """
     found = []
     for number, point in enumerate(points(line)):
         config = point.config
         for key, value in (("record", config.record), ("decode.output", config.decode.output)):
             if value is not None:
-                raise ValueError(f"{key}={value}: a sweep names its files itself, in a directory (hydra.sweep.dir=DIR)")
+                raise ValueError(f"{key}={value}: a sweep chooses its files; hydra.sweep.dir=DIR sets where")
         resolve_hub_models(config)
         config.record = str(point.directory / "record.json")
         job_kind = program.select(config)

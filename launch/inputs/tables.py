@@ -1,4 +1,4 @@
-"""Tables and sentences that fit the terminal."""
+"""Formats tables and text to fit the terminal."""
 
 from __future__ import annotations
 
@@ -6,37 +6,37 @@ import shutil
 from collections.abc import Mapping, Sequence
 from textwrap import fill
 
-UNLIMITED = 1 << 20  # the width of a file
+UNLIMITED = 1 << 20  # for output to a file
 GAP = "  "
 
 
 def terminal_width() -> int:
-    """Returns the terminal's columns, or those of the variable COLUMNS; UNLIMITED where there is neither."""
+    """Returns the width of the terminal, or the variable COLUMNS; UNLIMITED if there is neither."""
     return shutil.get_terminal_size((UNLIMITED, 0)).columns
 
 
 def wrapped(text: str, width: int) -> str:
-    """Splits lines between words so that they fit."""
+    """Wraps lines between words."""
     return "\n".join(fill(line, width, break_long_words=False, break_on_hyphens=False) for line in text.splitlines())
 
 
 def command_line(words: Sequence[str], width: int) -> str:
-    r"""Writes a command as one pastes it, indented, its lines continued by \ where it is longer than the terminal."""
+    r"""Formats a command for pasting: indented, with \ at the end of lines that continue."""
     lines = [f"  {words[0]}"]
     for word in words[1:]:
-        fits = len(lines[-1]) + len(word) + 3 <= width  # with the space before it and the \ behind it
+        fits = len(lines[-1]) + len(word) + 3 <= width  # with a space before it and a \ after it
         lines[-1:] = [f"{lines[-1]} {word}"] if fits else [f"{lines[-1]} \\", f"    {word}"]
     return "\n".join(lines)
 
 
 def table(columns: Mapping[str, Sequence[str]], width: int) -> str:
-    """Prepares a table as text of at most this width.
+    """Formats a table as text of at most this width.
 
-    What is the same in every row stands in a line above. Columns that do not fit stand in further tables below, which
-    begin with the first column again.
+    Columns with the same value in every row go into a line above. Columns that do not fit go into further tables
+    below, each of which repeats the first column.
 
     Args:
-        columns: cells of each column by its name, with its unit behind a line break.
+        columns: cells by column name; the name has its unit after a line break.
     """
     first, *others = columns
     same = [name for name in others if len(columns[name]) > 1 and len({*columns[name]}) == 1]
@@ -51,7 +51,7 @@ def table(columns: Mapping[str, Sequence[str]], width: int) -> str:
 
 
 def _parts(columns: Mapping[str, Sequence[str]], first: str, others: Sequence[str], width: int) -> list[list[str]]:
-    """Divides columns, in order, among as few tables of this width as can be."""
+    """Divides columns, in order, among as few tables of this width as possible."""
     parts: list[list[str]] = [[]]
     for name in others:
         if parts[-1] and sum(_column_width(n, columns[n]) for n in (first, *parts[-1], name)) - len(GAP) > width:

@@ -1,4 +1,4 @@
-"""Prompts of a file on the terminal: their progress, and their text as it comes."""
+"""Shows a prompt file's progress and answers on the terminal."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-FILE_WIDTH = 120  # characters of a line if the output is not a terminal
-COUNT_S = 10.0  # between two lines about the number of prompts that are done
+FILE_WIDTH = 120  # columns if the output is not a terminal
+COUNT_S = 10.0  # interval of lines with the number of finished prompts
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def strip_control(text: str) -> str:
-    """Returns a text without the control characters that a terminal would obey; tabs and line breaks stay."""
+    """Removes control characters, which a terminal would execute, except tabs and line breaks."""
     return CONTROL.sub("", text)
 
 
 def new_bar(console: Console) -> Progress:
+    """Creates a progress bar."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     return Progress(*columns, console=console)
 
 
 class PromptsTerminal:
-    """View of running prompts on the terminal.
+    """Shows running prompts on the terminal.
 
     Args:
-        streams: whether texts are shown as they come.
+        streams: whether to show answers while they are generated.
     """
 
     def __init__(self, streams: bool) -> None:
@@ -42,7 +43,7 @@ class PromptsTerminal:
         self._text = SequentialOutput(lambda text: self.console.out(strip_control(text), end="", highlight=False))
 
     def prefill(self, done: int, total: int) -> None:
-        """Shows the progress of admitted prompts' tokens, until all are done or text begins to stream."""
+        """Shows the prefill progress of admitted prompts, until prefill ends or an answer begins."""
         if self._text.started or (self._bar is None and not done):
             return
         if self._bar is None:
@@ -55,36 +56,33 @@ class PromptsTerminal:
             self._end_bar(done=True)
 
     def show(self, name: str | int, text: str, ended: bool) -> None:
-        """Shows new text of a prompt when it is its turn."""
         if self._streams:
             self._end_bar()
             self._text.push(name, text, ended)
 
     def refuse(self, name: str | int, reason: str) -> None:
-        """Prints why a prompt has no answer."""
         self.console.print(f"[{name}] refused: {reason}", markup=False, style="red")
 
     def count(self, done: int, total: int) -> None:
-        """Prints how many prompts are done, now and then, unless their text is streamed."""
+        """Prints the number of finished prompts at intervals, unless answers are shown."""
         if not self._streams and (now := time.monotonic()) - self._counted > COUNT_S:
             self._counted = now
             self._end_bar()
-            self.console.print(f"{done:,} of {total:,} prompts are done", markup=False)
+            self.console.print(f"{done:,} of {total:,} prompts finished", markup=False)
 
     def finish(self, served: int, refused: int) -> None:
-        """Prints the final counts."""
         self._end_bar()
         self.console.print(f"{served} served, {refused} refused")
 
     def _end_bar(self, done: bool = False) -> None:
         if self._bar is not None:
-            self._bar.live.transient = not done  # an unfinished one disappears
+            self._bar.live.transient = not done  # hide an unfinished bar
             self._bar.stop()
             self._bar = None
 
 
 class SequentialOutput:
-    """Output stream that shows one request's text at a time and buffers the text of the others."""
+    """Shows one request's text at a time, and buffers the text of the others."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self.started = False

@@ -1,1 +1,1 @@
-"""One job: its ranks, their membership, decoding and serving, and reports."""
+"""One job: its ranks, their membership, the engine they serve, and reports."""

@@ -1,7 +1,7 @@
-"""Membership of a job: joining, agreement of all ranks, leaving, and the end of all ranks when one fails.
+"""Membership of a job: join, agree on the config, leave, and end all ranks when one fails.
 
-Ranks meet in the rendezvous store first. Errors of the configuration are found before a process group exists: each
-rank posts its result, and all ranks end together.
+Ranks first meet in the rendezvous store. Config errors are found before there is a process group: each rank posts its
+result, and all ranks end together.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from helix.errors import RankError
 from helix.rank_info import RankInfo
 from launch.job.lifeline import end_torchrun, identity, kill
 
-BEAT_S = 1.0  # between two heartbeats of a rank
-REPORT_S = 3 * BEAT_S  # for the others to hear that one rank has reported the error
-SILENCE_S = 15.0  # without a heartbeat or answer after which a rank or launcher is taken for dead
-LEAVE_S = 25.0  # for all ranks to leave a job that is done
-JOIN_S = 120.0  # for all ranks to have checked what the user set
-PATIENCE_S = 10.0  # of it before rank 0 names the absent ranks
+BEAT_S = 1.0  # heartbeat interval
+REPORT_S = 3 * BEAT_S  # for the other ranks to see a reported error
+SILENCE_S = 15.0  # without heartbeat or response before a rank or launcher counts as dead
+LEAVE_S = 25.0  # for all ranks to leave a finished job
+JOIN_S = 120.0  # for all ranks to start and check the config
+PATIENCE_S = 10.0  # of JOIN_S, before rank 0 names the missing ranks
 
 
 @dataclass
@@ -40,10 +40,9 @@ class Job:
     """A rank's membership of a job.
 
     Attributes:
-        place: rank and number of ranks, in the job and on this host.
-        device: where its tensors live; set by `connect`.
+        device: device of its tensors; set by `connect`.
         backend: symm_mem, emulated (both over NCCL), nccl or gloo; set by `connect`.
-        timeout: deadline of each collective; set by `connect`.
+        timeout: of each collective; set by `connect`.
     """
 
     rank_info: RankInfo
@@ -54,7 +53,7 @@ class Job:
     def __post_init__(self) -> None:
         """Connects to the store and starts the watchdog; raises RuntimeError if the store cannot be reached."""
         self._owns_group = False
-        # An agent's store outlives one job and one attempt: the names of this one begin with both.
+        # A launcher's store outlives jobs and restarts: keys start with the ids of both.
         run, attempt = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT"))
         self.store = dist.PrefixStore(f"helix/{run}/{attempt}", _connect_store(self.rank_info))
         self._watchdog = Watchdog(self.store, self.rank_info)
@@ -65,9 +64,9 @@ class Job:
         return self.rank_info.rank == 0
 
     def agree(self, error: str | None, facts: dict[str, Any]) -> list[dict[str, Any]]:
-        """Exchanges errors and facts of all ranks before any collective; returns JSON-able facts in rank order.
+        """Exchanges errors and facts of all ranks before any collective; returns the facts in rank order.
 
-        If any rank found an error or does not report, every rank ends.
+        Facts must be JSON-serializable. If any rank has an error or does not report, all ranks end.
         """
         rank, world = self.rank_info.rank, self.rank_info.world_size
         keys = [f"preflight/{r}" for r in range(world)]
@@ -79,9 +78,9 @@ class Job:
             except dist.DistError:
                 absent = ", ".join(str(r) for r, key in enumerate(keys) if not self.store.check([key]))
                 if self.leads and patience == PATIENCE_S:
-                    print(f"waiting for rank {absent}, for {JOIN_S:.0f} s at most", file=sys.stderr, flush=True)
+                    print(f"waiting for rank {absent}, up to {JOIN_S:.0f} s", file=sys.stderr, flush=True)
         else:
-            self.end(f"error: rank {absent} did not report within {JOIN_S:.0f} s of start")
+            self.end(f"error: rank {absent} did not report within {JOIN_S:.0f} s after the start")
         reports = [json.loads(self.store.get(key)) for key in keys]
         errors = {f["error"]: r for r, f in reversed(list(enumerate(reports))) if f["error"] is not None}
         lines = []
@@ -93,20 +92,24 @@ class Job:
         return [f["facts"] for f in reports]
 
     def _print_once_per_host(self, lines: str) -> None:
-        """Prints lines on the first rank of each host; its other ranks wait until they are printed."""
-        printed = f"said/{self.rank_info.host}"
+        """Prints lines on local rank 0; the host's other ranks wait until it has."""
+        printed = f"printed/{self.rank_info.host}"
         if self.rank_info.local_rank == 0:
             print(lines, file=sys.stderr, flush=True)
-            with suppress(dist.DistError):  # the store of a host that has ended
+            with suppress(dist.DistError):  # the host with the store has ended
                 self.store.set(printed, "")
             return
-        try:  # the first rank that exits takes the others down, so none may exit before
+        try:  # the first rank to exit makes torchrun kill the others: none may exit before the lines are printed
             self.store.wait([printed], timedelta(seconds=10))
         except dist.DistError:
             print(lines, file=sys.stderr, flush=True)
 
     def connect(self, backend: str, facts: list[dict[str, Any]], timeout_s: float) -> None:
-        """Starts the process group; `backend` may be auto, `facts` are those of `gpu_facts`.
+        """Creates the process group.
+
+        Args:
+            backend: may be auto.
+            facts: `gpu_facts` of all ranks.
 
         Raises:
             ConfigError: a GPU backend without a GPU for each rank or, for symm_mem, without peer access.
@@ -116,7 +119,7 @@ class Job:
         self.device = set_device(self.backend, rank_info)
         self.timeout = timedelta(seconds=timeout_s)
         transport = "gloo" if self.backend == "gloo" else "nccl"
-        if dist.is_initialized():  # by a program that makes an LLM in its ranks: the group stays its own
+        if dist.is_initialized():  # by a program that uses `LLM` under torchrun: it keeps its process group
             return
         self._owns_group = True
         dist.init_process_group(
@@ -129,26 +132,26 @@ class Job:
         )
 
     def end(self, lines: str) -> NoReturn:
-        """Ends this rank; the first of each host prints the reason; called on every rank."""
-        self._watchdog.stop()  # the rank that leaves first has not died
+        """Ends this rank; local rank 0 prints the reason. Called on every rank."""
+        self._watchdog.stop()  # leaving first is not dying
         self._print_once_per_host(lines)
         sys.stdout.flush()
         end_torchrun(restartable=False)
-        os._exit(1)  # at once, as below
+        os._exit(1)  # without destructors, see `_exit`
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Ends this rank with its traceback, or the line of a RankError, and tells the other ranks the reason."""
+        """Ends this rank after printing the traceback, or only the message of a RankError; reports it to all ranks."""
         if isinstance(error, RankError):
             if self._watchdog.reports(self.store):  # several ranks may have the same error
                 print(f"error: {error}", file=sys.stderr, flush=True)
-            self._watchdog.stop()  # it must not end this rank first: an exit takes the others down, with tracebacks
+            self._watchdog.stop()  # it must not end this rank first: torchrun would print tracebacks
             self._watchdog.report_failure(f"error: {error}")
             time.sleep(REPORT_S)
             _exit()
         cause = f"rank {self.rank_info.rank} failed: {type(error).__name__}: {error}"
-        # A broken connection does not tell which peer is gone; its launcher usually reports it sooner.
+        # A broken connection does not tell which peer died; its launcher usually reports that sooner.
         if gone := self._watchdog.silent_ranks():
-            cause = f"rank {', '.join(map(str, gone))} gave no sign of life, and then {cause}"
+            cause = f"rank {', '.join(map(str, gone))} stopped responding, then {cause}"
         trace = "".join(traceback.format_exception(error))
         print(f"rank {self.rank_info.rank} failed:\n{trace}", file=sys.stderr, flush=True)
         if gone:
@@ -157,12 +160,12 @@ class Job:
         _exit()
 
     def leave(self, *comms: Communicator) -> None:
-        """Ends the job once all ranks have called it; rank 0, whose host may hold the store, leaves last.
+        """Ends the job once all ranks have called it; rank 0, whose host may have the store, leaves last.
 
         Args:
-            comms: communicators to close, in order of creation.
+            comms: communicators, which it closes in reverse order.
         """
-        # The watchdog stops here, and taking a process group down may wait for peers: hence the deadline.
+        # The watchdog stops here, and destroying a process group may wait for peers: hence the deadline.
         with deadline(LEAVE_S, f"rank {self.rank_info.rank} could not leave the job within {LEAVE_S:.0f} s"):
             self.store.set(f"left/{self.rank_info.rank}", "")
             self._watchdog.stop()
@@ -175,23 +178,19 @@ class Job:
 
 
 def _exit() -> NoReturn:
-    """Ends this process at once: destructors of a broken process group may wait for peers."""
+    """Exits without destructors: those of a broken process group may wait for peers."""
     end_torchrun()
     os._exit(1)
 
 
 def _connect_store(rank_info: RankInfo) -> dist.Store:
-    """Connects to the store where ranks meet: the launcher's, or rank 0's if the launcher has none.
-
-    Raises:
-        RuntimeError: it does not answer, or its port is taken.
-    """
+    """Connects to the rendezvous store: the launcher's, or rank 0's if the launcher has none; raises RuntimeError."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     launcher_s = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = rank_info.rank == 0 and not launcher_s
-    patience = timedelta(seconds=SILENCE_S if launcher_s else JOIN_S)  # a launcher's exists before its ranks
+    patience = timedelta(seconds=SILENCE_S if launcher_s else JOIN_S)  # a launcher's store exists before its ranks
     where = f"MASTER_ADDR={host} MASTER_PORT={port}"
-    absent = f"{where}: {'the launcher' if launcher_s else 'rank 0'} did not answer there within {patience.seconds} s"
+    absent = f"{where}: {'the launcher' if launcher_s else 'rank 0'} did not respond within {patience.seconds} s"
     with deadline(patience.seconds + 10 * BEAT_S, f"error on rank {rank_info.rank}: {absent}"):
         try:
             store = dist.TCPStore(
@@ -199,7 +198,7 @@ def _connect_store(rank_info: RankInfo) -> dist.Store:
             )
         except (dist.DistError, RuntimeError, ValueError) as error:
             why = str(error).partition("\n")[0]
-            port_taken = f"{where}: this rank cannot listen there, set another port ({why})"
+            port_taken = f"{where}: this rank cannot listen there; set another port ({why})"
             raise RuntimeError(port_taken if serves else absent) from error
     store.set_timeout(timedelta(seconds=JOIN_S))
     return store
@@ -207,7 +206,7 @@ def _connect_store(rank_info: RankInfo) -> dist.Store:
 
 @contextmanager
 def deadline(seconds: float, line: str) -> Iterator[None]:
-    """Ends this process with a line if the context takes longer than `seconds`, also inside a call into C."""
+    """Prints a line and ends this process if the context takes longer than `seconds`, even inside a call into C."""
 
     def give_up() -> None:
         print(line, file=sys.stderr, flush=True)
@@ -223,9 +222,9 @@ def deadline(seconds: float, line: str) -> Iterator[None]:
 
 
 class Watchdog:
-    """Watchdog that ends this process when another rank has failed or gone silent, so that no rank waits forever.
+    """Ends this process when another rank has failed or gone silent, so that no rank waits forever.
 
-    It is a thread, because the main thread may be inside a collective or a kernel that never returns.
+    Runs in a thread: the main thread may be inside a collective or a kernel that never returns.
     """
 
     def __init__(self, store: dist.Store, rank_info: RankInfo) -> None:
@@ -235,7 +234,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        # A connection of its own: the main thread may be waiting in the other.
+        # Needs a separate connection: the main thread may block in the other one.
         clone = self._store.clone()  # type: ignore[attr-defined]
         clone.set_timeout(timedelta(seconds=SILENCE_S))
         self._thread = threading.Thread(target=self._watch, args=(clone,), name="watchdog", daemon=True)
@@ -247,7 +246,7 @@ class Watchdog:
             self._thread.join(5 * BEAT_S)
 
     def silent_ranks(self) -> list[int]:
-        """Waits three beats and returns the ranks without a heartbeat in that time; empty if unknown."""
+        """Waits three beats and returns the ranks without a heartbeat in that time; empty if the store is gone."""
         if self._rank_info.world_size == 1:
             return []
 
@@ -262,24 +261,24 @@ class Watchdog:
             return []
 
     def reports(self, store: dist.Store) -> bool:
-        """Returns whether this rank is the first of its host to report an error that all of them hear of."""
+        """Returns whether this rank is the first of its host to report an error that all ranks see."""
         try:
             return store.add(f"reported/{self._rank_info.host}", 1) == 1
         except dist.DistError:
             return True
 
     def report_failure(self, message: str) -> None:
-        """Tells all ranks why the job failed: a line that begins with `error: ` is all that users need to read."""
+        """Posts why the job failed; if it starts with `error: `, the line is complete and each host prints it once."""
         try:
             self._store.compare_set("failed", "", message)
         except dist.DistError:
-            return  # the store is gone, and with it the job
+            return  # the store is gone, and the job with it
 
     def _watch(self, store: dist.Store) -> None:
         rank, world = self._rank_info.rank, self._rank_info.world_size
         others = [r for r in range(world) if r != rank]
         seen = dict.fromkeys(others, 0)
-        silence = dict.fromkeys(others, 0)  # turns without a beat, not time: a job suspended as a whole can resume
+        silence = dict.fromkeys(others, 0)  # rounds without a beat, not time: a job suspended as a whole can resume
         try:
             store.set(f"process/{rank}", identity(os.getpid()))
             while not self._stopped.wait(BEAT_S):
@@ -293,11 +292,11 @@ class Watchdog:
                     already_reported = why.startswith("error: ") and not self.reports(store)
                     self._end("" if already_reported else why)
                 elif silent:
-                    # torchrun would only request its end, and wait long if it is stopped.
+                    # torchrun would only send SIGTERM, and wait long if the rank is stopped.
                     kill(store.get(f"process/{silent[0]}").decode())
-                    self._end(f"rank {silent[0]} gave no sign of life for {SILENCE_S:.0f} s: it was killed or hangs")
+                    self._end(f"rank {silent[0]} sent no heartbeat for {SILENCE_S:.0f} s: it was killed or hangs")
         except dist.DistError as error:
-            self._end(f"lost the rendezvous store, so the launcher or the first host is gone ({error})")
+            self._end(f"lost the rendezvous store: the launcher or the first host is gone ({error})")
 
     def _end(self, why: str) -> None:
         if not self._stopped.is_set():

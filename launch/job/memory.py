@@ -1,4 +1,4 @@
-"""Memory that runs out on one rank: what was wanted, what is free, and which keys take less."""
+"""Out-of-memory errors of a rank: how much was requested, how much is free, and which keys to lower."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from helix.config import Config
 from helix.errors import RankError
 from helix.worker.kv_cache import free_bytes
 
-# What torch's allocators, CUDA, cuBLAS and numpy say.
+# Messages of torch's allocators, CUDA, cuBLAS and numpy.
 OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|unable to allocate|_ALLOC_FAILED", re.IGNORECASE)
 REQUESTED = re.compile(r"allocate ([\d.]+) (bytes|[KMGT]iB)")
 UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -19,30 +19,28 @@ UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 <<
 def shortage(
     error: Exception, config: Config, rank: int, device: torch.device, loaded: bool, built: bool
 ) -> RankError | None:
-    """Returns the line of an error if memory ran out; else None.
+    """Converts an out-of-memory error to a RankError that says what to change; None for other errors.
 
     Args:
-        loaded: whether the weights were loaded before.
-        built: whether the engine, with its caches, was built before, or times steps as it is.
+        loaded: whether the weights were already loaded.
+        built: whether the engine with its caches was already built.
     """
     if isinstance(error, RankError) or not (isinstance(error, MemoryError) or OUT_OF_MEMORY.search(str(error))):
         return None
     found = REQUESTED.search(str(error))
-    requested = (
-        f"{round(float(found[1]) * UNITS[found[2]]):,} bytes wanted" if found else "an unknown number of bytes wanted"
-    )
+    requested = f"{round(float(found[1]) * UNITS[found[2]]):,} bytes requested" if found else "requested bytes unknown"
     memory = "GPU memory" if device.type == "cuda" else "host memory"
     free = f"{requested}, {free_bytes(device):,} free"
     if not loaded:
         return RankError(
-            f"rank {rank} ran out of {memory} while loading weights ({free}): take more ranks, or a layout whose ranks "
-            "hold fewer weights"
+            f"rank {rank} ran out of {memory} while loading weights ({free}): use more ranks, or a layout with fewer "
+            "weights per rank"
         )
     kv, decode = config.kv, config.decode
     if kv.offload == "host" and kv.offload_gpu_bytes is not None:
         cache = f"kv.offload_gpu_bytes={kv.offload_gpu_bytes:.0f}"
     else:
         cache = f"kv.memory_fraction={kv.memory_fraction}" if kv.tokens is None else f"kv.tokens={kv.tokens}"
-    when = "running steps" if built else "making the KV cache"
+    when = "running steps" if built else "allocating the KV cache"
     keys = f"lower {cache}, decode.max_batch={decode.max_batch} or decode.prefill_chunk={decode.prefill_chunk}"
-    return RankError(f"rank {rank} ran out of {memory} while {when} ({free}): {keys}, or take a larger layout.kvp")
+    return RankError(f"rank {rank} ran out of {memory} while {when} ({free}): {keys}, or raise layout.kvp")

@@ -1,4 +1,4 @@
-"""The ranks of a job: start, meeting, loading, work, record."""
+"""A rank of a job: preflight, connect, load, run, write the record."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ from launch.job.task import JobResult, Task
 
 
 def prepare(config: Config, job_kind: JobKind, rank_info: RankInfo | None, command: Sequence[str]) -> Callable[[], int]:
-    """Checks a job; returns what runs this rank, or where no launcher started this process all ranks of this host.
+    """Checks a job; returns a function that runs this rank, or without a launcher all ranks of this host.
 
     Args:
-        command: arguments of Python for the same job, for ranks that cannot be forks.
+        command: Python arguments that start the same job, for ranks that cannot be forked.
 
     Raises:
         ValueError: the config is wrong.
     """
-    run = import_module(job_kind.module).run  # imported here: forks import nothing
+    run = import_module(job_kind.module).run  # imported before forking, so that forks import nothing
     if rank_info is not None:
         return partial(_rank, config, job_kind, run)
     plan = prepare_run(config, job_kind)
@@ -71,17 +71,16 @@ def _launch(plan: CheckedRun, job_kind: JobKind, rank: Callable[[], int], comman
 
 
 def _report_finished(config: Config, plan: CheckedRun) -> int:
-    """Prints that a resumed run has nothing left, which needs no model."""
     ResultFile(config, plan.prompts).close()
     record = f"; record={config.record} is not written" if config.record is not None else ""
-    print(f"decode.output={config.decode.output} holds the results of all {len(plan.prompts)} prompts already{record}")
+    print(f"decode.output={config.decode.output} already has the results of all {len(plan.prompts)} prompts{record}")
     return 0
 
 
 def _rank(config: Config, job_kind: JobKind, run: Callable[[Task], JobResult], plan: CheckedRun | None = None) -> int:
-    """Runs a rank; `plan` is the run that the launcher has checked, if it has."""
+    """Runs a rank; `plan` is the checked run if the launcher is this process's parent."""
     rank_info = RankInfo.from_environment()
-    assert rank_info is not None, "whoever started this rank has said which one it is"
+    assert rank_info is not None, "the launcher sets the rank's environment variables"
     try:
         job = Job(rank_info)
     except RuntimeError as error:
@@ -91,8 +90,8 @@ def _rank(config: Config, job_kind: JobKind, run: Callable[[Task], JobResult], p
         return _run_job(job, config, job_kind, run, plan)
     except ConfigError as error:
         job.end(f"error: {error}")
-    except SystemExit:  # of rich, which makes it of a broken pipe
-        job.fail(RankError("nobody reads the output any more: stdout is a pipe whose other end is closed"))
+    except SystemExit:  # rich raises it on a broken pipe
+        job.fail(RankError("stdout is a pipe whose reader has closed it"))
     except Exception as error:
         job.fail(error)
 
@@ -102,20 +101,18 @@ def _run_job(
 ) -> int:
     phases = Phases()
     problem = None
-    if plan is None and job.rank_info.local_rank == 0:  # for all ranks of its host
+    if plan is None and job.rank_info.local_rank == 0:  # checks for all ranks of its host
         try:
             device = gpu_name(job.rank_info) if config.comm.backend != "gloo" else None
-            writes = job.leads and SOCKET not in os.environ  # or the client has begun the files
+            writes = job.leads and SOCKET not in os.environ  # else the client has already created the files
             plan = preflight(config, job.rank_info.world_size, device, job_kind, writes)
         except (ValueError, OSError) as error:
             problem = str(error)
     checked = {} if plan is None else {"layout": asdict(plan.layout), "finished": plan.finished}
     facts = job.agree(problem, gpu_facts(job.rank_info) | checked)
     layouts = [HelixLayout(**fact["layout"]) for fact in facts if "layout" in fact]
-    if len(distinct := set(map(str, layouts))) > 1:  # hosts with other prompts or other GPUs
-        raise ConfigError(
-            f"layout=auto came out differently on the hosts ({'; '.join(sorted(distinct))}): set the layout"
-        )
+    if len(distinct := set(map(str, layouts))) > 1:  # hosts differ in prompts or GPUs
+        raise ConfigError(f"layout=auto differs between the hosts ({'; '.join(sorted(distinct))}): set the layout")
     if plan is None:
         plan = assemble(config, layouts[0])
     if facts[0]["finished"]:
@@ -178,22 +175,21 @@ def _load(
             plan.checkpoint.load(model.weights, advance)
         if is_untrained(model.weights):
             console.note(
-                f"warning: the weights in {config.path} look random: every norm has the value with which training "
-                "begins. A text part that a class of text alone saved from a checkpoint with a vision tower is so: "
-                "give the checkpoint itself"
+                f"warning: the weights in {config.path} look random: every norm has its initial value. This happens if "
+                "a text-only class saved the text part of a vision-language checkpoint: use the original checkpoint"
             )
     console.loaded(model, "the draft model's " if isinstance(plan, CheckedDraft) else "")
     return model
 
 
 def _check_room(plan: CheckedRun | CheckedDraft, dtype: torch.dtype, formats: Formats, comm: Communicator) -> None:
-    """Raises ConfigError, before memory is taken, if a rank's weights take more than its free memory."""
+    """Raises ConfigError, before allocating anything, if a rank's weights exceed its free memory."""
     needed = weights_of(plan.spec, plan.layout, comm.rank, dtype, formats).bytes
     ranks = comm.all_gather_object((needed, free_bytes(comm.device), comm.rank))
     needed, free, rank = max(ranks, key=lambda r: r[0] - r[1])
     if needed > free:
         raise ConfigError(
             f"the weights of rank {rank} take {needed / 1e9:.1f} GB in {str(dtype).removeprefix('torch.')} "
-            f"({plan.layout}), but {free / 1e9:.1f} GB of its memory are free: take more ranks, a layout whose ranks "
-            "hold less, or, of a shape alone, fewer layers (model.config.num_hidden_layers)"
+            f"({plan.layout}), but only {free / 1e9:.1f} GB of memory is free: use more ranks, a layout with fewer "
+            "weights per rank or, without a checkpoint, fewer layers (model.config.num_hidden_layers)"
         )

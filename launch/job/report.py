@@ -1,4 +1,4 @@
-"""Reports of ranks: the progress of loading, the final table, the record."""
+"""What ranks report: progress of loading, the final table, the record."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from launch.job.membership import Job
 
 
 class Phases:
-    """Seconds of a run's consecutive phases; on Linux from the start of the launcher."""
+    """Seconds of consecutive phases of a run; on Linux counted from the start of the launcher."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -49,7 +49,7 @@ class Phases:
         return f"{sum(self.seconds.values()):.1f} s ({', '.join(parts)})"
 
     def mark(self, name: str) -> None:
-        """Ends the phase `name`, which began when the last one ended."""
+        """Ends the phase `name`, which began at the end of the previous one."""
         now = time.perf_counter()
         self.seconds[f"{name}_s"] = round(now - self._last, 6)
         self._last = now
@@ -69,22 +69,22 @@ class Console:
         where = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "CPU"
         auto = " (comm.backend=auto)" if plan.config.comm.backend == "auto" else ""
         if plan.config.model.load == "random":
-            self._terminal.print("weights are random (model.load=random): times mean something, tokens do not")
+            self._terminal.print("weights are random (model.load=random): times are meaningful, tokens are not")
         speculation = plan.config.speculation
         if speculation.drafter == "model" and speculation.model.load == "random":
             self._terminal.print("the draft model's weights are random (speculation.model.load=random)")
         for line in ignored(plan.config) if job.leads else ():
             self._terminal.print(f"warning: {line}", markup=False)
         kind = plan.resolved["model"].get("model_type", plan.config.model.path)
-        self.note(f"model: {plan.config.model.path or 'a config without checkpoint'} ({kind})")
-        takes, why = ("layout:", "") if plan.reason is None else ("layout=auto takes", f": {plan.reason}")
+        self.note(f"model: {plan.config.model.path or 'a config without a checkpoint'} ({kind})")
+        takes, why = ("layout:", "") if plan.reason is None else ("layout=auto chose", f": {plan.reason}")
         self.note(f"{takes} {plan.layout}{_in_words(plan.layout)}{why}")
         emulated = f", {job.rank_info.world_size} of them real," if job.backend.startswith("emulated") else ""
         self.note(f"ranks: {plan.layout.world_size}{emulated} on {where} over {job.backend}{auto}")
 
     @contextmanager
     def progress(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
-        """Shows a progress bar during the context; yields a function that updates it with the number done."""
+        """Shows a progress bar while the context is open; yields a function that sets the number done."""
         if not self._speaks:
             yield lambda done: None
             return
@@ -93,28 +93,21 @@ class Console:
             yield lambda done: progress.update(task, completed=done)
 
     def loaded(self, model: Decoder, owner: str = "") -> None:
-        """Prints the size of this rank's weights.
-
-        Args:
-            of: whose weights they are, if not the model's.
-        """
+        """Prints the size of this rank's weights; `owner` names another model than the main one."""
         weights = model.weights
         sizes = {str(dtype).removeprefix("torch."): size for dtype, size in weights.bytes_by_dtype.items()}
         each = ", ".join(f"{_size(size)} in {dtype}" for dtype, size in sizes.items())
-        lossy = " (float8: rounded while loading, which is lossy)" if weights.formats is fp8_format else ""
+        lossy = " (float8: quantized while loading, which is lossy)" if weights.formats is fp8_format else ""
         rank = " on each rank" if self._layout.world_size > 1 else ""
         self.note(f"{owner}weights: {each}{rank}{lossy}")
 
     def note(self, text: str) -> None:
-        """Prints a line."""
         self._terminal.print(text, markup=False)
 
     def row(self, row: dict[str, Any]) -> None:
-        """Prints a benchmark's measurement as a line of JSON."""
         self._terminal.out(json.dumps(row), highlight=False)
 
     def finish(self, title: str, measured: dict[str, Any]) -> None:
-        """Prints the final tables."""
         table = Table(title=title or None)
         for name in ("layout", "ranks", "step p50", "step p90", "tok/step", "tok/s/user", "tok/s/rank"):
             table.add_column(name, justify="left" if name == "layout" else "right")
@@ -130,7 +123,7 @@ class Console:
         self._terminal.print(table)
         if measured["speculation"] is not None:
             self._terminal.print(_speculation_table(measured["speculation"]))
-        held = Table("rank", "KV tokens held", "KV bytes", title="most KV held at a time")
+        held = Table("rank", "KV tokens", "KV bytes", title="peak KV cache use")
         for rank, (tokens, size) in enumerate(
             zip(measured["kv_tokens_per_rank"], measured["kv_bytes_per_rank"], strict=True)
         ):
@@ -139,31 +132,31 @@ class Console:
 
 
 def _speculation_table(measured: dict[str, Any]) -> Table:
-    table = Table("mean gamma", "drafts kept a step", "kept of each draft behind kept ones", title="speculation")
+    table = Table("mean gamma", "accepted drafts per step", "acceptance rate by draft index", title="speculation")
     places = " ".join("-" if share is None else f"{share:.2f}" for share in measured["acceptance_by_place"])
     table.add_row(_number(measured["mean_drafts"]), _number(measured["mean_kept"]), places)
     return table
 
 
 def describe_hopb(runner: ModelRunner) -> str:
-    """Describes what hopb=on does to the steps of a runner that is warm."""
+    """Describes what hopb=on changes in the steps of a warmed-up runner."""
     if runner.layout.kvp == 1:
-        return "hopb=on changes nothing: with layout.kvp=1 attention exchanges nothing"
+        return "hopb=on has no effect: with layout.kvp=1 attention has no exchange"
     slots = runner.sizes.slots
     if slots == 1:
-        return "hopb=on changes nothing: steps have one sequence, and so one exchange"
+        return "hopb=on has no effect: steps have one sequence, and so only one exchange"
     chunks = {rows: runner.chunks(rows) for rows in (min(1 << i, slots) for i in range(1, slots.bit_length() + 1))}
     several = f"several sequences into {chunks[slots]} chunks"
     each = ", ".join(f"{rows} sequences into {count}" for rows, count in chunks.items())
     cut = several if len({*chunks.values()}) == 1 else f"{each} chunks"
-    return f"hopb=on cuts steps of {cut}; steps of one sequence have one exchange"
+    return f"hopb=on splits steps of {cut}; steps of one sequence have one exchange"
 
 
 def summary(layout: HelixLayout, timings: Timings, bytes_per_token: list[int]) -> dict[str, Any]:
-    """Summarises rank 0's timings as the measured part of a record.
+    """Converts rank 0's timings to the measured part of a record.
 
     Args:
-        bytes_per_token: KV bytes per token of each rank's shard.
+        bytes_per_token: KV bytes per token on each rank.
     """
     ttl_s = list(timings.ttl_s)
     per_step = timings.decode_tokens / timings.sequence_steps if timings.sequence_steps else None
@@ -186,7 +179,6 @@ def summary(layout: HelixLayout, timings: Timings, bytes_per_token: list[int]) -
 
 
 def _speculation(timings: Timings) -> dict[str, Any] | None:
-    """Summarises the acceptance of drafts; None if there were none."""
     steps, max_drafts = sum(timings.drafts.values()), max(timings.drafts, default=0)
     if max_drafts == 0:
         return None
@@ -201,11 +193,12 @@ def _speculation(timings: Timings) -> dict[str, Any] | None:
 
 
 def percentile_us(seconds: list[float], percent: float) -> float | None:
+    """Returns a percentile of times, in microseconds; None without times."""
     return float(np.percentile(seconds, percent)) * 1e6 if seconds else None
 
 
 def write_record(path: Path, plan: CheckedRun, job: Job, phases: Phases, measured: dict[str, Any]) -> None:
-    """Writes config, provenance and measurements as one JSON object; raises RankError if it cannot be written."""
+    """Writes config, provenance and measurements as one JSON object; raises RankError if that fails."""
     record = {
         "config": asdict(plan.config),
         "resolved": plan.resolved,
@@ -220,12 +213,12 @@ def write_record(path: Path, plan: CheckedRun, job: Job, phases: Phases, measure
         write_atomically(path, json.dumps(record, indent=1) + "\n")
     except OSError as error:
         output = plan.config.decode.output
-        kept = "" if output is None or not plan.prompts else f"; decode.output={output} has all results"
+        kept = "" if output is None or not plan.prompts else f"; all results are in decode.output={output}"
         raise RankError(f"record={path} cannot be written: {error.strerror}{kept}") from error
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
-    """Collects the provenance of figures: device, commit, versions."""
+    """Returns the provenance of measurements: device, commit, versions."""
     cuda = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if cuda else f"CPU ({platform.machine()})",
@@ -244,21 +237,21 @@ def _triton_version() -> str | None:
 
 
 def _commit() -> str | None:
-    """Finds the checkout's commit, with + if files differ from it; HELIX_COMMIT replaces it without git."""
+    """Finds the checkout's commit, with + for local changes; the variable HELIX_COMMIT overrides it."""
     if "HELIX_COMMIT" in os.environ:
         return os.environ["HELIX_COMMIT"]
     root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():  # an unpacked archive, or a wheel, which may lie inside of another repository
+    if not (root / ".git").exists():  # an archive or a wheel, which may be unpacked inside another repository
         return None
     git = ["git", "-C", str(root), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
     try:
         return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):  # no git, or one that does not trust the owner
+    except (OSError, subprocess.CalledProcessError):  # no git, or the checkout belongs to another user
         return None
 
 
 def _in_words(layout: HelixLayout) -> str:
-    """Describes what a layout splits over how many ranks; empty for one rank."""
+    """Describes what a layout splits over how many ranks; empty for a single rank."""
     widths = {"sequences": layout.dp, "KV cache": layout.kvp, "attention heads": layout.tpa, "FFN": layout.tpf}
     split = {what: ranks for what, ranks in (widths | {"experts": layout.ep}).items() if ranks > 1}
     words = ", ".join(f"{what} over {ranks}" for what, ranks in split.items())

@@ -1,4 +1,4 @@
-"""Serving over a Unix socket: frames of requests to the engine on rank 0, and its outputs back."""
+"""Serves the engine on rank 0 over a Unix socket: request frames in, updates out."""
 
 from __future__ import annotations
 
@@ -59,27 +59,27 @@ from launch.job.report import describe_hopb, summary
 from launch.job.spawn import CLIENT_S, SOCKET, TIME_EXCHANGE
 from launch.job.task import JobResult, Task
 
-SAMPLED_PROMPTS = 1024  # prompts of a file, for the kinds of steps that they need
-RANK_VARS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID"}  # variables
-# Captured steps: greedy, sampled, sampled with filters; later the same with shaped logits.
+SAMPLED_PROMPTS = 1024  # prompts of a file that are read to find the decode graphs to capture
+RANK_VARS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID"}
+# Decode graphs: greedy, sampled, sampled with filters; later the same with logits processors.
 PLAIN_KEYS = {DecodeGraphKey(), DecodeGraphKey(stochastic=True), DecodeGraphKey(stochastic=True, filtered=True)}
 PROCESSED_KEYS = {replace(kind, process_logits=True) for kind in PLAIN_KEYS}
-STATS_S = 1.0  # between two reports
+STATS_S = 1.0  # interval of stats messages
 BUFFER = 1 << 22  # bytes of the send buffer
 PIECE = 1 << 20  # bytes read at a time
-MAX_BATCHED_ID = 1 << 31  # of requests whose tokens are sent with others'
-COMPILING = 2  # grammars at a time
+MAX_BATCHED_ID = 1 << 31  # request ids below are sent in batched token frames
+COMPILING = 2  # grammars compiled at a time
 
 
 def run(task: Task) -> JobResult:
-    """Serves the prompts of a file or a server's requests, until the client ends the job."""
+    """Serves the prompts of a file, or a server's requests, until the client ends the job."""
     plan, comm, config = task.plan, task.comm, task.plan.config
     inbox = Inbox()
     with ExitStack() as stack:
         engine_server, client = None, None
         if comm.rank == 0:
             path = config.serve.socket or os.environ.get(SOCKET)
-            if path is None:  # the launcher of these ranks knows no client
+            if path is None:  # the launcher of these ranks did not start a client
                 path = stack.enter_context(TemporaryDirectory(prefix="helix-")) + "/ranks.sock"
                 client = stack.enter_context(_client(path))
             engine_server = EngineServer(Path(path), inbox)
@@ -98,12 +98,12 @@ def run(task: Task) -> JobResult:
 
 
 def _engine(task: Task) -> Engine:
-    """Loads the model and builds the engine, for the prompts of a file or for whatever comes."""
+    """Loads the model and builds the engine, sized for the prompts of a file or for any requests."""
     plan, comm, config, console = task.plan, task.comm, task.plan.config, task.console
     model, draft = task.load()
     serves = config.serve.socket is not None
     slots, context = max_slots(config, comm.device.type), model.spec.max_positions
-    max_batch, tokens, graph_keys = slots, slots * context, PLAIN_KEYS  # if memory allows
+    max_batch, tokens, graph_keys = slots, slots * context, PLAIN_KEYS  # upper bounds; memory may allow less
     if not serves:
         needs = None
         if isinstance(file := plan.prompts, PromptFile):  # on rank 0
@@ -135,24 +135,21 @@ def _engine(task: Task) -> Engine:
 
 
 def _kv_tokens(engine: Engine) -> int:
-    """Returns the number of tokens of all sequences together that the cache holds."""
     runner = engine.runner
     return runner.sizes.pages * runner.placement.stripes.page_tokens * runner.layout.dp
 
 
 def _graph_keys(file: PromptFile, config: Config, vocab: int) -> set[DecodeGraphKey]:
-    """Finds the kinds of steps that the first prompts need."""
     defaults = read_defaults(config.model.path)
     graph_keys = set()
     for prompt in islice(file, SAMPLED_PROMPTS):
-        with suppress(ApiError, ValueError):  # it is refused when it comes
+        with suppress(ApiError, ValueError):  # the prompt is refused once it is submitted
             body, batch = make_body(prompt, config.decode), prompt.url is not None
             graph_keys.add(DecodeGraphKey.of([make_sampling_params(body, defaults if batch else {}, vocab, 0)]))
     return graph_keys or PLAIN_KEYS
 
 
 def _measurements(task: Task, engine: Engine) -> dict[str, Any]:
-    """Shows the tables of a run, and returns the measured part of its record."""
     plan, comm, runner = task.plan, task.comm, engine.runner
     bytes_per_token = comm.all_gather_object(runner.cache.bytes_per_token)
     policy = runner.policy
@@ -170,7 +167,7 @@ def _measurements(task: Task, engine: Engine) -> dict[str, Any]:
 
 
 def _exchange(runner: ModelRunner, timings: Timings) -> dict[str, Any]:
-    """Times the exchange of the run's most frequent size of decode steps alone; a collective call."""
+    """Times the exchange alone at the run's most frequent decode batch size; a collective call."""
     most = timings.queries.most_common(1) if runner.comm.rank == 0 else []
     queries = runner.comm.broadcast_object(most[0][0] if most else 0)
     return {"exchange_queries": queries, "exchange_us": 1e6 * exchange_seconds(runner, queries)} if queries else {}
@@ -178,7 +175,7 @@ def _exchange(runner: ModelRunner, timings: Timings) -> dict[str, Any]:
 
 @contextmanager
 def _client(path: str) -> Iterator[subprocess.Popen[str]]:
-    """Starts this job's command again as the client of its ranks."""
+    """Runs this job's command again as the client of its ranks."""
     environment = {name: value for name, value in os.environ.items() if name not in RANK_VARS}
     command = [sys.executable, *sys.argv, f"serve.attach={path}"]
     with subprocess.Popen(command, env=environment | {LAUNCHER: str(os.getpid())}, text=True) as client:
@@ -196,11 +193,11 @@ def _end_with(client: subprocess.Popen[str], engine_server: EngineServer) -> Non
 def serve(
     engine: Engine, inbox: Inbox, engine_server: EngineServer | None, model: Path | None, random: bool = False
 ) -> None:
-    """Serves requests of rank 0's link until the inbox is closed, then closes the engine; a collective call.
+    """Serves requests until the inbox is closed, then closes the engine; a collective call.
 
     Args:
-        link: rank 0's; None on the other ranks.
-        model: the checkpoint's directory; None for a shape alone.
+        engine_server: rank 0's; None on other ranks.
+        model: checkpoint directory; None for a shape without a checkpoint.
         random: whether the weights are random.
     """
     runner, sizes, spec = engine.runner, engine.runner.sizes, engine.runner.model.spec
@@ -221,10 +218,10 @@ def serve(
             random=random,
         )
         engine_server.open(engine_info, lambda: engine_stats(engine))
-    gc.freeze()  # what stays: to look through it again would stop all ranks for some 150 ms
+    gc.freeze()  # long-lived objects: collecting over them again would stall all ranks for about 150 ms
     try:
         for updates in engine.serve(inbox):
-            assert engine_server is not None  # the other ranks have none
+            assert engine_server is not None  # other ranks yield no updates
             for update in updates:
                 engine_server.send_update(update)
             engine_server.flush()
@@ -238,7 +235,7 @@ def serve(
 
 
 def engine_stats(engine: Engine) -> dict[str, float]:
-    """Returns the gauges and counters that rank 0 reports every second."""
+    """Returns the gauges and counters that rank 0 sends every second."""
     pools, timings = [tables.pool for tables in engine.tables], engine.timings
     return {
         "pages": engine.runner.sizes.pages * len(pools),
@@ -246,7 +243,7 @@ def engine_stats(engine: Engine) -> dict[str, float]:
         "pages_cached": sum(pool.evictable for pool in pools),
         "pages_free": sum(pool.free for pool in pools),
         "preemptions": timings.preemptions,
-        # Of the engine's thread alone, so that a hang shows: see `HangDetector`.
+        # Counted by the engine's thread, so that a hang shows (see `HangDetector`).
         "progress": timings.decisions + engine.runner.model.layers_run,
         "chunk_s": timings.chunk_s,
         "drafts": sum(timings.acceptance.verified[:1]),
@@ -255,7 +252,7 @@ def engine_stats(engine: Engine) -> dict[str, float]:
 
 
 class EngineServer:
-    """Rank 0's end of the socket, for one front end at a time; when it leaves, its requests are aborted.
+    """Rank 0's end of the socket, for one client at a time; requests of a client that disconnects are aborted.
 
     Raises:
         RankError: the socket cannot be created.
@@ -268,20 +265,20 @@ class EngineServer:
         self._lock = Lock()
         self._peer: socket.socket | None = None
         self._closed = False
-        self._prefix = ""  # prefix of the engine's names for this front end's requests
+        self._prefix = ""  # prefix of the engine's request ids for this client
         self._request_ids: dict[str | int, int] = {}
         self._batch: list[
             int
-        ] = []  # ids and tokens that are sent together, of the front end with prefix `_batch_prefix`
+        ] = []  # alternating request ids and tokens to send in one frame, for the client with `_batch_prefix`
         self._batch_prefix = ""
         self._matchers: dict[str | int, GrammarMatcher] = {}
         self._grammars: GrammarMatcherFactory | None = None
-        self._compile_pool = ThreadPoolExecutor(COMPILING, "grammars")  # meanwhile other requests are read
+        self._compile_pool = ThreadPoolExecutor(COMPILING, "grammars")  # other requests are read meanwhile
         self._compiling_ids: set[str] = set()
-        self._submit_lock = Lock()  # held while a request goes to the inbox, so that it is not aborted before
+        self._submit_lock = Lock()  # held while a request goes into the inbox, so that it is not aborted before
 
     def load_grammars(self, model: Path | None, vocab: int, eos: Collection[int]) -> str | None:
-        """Reads a model's tokenizer for grammars; returns why answers cannot follow any, None if they can."""
+        """Loads the tokenizer for grammars; returns why structured outputs are not supported, or None if they are."""
         path = None if model is None else model / "tokenizer.json"
         if path is None or not path.exists():
             return "the model has no tokenizer"
@@ -292,17 +289,16 @@ class EngineServer:
         return None
 
     def open(self, engine_info: EngineInfo, stats: Callable[[], dict[str, float]]) -> None:
-        """Starts serving front ends that connect, and sends them the result of `stats` every second."""
+        """Starts serving clients that connect, and sends them the result of `stats` every second."""
         Thread(target=self._accept, args=(engine_info,), name="front end", daemon=True).start()
         Thread(target=self._send_stats, args=(stats,), name="stats", daemon=True).start()
 
     def fail(self, reason: str) -> None:
-        """Sends the front end the reason of the job's failure."""
         self.flush()
         self._send(Failed(reason), self._prefix)
 
     def close(self) -> None:
-        """Closes and removes the socket, and ends the front end's connection: this process may live on."""
+        """Closes and removes the socket and the client's connection; this process may live on."""
         self._closed = True
         self._listener.close()
         with self._lock, suppress(OSError):
@@ -312,13 +308,13 @@ class EngineServer:
             self._path.unlink()
 
     def send_update(self, update: RequestUpdate) -> None:
-        """Sends the news of a request to the front end that submitted it; tokens alone wait for `flush`."""
+        """Sends an update to the client that submitted the request; updates with only tokens wait for `flush`."""
         name = self._request_ids.get(update.id)
         if name is None:
             return
         tokens_only = update.finish_reason is None and not update.logprobs
         if update.new_token_ids and tokens_only and name < MAX_BATCHED_ID:
-            if self._batch_prefix != (prefix := self._prefix):  # what another front end has left behind is nobody's
+            if self._batch_prefix != (prefix := self._prefix):  # drop tokens for a previous client
                 self._batch_prefix, self._batch = prefix, []
             if str(update.id).startswith(prefix):
                 for token in update.new_token_ids:
@@ -333,7 +329,7 @@ class EngineServer:
         self._send(replace(update, id=name), update.id)
 
     def flush(self) -> None:
-        """Sends the tokens that have been passed on: a message for all requests, as each costs as much as the draw."""
+        """Sends the collected tokens in one frame for all requests: a frame each would cost as much as sampling."""
         if self._batch:
             pairs, self._batch = self._batch, []
             self._write(encode_tokens(pairs), self._batch_prefix)
@@ -351,7 +347,7 @@ class EngineServer:
             if self._peer is not None and str(owner).startswith(self._prefix):
                 try:
                     self._peer.sendall(frame)
-                except OSError:  # it has left, which its reader notices
+                except OSError:  # the client disconnected; `_read` notices
                     self._peer = None
 
     def _accept(self, engine_info: EngineInfo) -> None:
@@ -359,7 +355,7 @@ class EngineServer:
         while not self._closed:
             try:
                 peer, _ = self._listener.accept()
-            except OSError:  # closed
+            except OSError:  # the listener was closed
                 return
             with peer:
                 peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
@@ -369,7 +365,7 @@ class EngineServer:
                         self._peer, self._prefix = peer, f"{connection}:"
                         peer.sendall(encode(engine_info))
                     self._read(peer)
-                except OSError:  # it has left
+                except OSError:  # the client disconnected
                     pass
                 except ValueError as error:
                     print(f"serve.socket={self._path}: received data that is {error}", file=sys.stderr, flush=True)
@@ -396,7 +392,6 @@ class EngineServer:
                         self.stop()
 
     def stop(self) -> None:
-        """Ends the job and all running requests."""
         self._closed = True
         self._inbox.close()
         for name in [*self._request_ids]:
@@ -413,7 +408,7 @@ class EngineServer:
         number, name = int(message.id), f"{prefix}{message.id}"
         try:
             request, grammar = attach_matcher(replace(message, id=name), self._grammars)
-        except BaseException as error:  # also panics of llguidance: only this request fails
+        except BaseException as error:  # includes panics of llguidance: only this request fails
             self._compiling_ids.discard(name)
             self._refuse(
                 number, str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}", name
@@ -434,22 +429,22 @@ class EngineServer:
 
 
 def attach_matcher(request: Request, grammars: GrammarMatcherFactory | None) -> tuple[Request, GrammarMatcher | None]:
-    """Returns a request with the matcher of its grammar, and the matcher.
+    """Attaches the matcher of a request's grammar; returns the request and the matcher.
 
     Raises:
-        ValueError: the grammar is invalid, or the model can follow none.
+        ValueError: the grammar is invalid, or the model does not support grammars.
     """
     if request.grammar is None:
         return request, None
     if grammars is None:
-        raise ValueError("no answer of this model can be made to follow a grammar")
+        raise ValueError("this model does not support structured outputs: it has no usable tokenizer")
     answer = request.prompt[len(request.prompt) - request.num_prior_output_tokens :]
     matcher = grammars.create_matcher(request.grammar, np.asarray(answer).tolist())
     return replace(request, matcher=matcher), matcher
 
 
 def _listen(path: Path) -> socket.socket:
-    """Creates a socket that only this user can connect to; replaces one that a dead job left."""
+    """Creates a socket that only this user can connect to; replaces a dead job's socket."""
     listener = socket.socket(socket.AF_UNIX)
     before = os.umask(0o177)
     try:
@@ -458,7 +453,7 @@ def _listen(path: Path) -> socket.socket:
         listener.bind(str(path))
         listener.listen(1)
     except OSError as error:
-        raise RankError(f"serve.socket={path} cannot be listened at: {error.strerror or error}") from error
+        raise RankError(f"serve.socket={path}: cannot listen: {error.strerror or error}") from error
     finally:
         os.umask(before)
     return listener

@@ -1,4 +1,4 @@
-"""Launch of the ranks of one host: start, wait, and cleanup of those that are left."""
+"""Launches the ranks of one host: start, wait, clean up."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ from launch.job import lifeline
 from launch.job.lifeline import LAUNCHER, SIGNALS, STOPPED_S, status
 
 INTERRUPTED = 130  # exit code after control-C, as in shells
-POLL_S = 0.1  # between two polls of the ranks
-GONE_S = 15.0  # for a process that was killed to be gone
-CLIENT_S = 600.0  # for a client to end behind its ranks
-SOCKET = "HELIX_SOCKET"  # environment variable of ranks: where rank 0 listens to their client
-TIME_EXCHANGE = "HELIX_TIME_EXCHANGE"  # environment variable of a launcher: its ranks time the exchange alone
+POLL_S = 0.1  # interval of polling the ranks
+GONE_S = 15.0  # for a killed process to be gone
+CLIENT_S = 600.0  # for a client to end after its ranks
+SOCKET = "HELIX_SOCKET"  # environment variable of ranks: where rank 0 listens for their client
+TIME_EXCHANGE = "HELIX_TIME_EXCHANGE"  # environment variable of a launcher: its ranks also time the exchange alone
 
 
 Client = Callable[[Path], Coroutine[Any, Any, int]]
 
 
 def launch(world_size: int, work: Callable[[], int], command: Sequence[str], client: Client | None = None) -> int:
-    """Runs `work` on ranks of this host: forks of this process, which need no imports.
+    """Runs `work` on ranks of this host, which are forks of this process and so need no imports.
 
     Args:
-        work: returns a rank's exit code.
-        command: arguments of Python for the same work, if a fork cannot do it.
-        client: sends requests to the ranks over a socket, from this process; returns an exit code of its own.
+        work: runs a rank; returns its exit code.
+        command: Python arguments that do the same, if forks cannot use CUDA.
+        client: sends requests to the ranks over a socket, from this process; returns an exit code.
 
     Returns:
         0, or the exit code of the rank that failed first (1 if a signal killed it), or the client's, or INTERRUPTED.
     """
-    lost = "threads and CUDA do not survive in a copy: start this job by `run`, in a process of its own"
+    lost = "threads and CUDA do not survive a fork: start this job with `run`, in a separate process"
     assert threading.active_count() == 1 and not torch.cuda.is_initialized(), lost
-    # It listens before ranks start; the store, which has a thread, is created after the forks.
+    # The port is open before ranks start; the store, which has a thread, is created after the forks.
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         _signals() as signals,
@@ -70,18 +70,18 @@ def launch(world_size: int, work: Callable[[], int], command: Sequence[str], cli
             else:
                 failed, code = asyncio.run(_wait_with_client(ranks, signals, client(path)))
         except OSError as error:
-            print(f"error: rank {len(ranks)} cannot be started: {error.strerror}", file=sys.stderr)
+            print(f"error: rank {len(ranks)} failed to start: {error.strerror}", file=sys.stderr)
             return 1
         finally:
             _kill(ranks)
-    del store  # it answers until here
+    del store  # it has to respond until here
     if signals:
         return INTERRUPTED
     for rank, code in failed.items():
         if code == -signal.SIGSTOP:
-            print(f"rank {rank} was stopped by a signal, and stayed so for {STOPPED_S:.0f} s", file=sys.stderr)
+            print(f"rank {rank} was stopped by a signal for more than {STOPPED_S:.0f} s", file=sys.stderr)
         elif code < 0:
-            why = ", as the system does where memory runs out" if code == -signal.SIGKILL else ""
+            why = ", probably because memory ran out" if code == -signal.SIGKILL else ""
             print(f"rank {rank} was killed by signal {-code} ({signal.Signals(-code).name}){why}", file=sys.stderr)
     return max(min(failed.values(), default=0), 1) if failed else code
 
@@ -89,8 +89,8 @@ def launch(world_size: int, work: Callable[[], int], command: Sequence[str], cli
 async def _wait_with_client(
     ranks: Sequence[Fork], signals: list[int], work: Coroutine[Any, Any, int]
 ) -> tuple[dict[int, int], int]:
-    """Waits for ranks, as `_wait`, and for their client; returns the ranks that failed, and the client's exit code."""
-    client_codes: list[int] = []  # the exit code of a client that failed: nobody would tell the ranks to end
+    """Waits for the ranks (see `_wait`) and their client; returns the failed ranks and the client's exit code."""
+    client_codes: list[int] = []  # set if the client failed: it then does not end the ranks
 
     async def run_client() -> int:
         code = 1
@@ -110,14 +110,14 @@ async def _wait_with_client(
 
 
 class Fork:
-    """A fork of this process, with methods like `subprocess.Popen`; the fork runs nothing but `begin`.
+    """A fork of this process that runs only `begin`, with methods like those of `subprocess.Popen`.
 
     Args:
         begin: returns the exit code.
     """
 
     def __init__(self, begin: Callable[[], int]) -> None:
-        sys.stdout.flush()  # or both would write the buffered output
+        sys.stdout.flush()  # or both processes would write the buffered output
         self.pid = os.fork()
         if self.pid == 0:
             code = 1
@@ -128,7 +128,7 @@ class Fork:
             except Exception:
                 traceback.print_exc()
             finally:
-                os._exit(code)  # what the launcher has to clean up stays the launcher's
+                os._exit(code)  # without cleanup, which is the launcher's
         self._code: int | None = None
 
     def poll(self) -> int | None:
@@ -150,7 +150,7 @@ def _start(
     command: Sequence[str],
     variables: dict[str, str],
 ) -> None:
-    """Starts the ranks of a job and appends them; they begin with signals blocked, until they reset the handlers."""
+    """Starts the ranks of a job and appends them; signals are blocked until ranks reset their handlers."""
     environment = {
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
@@ -161,15 +161,15 @@ def _start(
         LAUNCHER: str(os.getpid()),
         **variables,
     }
-    # Ranks share the cores; one thread each if there are more ranks than cores.
+    # Ranks share the cores: at least one thread each.
     share = max(1, (os.cpu_count() or 1) // world_size)
     threads = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else share
     command = [sys.executable, "-u", *command]
 
     def begin(rank: int) -> int:
-        listener.close()  # or this rank would answer for a launcher that is gone
+        listener.close()  # or this rank would accept connections for a dead launcher
         os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
-        if torch.cuda._is_in_bad_fork():  # CUDA, not NVML, counted the GPUs, and does not work in a fork
+        if torch.cuda._is_in_bad_fork():  # the launcher used CUDA, not NVML, to count GPUs: forks cannot use CUDA
             os.environ["OMP_NUM_THREADS"] = str(threads)
             os.execv(sys.executable, command)
         lifeline.begin()
@@ -186,12 +186,12 @@ def _start(
 
 
 def _wait(ranks: Sequence[Fork], signals: Sequence[int], client_codes: Sequence[int] = ()) -> dict[int, int]:
-    """Waits until all ranks succeeded, one failed, a signal came or all is over; returns the first failures."""
-    stopped = [0] * len(ranks)  # consecutive polls
+    """Waits until all ranks succeed, one fails, a signal arrives or the client fails; returns the first failures."""
+    stopped = [0] * len(ranks)  # consecutive polls in which a rank was stopped
     while not signals and not client_codes:
         codes = [process.poll() for process in ranks]
         if any(codes):
-            # A rank that noticed a killed one may be seen before it; and a terminal's control-C reaches all at once.
+            # A killed rank may be seen after a rank that noticed it, and control-C reaches all ranks at once.
             time.sleep(POLL_S)
             failed = {rank: code for rank, process in enumerate(ranks) if (code := process.poll())}
             killed = {rank: code for rank, code in failed.items() if code < 0}
@@ -213,12 +213,12 @@ def _kill(ranks: Sequence[Fork]) -> None:
         while process.poll() is None and time.monotonic() < deadline:
             time.sleep(POLL_S / 10)
         if process.poll() is None:
-            print(f"rank {rank} (process {process.pid}) was killed and is not gone", file=sys.stderr)
+            print(f"rank {rank} (process {process.pid}) was killed but is still there", file=sys.stderr)
 
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Collects signals that would end this process, during the context."""
+    """Collects signals that would end this process, while the context is open."""
     signals: list[int] = []
     numbers = [n for n in SIGNALS if signal.getsignal(n) != signal.SIG_IGN]
     before = {number: signal.signal(number, lambda n, _: signals.append(n)) for number in numbers}
@@ -230,11 +230,11 @@ def _signals() -> Iterator[list[int]]:
 
 
 def run(command: Sequence[str], **variables: str) -> int:
-    """Runs `launch` in a new process, as this one may have threads or have used CUDA; returns its exit code.
+    """Runs `launch` in a new process, since this one may have threads or have used CUDA; returns its exit code.
 
     Args:
-        command: arguments of Python.
-        variables: variables of its environment.
+        command: Python arguments.
+        variables: added to its environment.
     """
     with _signals() as signals, started(command, None, **variables) as job:
         while job.poll() is None and not signals:
@@ -244,7 +244,7 @@ def run(command: Sequence[str], **variables: str) -> int:
 
 @contextmanager
 def started(command: Sequence[str], stdout: int | None = None, **variables: str) -> Iterator[subprocess.Popen[str]]:
-    """Starts a launcher in a new process, which ends, with its ranks, at the end of the context."""
+    """Starts a launcher in a new process, which ends with its ranks when the context closes."""
     environment = os.environ | {LAUNCHER: str(os.getpid())} | variables
     with subprocess.Popen([sys.executable, "-u", *command], stdout=stdout, text=True, env=environment) as job:
         try:
@@ -255,7 +255,7 @@ def started(command: Sequence[str], stdout: int | None = None, **variables: str)
 
 @contextmanager
 def captured_stderr() -> Iterator[list[str]]:
-    """Collects lines that this process and its children write to stderr during the context; still shows them."""
+    """Collects the lines that this process and its children write to stderr, and still shows them."""
     lines: list[str] = []
     terminal = os.dup(2)
     read, write = os.pipe()
@@ -265,10 +265,10 @@ def captured_stderr() -> Iterator[list[str]]:
     def listen() -> None:
         with os.fdopen(read, errors="replace") as pipe:
             for line in pipe:
-                with suppress(OSError):  # a terminal that is gone ends no job that writes here
+                with suppress(OSError):  # a closed terminal must not end a job that writes here
                     os.write(terminal, line.encode())
                 lines.append(line.strip())
-        os.close(terminal)  # no other writer: the pipe ends after stderr is the terminal again
+        os.close(terminal)  # the pipe ends once stderr is the terminal again and no process writes to it
 
     thread = threading.Thread(target=listen, daemon=True)
     thread.start()
@@ -276,4 +276,4 @@ def captured_stderr() -> Iterator[list[str]]:
         yield lines
     finally:
         os.dup2(terminal, 2)
-        thread.join(1.0)  # an orphaned process may hold the other end for longer
+        thread.join(1.0)  # an orphaned process may keep the pipe open longer

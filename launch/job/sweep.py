@@ -1,4 +1,4 @@
-"""The work of a sweep: checks of its points, their jobs one after the other, and what they took."""
+"""Runs a sweep: checks its points, runs their jobs one after the other, reports the results."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from launch.job.sweep_report import comparison_rows, plot, show, swept_keys, wri
 
 
 def sweep(points: Sequence[Point], directory: Path, line: CommandLine, program: Program) -> int:
-    """Runs the points of a command line, with table and plot in the directory; returns `run_all`'s exit code.
+    """Runs the points of a sweep and writes its table and plot to a directory; returns `run_all`'s exit code.
 
     Raises:
-        ValueError: all points have the same mistake.
+        ValueError: all points have the same error.
     """
     check(points)
     return run_all(
@@ -37,10 +37,10 @@ def sweep(points: Sequence[Point], directory: Path, line: CommandLine, program: 
 
 
 def check(points: Sequence[Point]) -> None:
-    """Finds the points that cannot run here, without running any.
+    """Finds the points that cannot run on this host, without running any.
 
     Raises:
-        ValueError: all points that are not skipped have the same mistake.
+        ValueError: all points that are not skipped have the same error.
     """
     for point in points:
         if (reason := skip_reason(point.config)) is not None:
@@ -62,16 +62,16 @@ def run(point: Point, program: Program = RUNTIME) -> int:
     with captured_stderr() as lines:
         code = spawn.run([*program.command, *point.overrides, *files], **{TIME_EXCHANGE: "1"})
     point.status = {0: "ok", REFUSED: "refused", spawn.INTERRUPTED: "interrupted"}.get(code, "failed")
-    reasons = {"failed": cause(lines) or f"exit code {code}", "refused": f"{config.decode.output} says which requests"}
+    reasons = {"failed": cause(lines) or f"exit code {code}", "refused": f"see {config.decode.output} for the requests"}
     point.reason = reasons.get(point.status, "")
     record = Path(str(config.record))
-    if point.status in ("ok", "refused") and record.exists():  # or it is of an earlier sweep
+    if point.status in ("ok", "refused") and record.exists():  # otherwise the record may be of an earlier sweep
         point.record = json.loads(record.read_text())
     return code
 
 
 def skip_reason(config: Config) -> str | None:
-    """Returns the reason if a point is not a layout of the model or has too many ranks for this host; else None."""
+    """Returns why a point must be skipped: not a layout of the model, or more ranks than GPUs; else None."""
     if config.layout.mode == "auto":
         return None
     try:
@@ -94,7 +94,7 @@ def skip_reason(config: Config) -> str | None:
 
 
 def run_all(points: Sequence[Point], directory: Path, program: Program) -> int:
-    """Runs the points and reports on them; returns 0 if one ran and none failed, 130 after control-C, otherwise 1."""
+    """Runs and reports the points; returns 0 if one ran and none failed, 130 after control-C, otherwise 1."""
     interrupted = False
     for point in points:
         print(f"--- point {point.number}: {' '.join(point.overrides)}", flush=True)

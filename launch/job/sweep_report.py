@@ -1,4 +1,4 @@
-"""Reports of a sweep: its table, CSV and plot, the gain over a baseline, and whether the points' tokens are equal."""
+"""Reports of a sweep: table, CSV, plot, gain over a baseline, and whether all points give the same tokens."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ import matplotlib.pyplot as plt
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 Row = dict[str, Any]
-BASELINES = {"hopb": "off", "hopb.chunks": "none"}  # values that others are compared with, whatever the order
-# Settings of decoding that may differ between points with the same tokens.
+BASELINES = {"hopb": "off", "hopb.chunks": "none"}  # values that are the baseline, in whatever order they are swept
+# Decode settings that do not change tokens.
 IGNORED_DECODE_KEYS = {"output", "resume", "max_batch", "prefill_chunk", "stream"}
-# Columns that a narrow terminal lacks, the first first.
+# Columns to drop on a narrow terminal, in this order.
 OPTIONAL = ("tok/s/user", "tok/s/rank", "exchange")
-UNLIMITED = 1 << 16  # characters, where the width of a table is measured
-LOG_FROM = 3.0  # ratio of the largest to the smallest value from which an axis is logarithmic
-LEGEND = 24  # points that a legend has room for; the table has all
+UNLIMITED = 1 << 16  # characters; to measure the natural width of a table
+LOG_FROM = 3.0  # use a logarithmic axis if max/min is larger
+LEGEND = 24  # maximum points in the legend; the table has all
 
 
 def swept_keys(points: Sequence[Point]) -> list[str]:
@@ -40,11 +40,11 @@ def swept_keys(points: Sequence[Point]) -> list[str]:
 
 
 def comparison_rows(points: Sequence[Point]) -> list[Row]:
-    """Returns all points' rows (`Point.rows`), with the values of the swept keys and the gain over a baseline.
+    """Returns the rows of all points (`Point.rows`), with the values of the swept keys and the gain over a baseline.
 
-    Where HOP-B is swept, rows that differ in nothing else are compared, and off is the baseline. Otherwise all rows are
-    compared, or all of the same of `bench.points`, with the first that has figures. `gain_percent` is the share of the
-    baseline's TTL that is saved, negative where it takes longer.
+    If HOP-B is swept, rows that differ only in HOP-B are compared, and off is the baseline. Otherwise all rows (of the
+    same entry of `bench.points`) are compared with the first one that has measurements. `gain_percent` is the saved
+    share of the baseline's TTL, negative for a slowdown.
     """
     swept = swept_keys(points)
     varied = [key for key in swept if key in BASELINES]
@@ -74,6 +74,7 @@ def comparison_rows(points: Sequence[Point]) -> list[Row]:
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
+    """Writes the rows as CSV."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]))
         writer.writeheader()
@@ -81,7 +82,7 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
 
 
 def show(points: Sequence[Point], rows: Sequence[Row]) -> None:
-    """Prints what all points have in common, a table of the rest, what became of points without figures, and tokens."""
+    """Prints common settings, the table, why points have no measurements, and the comparison of tokens."""
     terminal = Console(highlight=False)
     swept = swept_keys(points)
     if constant := [text for text in points[0].overrides if _key(text) not in swept]:
@@ -94,9 +95,9 @@ def show(points: Sequence[Point], rows: Sequence[Row]) -> None:
             break
     terminal.print(table)
     if "gain" in shown_columns:
-        terminal.print("gain: share of the TTL of the baseline that is saved", markup=False)
+        terminal.print("gain: share of the baseline's TTL that is saved", markup=False)
     if "exchange" in shown_columns:
-        terminal.print("exchange: the attention exchanges of a decode step, timed alone, without overlap", markup=False)
+        terminal.print("exchange: attention exchanges of a decode step, timed alone, without overlap", markup=False)
     why: dict[tuple[str, str], list[str]] = {}
     for point in points:
         why.setdefault((point.status, point.reason), []).append(str(point.number))
@@ -108,7 +109,6 @@ def show(points: Sequence[Point], rows: Sequence[Row]) -> None:
 
 
 def _columns(rows: Sequence[Row], swept: Sequence[str]) -> dict[str, list[str]]:
-    """Returns the cells of a table by the titles of its columns, without columns that say nothing."""
 
     def cells(key: str, text: Callable[[Any], str]) -> list[str]:
         return ["-" if row[key] is None else text(row[key]) for row in rows]
@@ -131,7 +131,7 @@ def _columns(rows: Sequence[Row], swept: Sequence[str]) -> dict[str, list[str]]:
 def _table(columns: dict[str, list[str]], swept: Sequence[str]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
     for title in columns:
-        given = title in swept  # where the table is too wide, settings are cut, and no figures
+        given = title in swept  # on a narrow terminal, truncate settings, not measurements
         table.add_column(title, justify="left" if given else "right", no_wrap=not given, overflow="ellipsis")
     for cells in zip(*columns.values(), strict=True):
         table.add_row(*map(escape, cells))
@@ -139,7 +139,6 @@ def _table(columns: dict[str, list[str]], swept: Sequence[str]) -> Table:
 
 
 def _shortened(values: Sequence[str]) -> list[str]:
-    """Returns values without quotes, and without the directory if all of them lie in one."""
     bare = [value.strip("'\"") for value in values]
     directories = {value.rpartition("/")[0] for value in bare}
     return [value.rpartition("/")[2] for value in bare] if len(directories) == 1 else bare
@@ -154,9 +153,9 @@ def _ms(us: float) -> str:
 
 
 def compare_tokens(points: Sequence[Point]) -> str | None:
-    """Compares the tokens of points with the same prompts, seed and sampling; returns a line; None if there are none.
+    """Compares the tokens of points with equal prompts, seed and sampling; returns a line, or None without such points.
 
-    In bf16 the order of a sum decides between tokens of nearly equal logits, so that layouts may differ in few.
+    In bf16 the order of summation decides between nearly equal logits, so layouts may differ in a few tokens.
     """
     groups: dict[str, list[tuple[int, dict[str, str]]]] = {}
     for point in points:
@@ -181,7 +180,6 @@ def compare_tokens(points: Sequence[Point]) -> str | None:
 
 
 def _answers(point: Point) -> dict[str, str]:
-    """Reads the tokens of each prompt of a point, or, of lines of a batch, the choices."""
     path = point.config.decode.output
     if path is None or not Path(path).exists():
         return {}
@@ -194,9 +192,9 @@ def _answers(point: Point) -> dict[str, str]:
 
 
 def plot(path: Path, rows: Sequence[Row], swept: Sequence[str]) -> None:
-    """Plots throughput per rank over that of one user, a mark for each row with figures, named by the swept keys."""
+    """Plots tokens/s/rank over tokens/s/user, one mark per row with measurements."""
     figure, axes = plt.subplots(figsize=(7, 5))
-    axes.ticklabel_format(useOffset=False)  # 80.61 and 80.62 are told apart by the labels
+    axes.ticklabel_format(useOffset=False)  # labels distinguish 80.61 and 80.62
     shown = [row for row in rows if row["tokens_per_s_user"] is not None and row["tokens_per_s_gpu"] is not None]
     for row in shown:
         timed = "" if row["batch"] is None else f" {row['batch']} x {row['length']}"

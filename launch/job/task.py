@@ -1,4 +1,4 @@
-"""The common start of every kind of work: the objects of a rank once all ranks have met."""
+"""What every kind of job gets: the objects of a rank after all ranks have connected."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ JobResult = tuple[dict[str, Any], int]
 
 @dataclass(frozen=True)
 class Task:
-    """A rank's share of a job.
+    """A rank's part of a job.
 
     Attributes:
-        backend: the backend that `comm.backend` resolved to.
-        load: loads the model, and the draft model or layer if the config has one; called on all ranks, or on none.
-        phases: timings of the job so far.
+        backend: what `comm.backend` resolved to.
+        load: loads the model, and the draft model or layer if the config has one; a collective call.
+        phases: timings so far.
     """
 
     plan: CheckedRun

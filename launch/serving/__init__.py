@@ -1,1 +1,1 @@
-"""The front end of a server: a separate process without torch that speaks HTTP to clients and frames to rank 0."""
+"""The HTTP server: a process without torch that speaks HTTP to clients and frames to rank 0."""

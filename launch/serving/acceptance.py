@@ -1,33 +1,33 @@
-"""A watch over the acceptance of a server's drafts."""
+"""Monitors the acceptance rate of drafts on a server."""
 
 from __future__ import annotations
 
 from collections import deque
 
-HISTORY_S = 3600.0  # span in which acceptance is compared
-MIN_WINDOW_S = 300.0  # least seconds of a share of it
-MIN_DRAFTS = 1000  # least drafts of a share: three standard errors are 5% of all
+HISTORY_S = 3600.0  # time within which acceptance rates are compared
+MIN_WINDOW_S = 300.0  # minimum seconds per rate
+MIN_DRAFTS = 1000  # minimum drafts per rate: three standard errors are then 5 percentage points
 MAX_DROP = 1 / 3
 
 
 class AcceptanceMonitor:
-    """Watch over the share of first drafts that are kept, which depends on no number of drafts.
+    """Monitors the acceptance rate of first drafts, which does not depend on gamma.
 
-    What requests are about moves it, and so does a drafter that no longer fits its model: nobody else would notice,
-    since tokens stay right.
+    It changes with the requests, and drops if a drafter no longer fits its model. Nothing else would show that: output
+    stays correct.
     """
 
     def __init__(self) -> None:
-        self._shares: deque[tuple[float, float]] = deque()  # the time at which each ends, and what it is
+        self._shares: deque[tuple[float, float]] = deque()  # end time and rate
         self._tried = self._accepted = 0.0
         self._begin: float | None = None
         self._fallen = False
 
     def add(self, tried: float, accepted: float, now: float) -> str | None:
-        """Adds first drafts, and those of them that were kept, up to a time in seconds.
+        """Adds counts of first drafts and accepted first drafts, up to the time `now` in seconds.
 
         Returns:
-            A line if acceptance has fallen by MAX_DROP within HISTORY_S; once, until it has risen again.
+            A warning if the rate has dropped by MAX_DROP within HISTORY_S; once, until it has recovered.
         """
         self._begin = now if self._begin is None else self._begin
         self._tried, self._accepted = self._tried + tried, self._accepted + accepted
@@ -44,6 +44,6 @@ class AcceptanceMonitor:
         if not fallen or warned:
             return None
         return (
-            f"drafts: {share:.0%} of first drafts are kept, and {before:.0%} were {(now - best) / 60:.0f} minutes ago: "
-            "other requests, or a drafter that does not fit them (docs/speculation.md)"
+            f"drafts: {share:.0%} of first drafts are accepted, {before:.0%} were {(now - best) / 60:.0f} minutes ago: "
+            "requests have changed, or the drafter does not fit them (docs/speculation.md)"
         )

@@ -1,4 +1,4 @@
-"""Chat answers in blocks, whole or as typed events: a block is a thought, a text or a call."""
+"""Chat answers as content blocks (reasoning, text or tool call), complete or as typed events."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from launch.client.answer import Answer
 from launch.client.errors import ApiError
 from launch.serving.streams import COMMENT
 
-Event = dict[str, Any]  # its `type` is the event's name
+Event = dict[str, Any]  # its `type` is the SSE event name
 
 
 @dataclass
 class Block:
-    """A run of an answer's parts of one kind; each call is a block of its own.
+    """Consecutive parts of one kind; each call is a separate block.
 
     Attributes:
         kind: content, thinking or call.
-        call, name: a call's id and function.
-        text: text so far; of a call, its arguments.
+        call, name: id and function of a call.
+        text: text, or a call's arguments, so far.
     """
 
     index: int
@@ -34,11 +34,11 @@ class Block:
 
 
 class BlockAnswer:
-    """An answer of one choice, in blocks; how these look is up to each interface.
+    """An answer with one choice as content blocks; subclasses define the format of an API.
 
     Attributes:
-        blocks: those so far.
-        finish_reason: see `Delta`; set once it has ended.
+        blocks: the blocks so far.
+        finish_reason: see `Delta`; set once it has finished.
     """
 
     def __init__(self, answer: Answer) -> None:
@@ -47,13 +47,12 @@ class BlockAnswer:
         self.finish_reason: str | None = None
 
     async def collect(self) -> dict[str, Any]:
-        """Waits for the end and returns the whole answer; raises ApiError if the continuation failed."""
+        """Waits for the end and returns the complete answer; raises ApiError if generation failed."""
         async for _ in self._event_batches():
             pass
         return self._collected()
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Yields the answer as events; errors become an event of the stream."""
         try:
             for event in self._start_events():
                 yield self._encode(event)
@@ -68,7 +67,7 @@ class BlockAnswer:
             yield self._encode(self._error_event(error))
 
     async def _event_batches(self) -> AsyncIterator[list[Event]]:
-        """Yields the events of each piece of news; none of them in silence."""
+        """Yields the events of each poll; an empty list for a keep-alive."""
         async for deltas in self.answer.deltas():
             events: list[Event] = []
             for _, one in deltas:
@@ -96,28 +95,28 @@ class BlockAnswer:
 
     @abstractmethod
     def _collected(self) -> dict[str, Any]:
-        """Describes the whole answer."""
+        """Returns the complete answer."""
 
     @abstractmethod
     def _start_events(self) -> Iterator[Event]:
-        """Yields the events before all blocks."""
+        """Yields the events before the first block."""
 
     @abstractmethod
     def _block_start_events(self, block: Block) -> Iterator[Event]:
-        """Yields the events of a block's begin."""
+        """Yields the events that start a block."""
 
     @abstractmethod
     def _delta_event(self, block: Block, text: str) -> Event:
-        """Describes more text of a block."""
+        """Returns the event for more text of a block."""
 
     @abstractmethod
     def _block_stop_events(self, block: Block) -> Iterator[Event]:
-        """Yields the events of a block's end."""
+        """Yields the events that end a block."""
 
     @abstractmethod
     def _end_events(self) -> Iterator[Event]:
-        """Yields the events after all blocks."""
+        """Yields the events after the last block."""
 
     @abstractmethod
     def _error_event(self, error: ApiError) -> Event:
-        """Describes an error that ends the stream."""
+        """Returns the event for an error that ends the stream."""

@@ -1,4 +1,4 @@
-"""HTTP server over uvicorn, with additional limits on requests' heads and on abandoned connections."""
+"""HTTP server on uvicorn, with limits on request heads and on clients that stop reading."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from launch.client.errors import ApiError
 from launch.serving.request_executor import RECEIVE_S
 
 BACKLOG = 4096
-CONNECTIONS = 16384  # at a time
-CLOSING_S = 2  # for connections to end, once the server does
+CONNECTIONS = 16384  # concurrent
+CLOSING_S = 2  # for connections to finish at shutdown
 KEEP_ALIVE_S = 75
-LINGER_S = 5.0  # for a client to read a refusal, while its remaining data is dropped
-MAX_URL, MAX_HEAD = 16 << 10, 64 << 10  # bytes of a target, and of everything before or after a body
+LINGER_S = 5.0  # for a client to read a refusal; its remaining data is dropped
+MAX_URL, MAX_HEAD = 16 << 10, 64 << 10  # bytes of the URL, and of everything before or after a body
 MAX_HEADERS = 256
 
 
 class UpgradeParser(httptools.HttpRequestParser):
-    """A parser that goes on in HTTP/1.1 where a client offers another protocol, as Java's do beside each body.
+    """Stays with HTTP/1.1 if a client offers to upgrade, as Java's HTTP client does with each request.
 
     Args:
-        go_on: called with what stands behind the head of such a request, which the parser itself would skip.
+        go_on: called with the bytes after the head of such a request, which httptools would skip.
     """
 
     def __init__(self, protocol: HttpToolsProtocol, go_on: Callable[[bytes], None]) -> None:
         super().__init__(protocol)
-        self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
+        self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
         self._go_on = go_on
 
     def feed_data(self, data: bytes) -> None:  # type: ignore[override]
@@ -47,7 +47,7 @@ class UpgradeParser(httptools.HttpRequestParser):
 
 
 class Http10Cycle(RequestResponseCycle):
-    """An answer to HTTP/1.0, which knows no chunks: a stream ends with its connection."""
+    """A response to HTTP/1.0, which has no chunked encoding: a stream ends by closing the connection."""
 
     _streams = False
 
@@ -61,11 +61,11 @@ class Http10Cycle(RequestResponseCycle):
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server that leaves signals to its caller."""
+    """A uvicorn server without signal handlers."""
 
     def refuse(self) -> None:
-        """Refuses new connections and frees the port; those that are open go on."""
-        for listening in getattr(self, "servers", ()):  # none before it has started
+        """Stops accepting connections and frees the port; open connections continue."""
+        for listening in getattr(self, "servers", ()):  # unset before the start
             listening.close()
 
     @contextmanager
@@ -74,15 +74,17 @@ class Server(uvicorn.Server):
 
 
 def make_server(app: ASGIApp, serve: ServeConfig) -> Server:
+    """Creates the server of an application."""
+
     class Protocol(HttpToolsProtocol):
-        """A connection with limits on time and size of headers, which an application can abort."""
+        """A connection with limits on the time and size of headers, which the application can abort."""
 
         def connection_made(self, transport: object) -> None:
             super().connection_made(transport)  # type: ignore[arg-type]
-            self._again = False  # a parser reads a head that another one has read
+            self._again = False  # the parser reads a head again that another parser has already read
             self.parser = UpgradeParser(self, self._go_on)
-            self._refused: ApiError | None = None  # once set, later data is dropped
-            self._unread = 0  # bytes since the parser last completed a head or a part of a body
+            self._refused: ApiError | None = None  # once set, further data is dropped
+            self._unread = 0  # bytes since the last complete head or part of a body
             self._late = self.loop.call_later(RECEIVE_S, self.transport.abort)
             self._slow: asyncio.TimerHandle | None = None
 
@@ -100,10 +102,10 @@ def make_server(app: ASGIApp, serve: ServeConfig) -> Server:
             self._unread += len(data)
             super().data_received(data)
             if self._unread > MAX_HEAD and self._refused is None:
-                self._refuse(431, f"what stands before the body is larger than {MAX_HEAD} bytes")
+                self._refuse(431, f"the request head is larger than {MAX_HEAD} bytes")
 
         def _go_on(self, rest: bytes) -> None:
-            """Reads the body of a request that offers another protocol, with a parser that knows its length alone."""
+            """Reads the body of a request that offers an upgrade, with a parser that only gets the body's length."""
             named = [(k, v) for k, v in self.headers if k in (b"content-length", b"transfer-encoding")]
             head = b"".join(b"%s: %s\r\n" % header for header in named)
             self.parser, self._again = UpgradeParser(self, self._go_on), True
@@ -116,7 +118,7 @@ def make_server(app: ASGIApp, serve: ServeConfig) -> Server:
             if self._again:
                 return
             super().on_message_begin()
-            self._size = 0  # of headers, including trailers
+            self._size = 0  # bytes of headers, including trailers
             self.scope["helix.abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
             self._late.cancel()
             self._late = self.loop.call_later(RECEIVE_S, self.transport.abort)
@@ -153,7 +155,7 @@ def make_server(app: ASGIApp, serve: ServeConfig) -> Server:
 
         def on_message_complete(self) -> None:
             self._unread = 0
-            if self.parser.should_upgrade():  # it has read the head alone
+            if self.parser.should_upgrade():  # only the head has been read
                 return
             super().on_message_complete()
 
@@ -167,7 +169,7 @@ def make_server(app: ASGIApp, serve: ServeConfig) -> Server:
                 super().send_400_response(msg)
 
         def _await_reading(self, left: int) -> None:
-            """Ends the connection once its client has read nothing of what is left for `slow_s` seconds."""
+            """Aborts the connection if the client reads none of the buffered bytes for `serve.write_timeout_s`."""
             self._slow = self.loop.call_later(serve.write_timeout_s, self._look, left)
 
         def _look(self, left: int) -> None:
@@ -181,17 +183,16 @@ def make_server(app: ASGIApp, serve: ServeConfig) -> Server:
                 self._slow.cancel()
 
         def _refuse(self, status: int, message: str) -> ApiError:
-            """Sends a refusal, and returns the error that stops the parser."""
             self._refused = ApiError(status, message)
             self._late.cancel()
             if self.cycle is not None and not self.cycle.response_complete:
-                self.transport.abort()  # the refusal would corrupt an earlier request's answer
+                self.transport.abort()  # the refusal would corrupt the response to an earlier request
                 return self._refused
             body = json.dumps(self._refused.body()).encode()
             phrase = HTTPStatus(status).phrase
             head = f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
             self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)
-            # Closing with unread bytes would reset the connection and lose the answer.
+            # Closing with unread data would reset the connection and lose the refusal.
             self.transport.write_eof()
             self._late = self.loop.call_later(LINGER_S, self.transport.abort)
             return self._refused
@@ -213,19 +214,15 @@ def make_server(app: ASGIApp, serve: ServeConfig) -> Server:
 
 
 def listen(serve: ServeConfig) -> socket.socket:
-    """Opens the socket of the server's address.
-
-    Raises:
-        ValueError: it cannot be listened at.
-    """
+    """Opens the server's listening socket; raises ValueError if the address is not available."""
     try:
         family = socket.getaddrinfo(serve.host, serve.port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((serve.host, serve.port), family=family, backlog=BACKLOG)
-        # Connections inherit it; not every loop sets it, and a body sent after its headers would wait 40 ms.
+        # Accepted connections inherit it. Not every event loop sets it; then a body after its headers waits 40 ms.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except OSError as error:
         raise ValueError(
-            f"serve.host={serve.host} serve.port={serve.port} cannot be listened at: {error.strerror or error}"
+            f"serve.host={serve.host} serve.port={serve.port}: cannot listen: {error.strerror or error}"
         ) from error
     listener.setblocking(False)
     return listener

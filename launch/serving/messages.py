@@ -1,4 +1,4 @@
-"""Anthropic's Messages, over chats."""
+"""Anthropic's Messages API, converted to and from chats."""
 
 from __future__ import annotations
 
@@ -29,21 +29,29 @@ KINDS = {
 
 
 class TextBlock(Schema):
+    """A text block."""
+
     type: Literal["text"]
     text: str
 
 
 class ThinkingBlock(Schema):
+    """A block with the reasoning of an earlier answer."""
+
     type: Literal["thinking"]
     thinking: str
     signature: Annotated[str, null_as("")] = ""
 
 
 class RedactedThinkingBlock(Schema):
+    """A redacted reasoning block, which is ignored."""
+
     type: Literal["redacted_thinking"]
 
 
 class ToolUseBlock(Schema):
+    """A tool call of an earlier answer."""
+
     type: Literal["tool_use"]
     id: str
     name: str
@@ -51,6 +59,8 @@ class ToolUseBlock(Schema):
 
 
 class ToolResultBlock(Schema):
+    """The result of a tool call."""
+
     type: Literal["tool_result"]
     tool_use_id: str
     content: Annotated[str | ListOf[TextBlock], null_as("")] = ""
@@ -63,12 +73,14 @@ ContentBlock = Annotated[
 
 
 class MessageParam(Schema):
+    """A message of a conversation."""
+
     role: Literal["user", "assistant", "system"]
     content: str | ListOf[ContentBlock]
 
 
 class ToolParam(Schema):
-    """A tool that the client runs; Anthropic's own tools are not among them."""
+    """A tool that the client runs; Anthropic's built-in tools are not supported."""
 
     type: Literal["custom"] | None = None
     name: str = Function.model_fields["name"]  # type: ignore[assignment]
@@ -77,21 +89,29 @@ class ToolParam(Schema):
 
 
 class ToolChoiceParam(Schema):
+    """The field `tool_choice`."""
+
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: FalseByDefault = False
 
 
 class ThinkingParam(Schema):
+    """The field `thinking`."""
+
     type: Literal["enabled", "adaptive", "disabled"]
 
 
 class JsonOutputFormat(Schema):
+    """A JSON schema for the answer."""
+
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
 class OutputConfig(Schema):
+    """The field `output_config`."""
+
     effort: Effort | None = None
     format: JsonOutputFormat | None = None
 
@@ -118,13 +138,13 @@ class Messages(Count, SamplingFields):
 
 
 def chat_of(body: Count, switches: Collection[str]) -> Chat:
-    """Converts a body to that of a chat.
+    """Converts a Messages body to a chat body.
 
     Args:
-        switches: the chat template's variables that turn thinking on and off.
+        switches: the chat template's variables that switch thinking on and off.
 
     Raises:
-        ApiError: 400, its fields contradict each other.
+        ApiError: 400, fields contradict each other.
     """
     turns: list[dict[str, Any]] = []
     if body.system:
@@ -160,13 +180,13 @@ def chat_of(body: Count, switches: Collection[str]) -> Chat:
 
 
 def count_tokens(tokenizer: ChatTokenizer, body: Count, switches: Collection[str], limit: int) -> dict[str, int]:
-    """Counts the tokens of a body's prompt."""
+    """Counts the prompt tokens of a body."""
     ids: np.ndarray = encode_chat_prompt(tokenizer, chat_of(body, switches), limit)
     return {"input_tokens": len(ids)}
 
 
 def error_body(error: ApiError, request_id: str) -> dict[str, Any]:
-    """Describes an error in Anthropic's form."""
+    """Formats an error as Anthropic does."""
     fields = {"type": KINDS.get(error.status, "invalid_request_error"), "message": error.message}
     return {"type": "error", "error": fields, "request_id": request_id}
 
@@ -176,7 +196,6 @@ def _text(content: str | list[TextBlock]) -> str:
 
 
 def _turns(turn: MessageParam) -> Iterator[dict[str, Any]]:
-    """Yields a turn as messages of a chat: results of tools are messages of their own."""
     if isinstance(turn.content, str):
         yield {"role": turn.role, "content": turn.content}
         return
@@ -200,7 +219,7 @@ def _turns(turn: MessageParam) -> Iterator[dict[str, Any]]:
 
 
 class MessagesAnswer(BlockAnswer):
-    """An answer in Anthropic's form."""
+    """An answer in Anthropic's format."""
 
     def _message(self, content: list[dict[str, Any]], **end: Any) -> dict[str, Any]:
         answer = self.answer
@@ -261,7 +280,7 @@ def _content(block: Block) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Returns a call's arguments; what is no JSON object is kept as a text."""
+    """Parses a call's arguments; text that is not a JSON object is wrapped in one."""
     try:
         found = json.loads(arguments or "{}")
     except ValueError:

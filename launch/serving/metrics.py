@@ -1,4 +1,4 @@
-"""A server's metrics in Prometheus's format, under vLLM's names: with the prefix `helix:`, and as vLLM's own."""
+"""A server's Prometheus metrics under vLLM's names, with the prefix `helix:` and with the prefix `vllm:`."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from launch.serving.acceptance import AcceptanceMonitor
 
 LOG = logging.getLogger("helix.serving")
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-BETWEEN = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 5)  # two tokens
-TOKENS = tuple(float(1 << n) for n in range(0, 23, 2))  # of a request, up to four million
-# Gauges of the engine, by its own names.
+BETWEEN = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 5)  # between tokens
+TOKENS = tuple(float(1 << n) for n in range(0, 23, 2))  # per request, up to four million
+# Gauges of the engine by its names.
 ENGINE = {
-    "pages": ("kv_pages", "pages of KV on each rank"),
-    "pages_used": ("kv_pages_used", "pages that sequences hold"),
-    "pages_cached": ("kv_pages_cached", "pages that are kept for prompts that begin alike"),
-    "pages_free": ("kv_pages_free", "pages that are free"),
+    "pages": ("kv_pages", "KV cache pages on each rank"),
+    "pages_used": ("kv_pages_used", "pages held by sequences"),
+    "pages_cached": ("kv_pages_cached", "unused pages kept for prefix hits"),
+    "pages_free": ("kv_pages_free", "free pages"),
 }
-OWN = {"restarts", *(name for name, _ in ENGINE.values())}  # vLLM has none of these
-# Names that vLLM once had, which some routers and dashboards still read.
+OWN = {"restarts", *(name for name, _ in ENGINE.values())}  # vLLM does not have these
+# Former names in vLLM, which some routers and dashboards still read.
 OLDER = {
     "kv_cache_usage_perc": "gpu_cache_usage_perc",
     "inter_token_latency_seconds": "time_per_output_token_seconds",
@@ -62,7 +62,7 @@ class Metrics:
         self.new_tokens = counter("generation_tokens", "tokens drawn")
         self.ended = counter("request_success", "requests that ended, by how", "finished_reason")
         for reason in ("stop", "length", "abort", "error"):
-            self.ended.labels(reason)  # exported from the beginning, so that rates work
+            self.ended.labels(reason)  # export it from the start, so that rates work
         self.preemptions = counter("num_preemptions", "requests that gave their pages to others, each time")
         self.drafts = counter("spec_decode_num_drafts", "steps of a request that verified drafts")
         self.accepted_drafts = counter(
@@ -73,32 +73,31 @@ class Metrics:
         self._cache = Gauge("helix:cache_config_info", "the cache's blocks", labels, registry=self._registry)
 
     def watch(self, name: str, what: str, value: Callable[[], float]) -> None:
-        """Adds a gauge that is read at each scrape."""
         Gauge(f"helix:{name}", what, registry=self._registry).set_function(value)
 
     def describe_cache(self, block_size: int, blocks: int) -> None:
-        """Tells the cache's blocks, and the tokens of each."""
+        """Sets the KV cache's block size, in tokens, and number of blocks."""
         self._cache.clear()
         self._cache.labels(block_size, blocks).set(1)
 
     def text(self, model: str) -> bytes:
-        """Writes all metrics; vLLM's bear the model's name."""
+        """Renders all metrics; those named `vllm:` have a label with the model's name."""
         return generate_latest(_WithVllmNames(self._registry, model))
 
 
 class ServerMetrics(Observer):
-    """Metrics of a server's continuations, and of its engine.
+    """Metrics of a server's requests and of its engine.
 
     Attributes:
-        core: where they are told of; set once it is there.
-        rate: tokens per second between the job's last two reports.
+        engine_client: set once it exists.
+        rate: tokens per second between the job's last two stats messages.
     """
 
     def __init__(self) -> None:
         self.engine_client: EngineClient
         self.rate = 0.0
-        self._queried = self._hits = 0  # tokens of prompts, and those of them that were in the cache
-        self._new_tokens, self._counted = 0, time.monotonic()  # tokens since the job's last report, and its time
+        self._queried = self._hits = 0  # prompt tokens looked up in the prefix cache, and found there
+        self._new_tokens, self._counted = 0, time.monotonic()  # tokens since the last stats message, and its time
         self._acceptance = AcceptanceMonitor()
         self.metrics = metrics = Metrics()
         metrics.watch("num_requests_waiting", "requests queued, not yet admitted", lambda: self.engine_client.waiting)
@@ -143,7 +142,7 @@ class ServerMetrics(Observer):
 
     def on_stats(self, before: Mapping[str, float], stats: Mapping[str, float]) -> None:
         def increase(key: str) -> float:
-            """Returns by how much a counter of the job has grown; another job counts from 0."""
+            """Returns how much a counter of the job has grown; a restarted job counts from 0."""
             old, now = before.get(key, 0), stats.get(key, 0)
             return now - old if now >= old else now
 
@@ -165,10 +164,10 @@ class ServerMetrics(Observer):
         return self.engine_client.stats.get("pages_used", 0) / (self.engine_client.stats.get("pages", 0) or 1)
 
     def loads(self) -> dict[str, Any]:
-        """Describes how busy the ranks are, in the fields of SGLang's `/v1/loads` that routers read.
+        """Returns the load of the ranks, in the fields of SGLang's `/v1/loads` that routers read.
 
         Raises:
-            ApiError: 503, there are none.
+            ApiError: 503, the ranks are not ready.
         """
         engine_client = self.engine_client
         engine_info, waiting = engine_client.refuse_unless_ready(), engine_client.waiting
@@ -186,7 +185,7 @@ class ServerMetrics(Observer):
                 if generation.is_waiting
             ),
             "num_used_tokens": used,
-            "num_cached_tokens": cached,  # of nobody, and known to prompts that begin alike
+            "num_cached_tokens": cached,  # not in use, but available for prefix hits
             "max_total_num_tokens": engine_info.kv_tokens,
             "max_running_requests": engine_info.max_batch,
             "token_usage": self._usage(),
@@ -207,7 +206,7 @@ class ServerMetrics(Observer):
 
 
 class _WithVllmNames(CollectorRegistry):
-    """A registry's metrics under both prefixes."""
+    """A registry's metrics under both prefixes: `helix:` and `vllm:`."""
 
     def __init__(self, registry: CollectorRegistry, model: str) -> None:
         super().__init__()

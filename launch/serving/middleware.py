@@ -1,4 +1,4 @@
-"""Layers around all routes: request ids, a log with one line a request, and CORS."""
+"""Middleware for all routes: request ids, the access log, CORS."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from launch.client.answer import Answer
 
-ID = re.compile(r"[\x21-\x7e]{1,128}")  # ids of clients that are taken over: one word
-PROBES = ("/health", "/livez", "/metrics", "/v1/loads")  # they come every few seconds, and are not logged
-MAX_PATH = 200  # characters of a path in the log
-EXPOSED = ("x-request-id", "x-ignored-fields", "retry-after")  # headers that pages of other origins may read
+ID = re.compile(r"[\x21-\x7e]{1,128}")  # request ids that are accepted from clients: one word
+PROBES = ("/health", "/livez", "/metrics", "/v1/loads")  # not logged: they are polled every few seconds
+MAX_PATH = 200  # characters of the path in the log
+EXPOSED = ("x-request-id", "x-ignored-fields", "retry-after")  # headers that cross-origin pages may read
 
 
 @dataclass
 class RequestLog:
-    """A request as the log tells it.
+    """What the access log says about a request.
 
     Attributes:
-        answer: the answer to a request for continuations.
+        answer: the answer, if the request generates one.
     """
 
     id: str
@@ -33,7 +33,6 @@ class RequestLog:
     start_time: float = field(default_factory=time.monotonic)
 
     def line(self, method: str, path: str, owner: str | None) -> str:
-        """Writes the request as words and `key=value`, without its content."""
         words = [time.strftime("%Y-%m-%dT%H:%M:%S%z"), self.id, owner or "-", method, path[:MAX_PATH], str(self.status)]
         if self.answer is not None:
             generations = [choice.generation for choice in self.answer.choices]
@@ -48,10 +47,10 @@ class RequestLog:
 
 
 class AccessLog:
-    """An ASGI application around another one, which finds the request's `RequestLog` in its state.
+    """ASGI middleware that puts a `RequestLog` into the request's state and logs it.
 
     Args:
-        log: called with the line of each answered request.
+        log: called with a line per request.
     """
 
     def __init__(self, app: ASGIApp, log: Callable[[str], None]) -> None:
@@ -74,13 +73,13 @@ class AccessLog:
         try:
             await self._app(scope, receive, sent)
         finally:
-            path = scope["raw_path"].partition(b"?")[0].decode("latin-1")  # percent-encoded: one word
+            path = scope["raw_path"].partition(b"?")[0].decode("latin-1")  # stays percent-encoded: one word
             if path not in PROBES:
                 self._log(request_log.line(scope["method"], path, state.get("owner")))
 
 
 def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """Lets pages of these origins use an application; `*` stands for all."""
+    """Allows pages of these origins to use an application; `*` allows all."""
     if not origins:
         return app
     methods = ["GET", "POST"]

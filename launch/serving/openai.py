@@ -1,4 +1,4 @@
-"""Response objects in OpenAI's format, whole or as stream events."""
+"""Responses in OpenAI's format, complete or as stream events."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from launch.client.engine_client import Generation
 from launch.client.errors import ApiError
 from launch.serving.streams import COMMENT, DONE
 
-JSON_LEVELS = 5  # levels of an answer that are written apart: down to the log-probabilities of a token
+JSON_LEVELS = 5  # levels of a response to serialize separately: down to the log-probabilities of a token
 T = TypeVar("T")
 
 
 class OpenAIAnswer:
-    """An answer as OpenAI's completions and chats present it."""
+    """An answer in the format of OpenAI's completions and chats."""
 
     def __init__(self, answer: Answer) -> None:
         self._answer, self._chat = answer, answer.is_chat
         self._id = f"{'chatcmpl' if answer.is_chat else 'cmpl'}-{answer.request_id}"
         options = answer.body.stream_options
         self._usage_at_end = options is not None and options.include_usage
-        self._counts = [0] * len(answer.choices)  # tool calls of a chat so far, characters of a completion
-        self._reported_progress = 0  # prompt tokens reported as progress
+        self._counts = [0] * len(answer.choices)  # per choice: tool calls of a chat, or characters of a completion
+        self._reported_progress = 0  # prompt tokens
 
     async def collect(self, on_delta: DeltaCallback = lambda index, delta: None) -> dict[str, Any]:
-        """Waits for all choices and returns the whole answer; raises ApiError if a continuation failed.
+        """Waits for all choices and returns the complete response; raises ApiError if one failed.
 
         Args:
-            heard: called with a choice's index and its news, as they come.
+            on_delta: called with the index of a choice and each delta.
         """
         whole = await self._answer.collect(on_delta)
         choices = [await self._maybe_in_thread(self._choice, index, delta) for index, delta in enumerate(whole)]
@@ -42,7 +42,6 @@ class OpenAIAnswer:
         return self._object(kind, choices) | {"usage": self._answer.usage()}
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Yields the answer as events; errors become an event of the stream."""
         kind = "chat.completion.chunk" if self._chat else "text_completion"
         no_usage = {"usage": None} if self._usage_at_end else {}
         started = [False] * len(self._answer.choices)
@@ -62,7 +61,7 @@ class OpenAIAnswer:
         yield DONE
 
     async def _maybe_in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Runs work in a thread if it takes long: with log-probabilities, of which there may be megabytes."""
+        """Runs work in a thread if there are log-probabilities, which may be megabytes."""
         return await asyncio.to_thread(work, *arguments) if self._answer.with_logprobs else work(*arguments)
 
     def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -94,7 +93,6 @@ class OpenAIAnswer:
         return choice | {"delta": message, "logprobs": logprobs}
 
     def _calls(self, index: int) -> int:
-        """Returns the index of a choice's next tool call, and counts it."""
         self._counts[index] += 1
         return self._counts[index] - 1
 
@@ -119,7 +117,7 @@ class OpenAIAnswer:
         fields: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, logprob, top in chain(
             prompt, drawn
-        ):  # one by one: a million values would wake the garbage collector
+        ):  # append values one by one: a million small lists would trigger garbage collections
             text = text_of(token)
             values = text, logprob, None if top is None else self._logprobs_by_text(top), self._counts[index]
             for column, value in zip(fields.values(), values, strict=True):
@@ -128,8 +126,7 @@ class OpenAIAnswer:
         return fields
 
     def _logprobs_by_text(self, top: Sequence[tuple[int, float]]) -> dict[str, float]:
-        """Returns log-probabilities by tokens' texts: of several tokens with one text, such as parts of letters, the
-        likeliest."""
+        """Maps token texts to log-probabilities; of tokens with equal text (partial UTF-8), the most likely."""
         found: dict[str, float] = {}
         for token, logprob in top:
             found.setdefault(self._answer.tokenizer.token_text(token), logprob)
@@ -153,7 +150,7 @@ class OpenAIAnswer:
 
 
 def _prompt_logprobs(generation: Generation) -> Iterator[tuple[int, float | None, list[tuple[int, float]] | None]]:
-    """Yields the tokens of a prompt, each with its log-probability and the likeliest tokens; the first has none."""
+    """Yields each prompt token with its log-probability and the most likely tokens; the first token has neither."""
     yield int(generation.request.prompt[0]), None, None
     if generation.prompt_logprobs is not None:
         for ids, values in zip(*(part.tolist() for part in generation.prompt_logprobs), strict=True):
@@ -162,7 +159,7 @@ def _prompt_logprobs(generation: Generation) -> Iterator[tuple[int, float | None
 
 
 async def to_json(answer: dict[str, Any]) -> bytes:
-    """Writes an answer as JSON, in a thread and in small parts: Python's lock is held while a part is written."""
+    """Serializes a response in a thread, in small parts: the GIL is held during each part."""
     return await asyncio.to_thread(lambda: _json(answer, JSON_LEVELS).encode())
 
 

@@ -1,4 +1,4 @@
-"""The server's interface as an OpenAPI document, from its routes and the schemas of their bodies."""
+"""The OpenAPI document of the server, from its routes and the schemas of their bodies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic.json_schema import models_json_schema
 from launch.client.request_fields import DONE, find_field
 from launch.client.schema_base import Schema
 
-KINDS = {"/metrics": "text/plain", "/": "text/html", "/page/{name}": "*/*"}  # of answers that are no JSON
+KINDS = {"/metrics": "text/plain", "/": "text/html", "/page/{name}": "*/*"}  # routes whose responses are not JSON
 REF = "#/components/schemas/{model}"
 ERROR = {
     "type": "object",
@@ -33,11 +33,11 @@ ERROR = {
 def document(
     version: str, routes: Iterable[tuple[str, str, str, type[Schema] | None, bool]], keyed: bool
 ) -> dict[str, Any]:
-    """Creates the document.
+    """Creates the OpenAPI document.
 
     Args:
-        routes: path, method, summary and body of each, and whether it is open to all.
-        keyed: whether requests of other routes need a key.
+        routes: path, method, summary and body of each, and whether it needs no API key.
+        keyed: whether the other routes need an API key.
     """
     routes = [*routes]
     bodies = {body for *_, body, _ in routes if body is not None}

@@ -1,4 +1,4 @@
-"""Reading of large requests in other processes: in the server's own, Python's lock would block all other requests."""
+"""Processes large requests in other processes, so that they do not hold the GIL of the server's process."""
 
 from __future__ import annotations
 
@@ -19,26 +19,25 @@ from launch.client.worker_pool import RequestHandler, WorkerPool, serve_requests
 
 T = TypeVar("T")
 LOG = logging.getLogger("helix.serving")
-RECEIVE_S = 60.0  # for a client to send a request, and then for its body to be read
-LARGE = 1 << 15  # bytes, or characters: less is read within some 30 ms
-PROCESSES = 4  # at most
+RECEIVE_S = 60.0  # for a client to send the head, and then the body
+LARGE = 1 << 15  # bytes or characters; smaller requests take at most 30 ms
+PROCESSES = 4  # maximum
 THREADS = 2
-NICE = 5  # lower priority than ranks' steps and answers
+NICE = 5  # lower priority than the ranks and the server
 
 
 class RequestExecutor:
-    """Executor of calls whose time grows with the request: in a thread for small ones, else in another process.
+    """Runs calls whose time grows with the request: small ones in a thread, others in another process.
 
-    Processes take seconds to start: they read the tokenizer.
+    Processes take seconds to start, because they load the tokenizer.
 
     Args:
-        model: the checkpoint's directory.
+        model: checkpoint directory.
         template: file with the chat template; None: the checkpoint's.
-        tokens: the model's tokenizer.
-        deadline_s: seconds for a process to be free, and for it to read a request.
+        tokenizer: the model's; as an argument of a call, it is replaced by the process's own.
+        deadline_s: seconds to wait for a free process, and for a call to finish.
 
     Attributes:
-        tokens: the model's tokenizer; in a call's arguments, the other process substitutes its own.
         workers: the processes.
     """
 
@@ -51,23 +50,22 @@ class RequestExecutor:
         self._calls: set[asyncio.Task[Any]] = set()
 
     async def run(self, size: int, work: Callable[..., T], *arguments: Any) -> T:
-        """Runs a call and returns its result; `work`, its arguments and its result must be picklable.
+        """Runs a call and returns its result; function, arguments and result must be picklable.
 
         Args:
-            size: size of the input, bytes or characters.
+            size: size of the input in bytes or characters.
 
         Raises:
-            ApiError: the call's own, or the deadline has passed, or the process died.
+            ApiError: raised by the call, or the deadline has passed, or the process died.
         """
         if size <= LARGE:
             return await self._in_thread(work, *arguments)
         call = asyncio.create_task(self._in_process(work, arguments))
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
-        return await asyncio.shield(call)  # an abandoned one runs to its end: restarting a process would cost more
+        return await asyncio.shield(call)  # if abandoned, let it finish: restarting a process would cost more
 
     async def close(self) -> None:
-        """Ends all processes."""
         calls = [*self._calls]
         for call in calls:
             call.cancel()
@@ -80,11 +78,11 @@ class RequestExecutor:
         try:
             done, result = await self._in_thread(pickle.loads, await self.workers.ask(request))
         except TimeoutError:
-            what = f"the request could not be read within {self._deadline_s:g} s"
+            what = f"the request could not be processed within {self._deadline_s:g} s"
             raise ApiError(413, what, code="too_large") from None
         except EOFError as error:
             LOG.warning("%s", error)
-            raise ApiError(500, "the process that read the request ended") from error
+            raise ApiError(500, "the process that handled the request ended") from error
         if not done:
             raise result
         return result  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""OpenAI's Responses, over chats."""
+"""OpenAI's Responses API, converted to and from chats."""
 
 from __future__ import annotations
 
@@ -20,32 +20,41 @@ INCOMPLETE = {"reason": "max_output_tokens"}
 
 
 def _typed(item: object) -> object:
-    """Adds the type to a message that has none."""
     return {"type": "message"} | item if isinstance(item, dict) and "role" in item else item
 
 
 class TextContent(Schema):
+    """A text part of a message or tool result."""
+
     type: Literal["input_text", "output_text", "text"]
     text: str
 
 
 class ReasoningContent(Schema):
+    """A text part of reasoning."""
+
     type: Literal["reasoning_text", "summary_text"]
     text: str
 
 
 class MessageItem(Schema):
+    """A message of a conversation."""
+
     type: Literal["message"]
     role: Literal["system", "developer", "user", "assistant"]
     content: str | ListOf[TextContent]
 
 
 class ReasoningItem(Schema):
+    """The reasoning of an earlier answer."""
+
     type: Literal["reasoning"]
     content: ListOf[ReasoningContent] | None = None
 
 
 class FunctionCallItem(Schema):
+    """A tool call of an earlier answer."""
+
     type: Literal["function_call"]
     call_id: str
     name: str
@@ -53,6 +62,8 @@ class FunctionCallItem(Schema):
 
 
 class FunctionCallOutputItem(Schema):
+    """The result of a tool call."""
+
     type: Literal["function_call_output"]
     call_id: str
     output: str | ListOf[TextContent]
@@ -62,25 +73,35 @@ Item = Annotated[MessageItem | ReasoningItem | FunctionCallItem | FunctionCallOu
 
 
 class FunctionTool(Function):
+    """An entry of `tools`."""
+
     type: Literal["function"]
 
 
 class FunctionChoice(Schema):
+    """The field `tool_choice`, if it names a function."""
+
     type: Literal["function"]
     name: str
 
 
 class Reasoning(Schema):
+    """The field `reasoning`."""
+
     effort: Effort | None = None
 
 
 class TextFormat(Schema):
+    """The field `text.format`."""
+
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
 
 
 class TextOptions(Schema):
+    """The field `text`."""
+
     format: TextFormat | None = None
 
 
@@ -103,15 +124,15 @@ class Responses(SamplingFields):
 
 
 def chat_of(body: Responses) -> Chat:
-    """Converts a body to that of a chat.
+    """Converts a Responses body to a chat body.
 
     Raises:
-        ApiError: 400, its fields contradict each other.
+        ApiError: 400, fields contradict each other.
     """
     try:
-        json.dumps(body.model_dump(include={"tools", "text", "tool_choice"}), allow_nan=False)  # which come back
+        json.dumps(body.model_dump(include={"tools", "text", "tool_choice"}), allow_nan=False)  # the response has them
     except ValueError as error:
-        raise ApiError(400, "tools and text may hold what is JSON, and NaN and Infinity are not") from error
+        raise ApiError(400, "tools and text must be JSON, which has no NaN or Infinity") from error
     turns: list[dict[str, Any]] = []
     if body.instructions:
         turns.append({"role": "system", "content": body.instructions})
@@ -136,7 +157,7 @@ def chat_of(body: Responses) -> Chat:
 
 
 def _add(turns: list[dict[str, Any]], item: Item) -> None:
-    """Adds an item to a conversation; what the assistant thought, said and called in a row is one message."""
+    """Adds an item to a conversation; consecutive reasoning, text and calls of the assistant become one message."""
     if isinstance(item, FunctionCallOutputItem):
         turns.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
         return
@@ -162,12 +183,12 @@ def _text(content: str | list[TextContent] | list[ReasoningContent]) -> str:
 
 @dataclass(kw_only=True)
 class ResponsesAnswer(BlockAnswer):
-    """An answer in the form of Responses, to a body."""
+    """An answer in the format of OpenAI's Responses."""
 
     def __init__(self, answer: Answer, body: Responses) -> None:
         super().__init__(answer)
         self._body = body
-        self._number = 0  # of the next event
+        self._number = 0  # sequence number of the next event
 
     def _response(self, status: str, **more: Any) -> dict[str, Any]:
         body = self._body
@@ -217,12 +238,11 @@ class ResponsesAnswer(BlockAnswer):
         return self.finish_reason == "length"
 
     def _status(self, block: Block) -> str:
-        """Returns the status of a closed block: the last one of a cut answer is not complete."""
+        """Returns the status of a finished block; the last one is incomplete if the answer was cut off."""
         return "incomplete" if self._is_incomplete and block is self.blocks[-1] else "completed"
 
     @property
     def _reasoning_tokens(self) -> int:
-        """Tokens of thoughts, as their texts are encoded."""
         thoughts = [block.text for block in self.blocks if block.kind == "thinking"]
         return sum(len(self.answer.tokenizer.encode_segments(text)) for text in thoughts)
 
@@ -239,7 +259,6 @@ class ResponsesAnswer(BlockAnswer):
         return said | {"content": [_content_part(block)] if block.text else []}
 
     def _part_event(self, kind: str, block: Block, **more: Any) -> Event:
-        """Creates an event of a block's only part."""
         where = {} if block.kind == "call" else {"content_index": 0}
         item = self._item(block, "in_progress")["id"]
         return {"type": f"response.{kind}", "item_id": item, "output_index": block.index} | where | more

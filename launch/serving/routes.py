@@ -1,4 +1,4 @@
-"""The server's routes, over the core."""
+"""The server's HTTP routes."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ from launch.serving.security import ApiKeys
 from launch.serving.streams import ClientDisconnected, EventStream, while_connected
 
 MIB = 1 << 20
-BODY_BYTES, ID_BYTES = 64 * MIB, 16  # limit of a body if `serve.body_mib` is unset; bytes per id of a long prompt
-MIN_TOKENIZE_IDS = 1 << 20  # that /tokenize and /detokenize accept even if the context is shorter
-CLIENT_CLOSED_REQUEST = 499  # status for a client that has left
+BODY_BYTES, ID_BYTES = 64 * MIB, 16  # body limit if `serve.body_mib` is unset; bytes per token id of a long prompt
+MIN_TOKENIZE_IDS = 1 << 20  # token ids that /tokenize and /detokenize accept even if the context is shorter
+CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that disconnected
 PAGE_DIR = Path(__file__).with_name("page")
 PAGE = {file.relative_to(PAGE_DIR).as_posix(): file for file in PAGE_DIR.rglob("*") if file.is_file()}
 PAGE_TYPES = {
@@ -55,7 +55,7 @@ PAGE_TYPES = {
     ".txt": "text/plain",
     ".woff2": "font/woff2",
 }
-# The page needs no other hosts, and HTML gets into it through its sanitizer alone.
+# The page loads nothing from other hosts, and HTML enters it only through its sanitizer.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; font-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; "
@@ -75,12 +75,8 @@ Presenter = OpenAIAnswer | BlockAnswer
 class Api:
     """The routes of a server.
 
-    Args:
-        keys: the keys that authorise requests.
-
     Attributes:
-        core, session: the connection to the ranks, and the model behind them.
-        reader: reads requests, the large ones in processes of their own; None until the first job is ready.
+        executor: processes large requests in other processes; None until the first job is ready.
     """
 
     def __init__(self, serve: ServeConfig, keys: ApiKeys) -> None:
@@ -93,19 +89,19 @@ class Api:
         self._started = int(time.time())
 
     def configure(self, engine_info: EngineInfo, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        """Takes over what the first job serves.
+        """Loads what the first job's model needs: tokenizer, executor, grammar compiler.
 
         Args:
-            loop: event loop in which processes that read large requests and compile grammars start meanwhile, so that
-                the first such request does not wait for one; None: they start on demand.
+            loop: event loop in which to start a worker process of each kind now, so that the first large request does
+                not wait for one; None: start them on demand.
 
         Raises:
-            ValueError: the tokenizer or the defaults cannot be read.
+            ValueError: the tokenizer or the sampling defaults cannot be read.
         """
         self.session.load(engine_info.model)
         for *_, body in self._routes:
             if body is not None:
-                body.model_rebuild()  # not with its first request
+                body.model_rebuild()  # build validators before the first request
         self.executor = RequestExecutor(engine_info.model, self._serve.chat_template, self.session.tokenizer, RECEIVE_S)
         compiler = self.session.compiler_for(engine_info)
         if loop is not None:
@@ -114,14 +110,12 @@ class Api:
                 loop.call_soon_threadsafe(compiler.workers.start)
 
     async def close(self) -> None:
-        """Ends the processes that read requests and compile grammars."""
         if self.executor is not None:
             await self.executor.close()
         await self.session.close()
 
     @property
     def _routes(self) -> list[tuple[str, str, Handler, type[Schema] | None]]:
-        """Path, method, handler and body of each route."""
         return [
             ("/v1/chat/completions", "POST", self._chat, Chat),
             ("/v1/completions", "POST", self._complete, Completion),
@@ -144,11 +138,9 @@ class Api:
 
     @property
     def _open(self) -> tuple[Handler, ...]:
-        """Handlers that need no key."""
         return self._health, self._livez, self._page, self._openapi
 
     def app(self) -> ASGIApp:
-        """Creates the ASGI application."""
         routes = [Route(path, self._wrap(handler), methods=[method]) for path, method, handler, _ in self._routes]
         handlers = {HTTPException: _on_http_error, ApiError: _on_api_error, Exception: _on_exception}
         app = with_cors(Starlette(routes=routes, exception_handlers=handlers), self._serve.cors)
@@ -157,7 +149,7 @@ class Api:
     # ---- generation
 
     async def _complete(self, request: Request) -> ASGIApp:
-        """Continues texts or token ids."""
+        """Completes texts or token ids."""
         engine_info = self.engine_client.refuse_unless_ready()
         body = await self._body(request, Completion, self._serve.max_queue * engine_info.max_length)
         self._executor_for(body.model)
@@ -167,26 +159,26 @@ class Api:
         return await self._answer(request, body, body, OpenAIAnswer, request.state.size if has_text else 0)
 
     async def _chat(self, request: Request) -> ASGIApp:
-        """Answers a conversation, by the checkpoint's chat template."""
+        """Answers a conversation with the checkpoint's chat template."""
         body = await self._body(request, Chat)
         self._check_num_generations(body.n or 1, "n")
         return await self._answer(request, body, body, OpenAIAnswer, request.state.size)
 
     async def _respond(self, request: Request) -> ASGIApp:
-        """Answers a conversation as OpenAI's Responses do."""
+        """Answers a conversation in OpenAI's Responses format."""
         body = await self._body(request, Responses)
         chat = await self._executor_for(body.model).run(request.state.size, responses.chat_of, body)
         return await self._answer(request, chat, body, partial(ResponsesAnswer, body=body), request.state.size)
 
     async def _message(self, request: Request) -> ASGIApp:
-        """Answers a conversation as Anthropic's Messages do."""
+        """Answers a conversation in Anthropic's Messages format."""
         body = await self._body(request, Messages)
         executor = self._executor_for(body.model)
         chat = await executor.run(request.state.size, messages.chat_of, body, variables(executor.tokenizer.template))
         return await self._answer(request, chat, body, MessagesAnswer, request.state.size)
 
     async def _count(self, request: Request) -> ASGIApp:
-        """Counts the tokens of a conversation, as Anthropic's Messages give it."""
+        """Counts the tokens of a conversation in Anthropic's Messages format."""
         engine_info, body = self.engine_client.refuse_unless_ready(), await self._body(request, Count)
         executor = self._executor_for(body.model)
         work = (
@@ -200,18 +192,18 @@ class Api:
     async def _answer(
         self, request: Request, body: Chat | Completion, sent: Schema, format: Callable[[Answer], Presenter], size: int
     ) -> ASGIApp:
-        """Answers a body whole or as a stream.
+        """Answers a body, complete or as a stream.
 
         Args:
-            sent: the body that the client has sent for it.
-            format: presents the answer as the client reads it.
-            size: bytes of a body whose reading may take long, else 0.
+            sent: the body as the client sent it, before conversion.
+            format: creates the presentation of the answer for the client.
+            size: bytes of the body if processing it may take long, else 0.
         """
         request_log, owner, executor = request.state.request_log, request.state.owner, self._executor_for(body.model)
         cache_salt = json.dumps([owner, body.cache_salt]) if owner or body.cache_salt else None
         run = partial(executor.run, size) if size else None
         opening = self.session.open(body, run=run, cache_salt=cache_salt, request_id=request_log.id)
-        answer = await while_connected(request.receive, opening)  # a form may take long to compile
+        answer = await while_connected(request.receive, opening)  # compiling a grammar may take long
         request_log.answer, presenter = answer, format(answer)
         headers = {"x-ignored-fields": ",".join(map(_header, sent.model_extra))} if sent.model_extra else {}
         if body.stream:
@@ -226,7 +218,7 @@ class Api:
     # ---- information
 
     async def _models(self, request: Request) -> ASGIApp:
-        """Lists the model that is served."""
+        """Lists the served model."""
         return JSONResponse({"object": "list", "data": [self._describe_model()]})
 
     async def _model(self, request: Request) -> ASGIApp:
@@ -244,35 +236,35 @@ class Api:
         return described | more
 
     async def _tokenize(self, request: Request) -> ASGIApp:
-        """Converts a text or a conversation to token ids."""
+        """Tokenizes a text or a conversation."""
         engine_info, body = self.engine_client.refuse_unless_ready(), await self._body(request, Tokenize)
         executor, limit = self._executor_for(body.model), max(engine_info.context, MIN_TOKENIZE_IDS)
         work = executor.tokenizer, body, engine_info.max_length, limit
         return Response(await executor.run(request.state.size, tokenize_body, *work), media_type="application/json")
 
     async def _detokenize(self, request: Request) -> ASGIApp:
-        """Converts token ids to their text."""
+        """Decodes token ids to text."""
         engine_info = self.engine_client.refuse_unless_ready()
         body = await self._body(request, Detokenize, max(engine_info.context, MIN_TOKENIZE_IDS))
         executor, ids = self._executor_for(body.model), body.ids
-        if len(ids) and (largest := ids.max()) >= engine_info.vocab:  # a tokenizer leaves out what it does not know
-            raise ApiError(400, f"tokens has {largest}, and the vocabulary is [0, {engine_info.vocab})", param="tokens")
+        if len(ids) and (largest := ids.max()) >= engine_info.vocab:  # tokenizers silently skip unknown ids
+            raise ApiError(400, f"tokens has {largest}, but the vocabulary is [0, {engine_info.vocab})", param="tokens")
         return JSONResponse({"prompt": await executor.run(ids.nbytes, executor.tokenizer.decode, ids)})
 
     async def _scrape(self, request: Request) -> ASGIApp:
-        """Tells the metrics, in Prometheus's format."""
+        """Returns the metrics in Prometheus's format."""
         return Response(self._metrics.metrics.text(self.session.name), media_type="text/plain; version=0.0.4")
 
     async def _version(self, request: Request) -> ASGIApp:
-        """Tells the version."""
+        """Returns the version."""
         return JSONResponse({"version": version("helix-runtime")})
 
     async def _loads(self, request: Request) -> ASGIApp:
-        """Tells routers how busy the ranks are, as SGLang does."""
+        """Returns the load of the ranks, as SGLang does for routers."""
         return JSONResponse(self._metrics.loads())
 
     async def _openapi(self, request: Request) -> ASGIApp:
-        """Describes the routes, as OpenAPI."""
+        """Returns this OpenAPI document."""
         routes = [
             (path, method, str(handler.__doc__), body, handler in self._open)
             for path, method, handler, body in self._routes
@@ -280,12 +272,12 @@ class Api:
         return JSONResponse(document(version("helix-runtime"), routes, self._keys.required))
 
     async def _health(self, request: Request) -> ASGIApp:
-        """Answers 200 while all ranks serve, else 503."""
+        """Returns 200 while all ranks serve, else 503."""
         state, why = self.engine_client.state, self.engine_client.why
         return JSONResponse({"state": state, "reason": why}, 200 if state == "ready" else 503)
 
     async def _page(self, request: Request) -> ASGIApp:
-        """Returns a file of the page to try the model on."""
+        """Returns a file of the chat page."""
         if (file := PAGE.get(request.path_params.get("name", "index.html"))) is None:
             raise HTTPException(404)
         content = file.read_bytes()
@@ -295,7 +287,7 @@ class Api:
         return Response(content, media_type=PAGE_TYPES[file.suffix], headers=headers)
 
     async def _livez(self, request: Request) -> ASGIApp:
-        """Answers while this process does."""
+        """Returns 200 while the server process responds."""
         return JSONResponse({"state": "alive"})
 
     # ---- shared by all routes
@@ -313,20 +305,21 @@ class Api:
         return answered
 
     def _check_num_generations(self, wanted: int, param: str) -> None:
-        """Raises ApiError 400 if a request wants more continuations than may ever wait."""
         if wanted > self._serve.max_queue:
-            what = f"the request wants {wanted} continuations, and serve.max_queue={self._serve.max_queue} may wait"
+            what = (
+                f"the request has {wanted} completions, but at most serve.max_queue={self._serve.max_queue} can queue"
+            )
             raise ApiError(400, what, param=param)
 
     def _executor_for(self, model: str | None) -> RequestExecutor:
-        """Returns the reader of a request's model; raises ApiError 404 if another model is served."""
+        """Returns the executor; raises ApiError 404 if the request is for another model."""
         self.engine_client.refuse_unless_ready()
         self.session.check_model(model)
         assert self.executor is not None, "set before the first job is ready"
         return self.executor
 
     async def _body(self, request: Request, schema: type[Body], max_ids: int = 0) -> Body:
-        """Reads the body, with at most `max_ids` token ids; sets `request.state.size`, its bytes."""
+        """Reads and parses the body, with at most `max_ids` token ids; sets `request.state.size` to its bytes."""
         executor, engine_info = self._executor_for(None), self.engine_client.refuse_unless_ready()
         mib = self._serve.body_mib or max(BODY_BYTES, ID_BYTES * engine_info.max_length) // MIB
         limit, what = mib * MIB, f"the body is larger than {mib} MiB (serve.body_mib)"
@@ -342,38 +335,33 @@ class Api:
                     if len(body) > limit:
                         raise too_large
         except TimeoutError:
-            raise ApiError(408, f"the body did not come within {RECEIVE_S:g} s") from None
+            raise ApiError(408, f"the body was not received within {RECEIVE_S:g} s") from None
         coding = request.headers.get("content-encoding", "identity").strip().lower()
         if coding in ("gzip", "x-gzip"):
-            body = await asyncio.to_thread(_gunzip, body, limit + 1)  # zlib lets other threads run
+            body = await asyncio.to_thread(_gunzip, body, limit + 1)  # zlib releases the GIL
             if len(body) > limit:
                 raise too_large
         elif coding not in ("identity", ""):
-            what = f"content-encoding={coding!r:.40} is not read here: send the body as it is, or with gzip"
+            what = f"content-encoding={coding!r:.40} is not supported: send the body uncompressed, or with gzip"
             raise ApiError(415, what, code="unsupported_encoding")
         request.state.size = len(body)
         return await executor.run(len(body), parse_body, schema, bytes(body), max_ids)
 
 
 def _gunzip(body: bytearray, limit: int) -> bytearray:
-    """Reads a compressed body up to `limit` bytes.
-
-    Raises:
-        ApiError: 400, it is not one whole gzip stream.
-    """
+    """Decompresses up to `limit` bytes; raises ApiError 400 if the body is not exactly one complete gzip stream."""
     stream = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
     try:
         plain = stream.decompress(body, limit)
     except zlib.error as error:
-        raise ApiError(400, f"content-encoding is gzip, and the body is not: {error}", code="invalid_gzip") from None
+        raise ApiError(400, f"content-encoding is gzip, but the body is not: {error}", code="invalid_gzip") from None
     if len(plain) < limit and (not stream.eof or stream.unused_data):
-        what = "goes on behind its end" if stream.eof else "ends early"
-        raise ApiError(400, f"content-encoding is gzip, and the body {what}", code="invalid_gzip")
+        what = "has data after its end" if stream.eof else "is truncated"
+        raise ApiError(400, f"content-encoding is gzip, but the body {what}", code="invalid_gzip")
     return bytearray(plain)
 
 
 def _header(name: str) -> str:
-    """Escapes a field's name for a header."""
     plain = name.encode("ascii", errors="backslashreplace").decode()
     return "".join(letter if letter.isprintable() else " " for letter in plain)[:80]
 
@@ -397,7 +385,7 @@ def _on_exception(request: Request, error: Exception) -> Response:
 
 
 def _error_response(request: Request, error: ApiError) -> Response:
-    """Creates the response of an error, in the form of the route's interface."""
+    """Creates the response for an error in the format of the route's API."""
     is_messages_api = request.url.path.startswith("/v1/messages")
     body = (
         error_body(error, request.state.request_log.id) if is_messages_api else error.body(request.state.request_log.id)

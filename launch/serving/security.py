@@ -14,14 +14,14 @@ from launch.client.errors import ApiError
 
 
 class ApiKeys:
-    """The keys of a file: lines of OWNER KEY, and comments that begin with #.
+    """API keys from a file with lines of OWNER KEY; lines that start with # are comments.
 
     Args:
-        path: of the file; None: there is none.
-        key: one that is taken beside them.
+        path: the file; None: no file.
+        key: another valid key.
 
     Raises:
-        ValueError: the file cannot be read, or a line has another form.
+        ValueError: the file cannot be read, or a line is malformed.
     """
 
     def __init__(self, path: str | None, key: str | None = None) -> None:
@@ -33,40 +33,39 @@ class ApiKeys:
             if not words or words[0].startswith("#"):
                 continue
             if len(words) != 2:
-                raise ValueError(f"serve.api_keys={path}, line {number}: a line is OWNER KEY, two words")
+                raise ValueError(f"serve.api_keys={path}, line {number}: must be two words, OWNER KEY")
             self._digests.append((words[0], _digest(words[1].encode())))
         if len(self._digests) == bool(key):
-            raise ValueError(f"serve.api_keys={path} holds no key: a line is OWNER KEY")
+            raise ValueError(f"serve.api_keys={path} has no keys: add lines of OWNER KEY")
 
     @property
     def required(self) -> bool:
-        """Whether requests need a key."""
         return bool(self._digests)
 
     def owner(self, headers: Mapping[str, str]) -> str | None:
         """Returns the owner of the key in a request's headers; None if no key is needed.
 
-        Clients may send both headers, with an empty key or a proxy's credentials in one: a right key in either will do.
+        A valid key in either header is enough: clients may also send an empty key or a proxy's credentials.
 
         Raises:
-            ApiError: 401.
+            ApiError: 401, there is no valid key.
         """
         if not self._digests:
             return None
         scheme, _, key = headers.get("authorization", "").partition(" ")
         found = None
         for one in (headers.get("x-api-key", ""), key if scheme.lower() == "bearer" else ""):
-            given = _digest(one.strip(" \t").encode("latin-1"))  # as the client has sent it
-            for owner, digest in self._digests:  # all of them, so that timing reveals nothing
+            given = _digest(one.strip(" \t").encode("latin-1"))  # the bytes that the client sent
+            for owner, digest in self._digests:  # compare with all, so that timing reveals nothing
                 if hmac.compare_digest(given, digest):
                     found = owner
         if found is None:
-            raise ApiError(401, "a key is needed: Authorization: Bearer KEY, or X-Api-Key: KEY", code="invalid_api_key")
+            raise ApiError(401, "send an API key: Authorization: Bearer KEY, or X-Api-Key: KEY", code="invalid_api_key")
         return found
 
 
 def check_exposure(serve: ServeConfig, key: str | None = None) -> None:
-    """Raises ValueError if other hosts could use the server without a key, unless serve.open allows it."""
+    """Raises ValueError if other hosts could use the server without a key, unless `serve.open` allows that."""
     if serve.api_keys is not None or key or serve.open:
         return
     try:
@@ -75,8 +74,8 @@ def check_exposure(serve: ServeConfig, key: str | None = None) -> None:
         local = False
     if not local:
         raise ValueError(
-            f"serve.host={serve.host} is reached from other hosts: set --api-key KEY, serve.api_keys=FILE, "
-            "or serve.open=true for everybody"
+            f"serve.host={serve.host} is reachable from other hosts: set --api-key KEY or serve.api_keys=FILE, "
+            "or serve.open=true to serve anyone"
         )
 
 

@@ -1,4 +1,4 @@
-"""The life of a server: HTTP, and the supervisor of its ranks, until a signal comes or the supervisor gives up."""
+"""Runs a server: HTTP and the supervisor of the ranks, until a signal arrives or the supervisor gives up."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from launch.serving.http import Server, make_server
 from launch.serving.routes import Api
 from launch.serving.security import ApiKeys
 
-POLL_S = 0.1  # between two looks at what is still running
+POLL_S = 0.1  # interval of polling requests while draining
 
 
 def run(serve: ServeConfig, keys: ApiKeys, listener: socket, arguments: Sequence[str]) -> int:
@@ -37,7 +37,7 @@ def run(serve: ServeConfig, keys: ApiKeys, listener: socket, arguments: Sequence
         arguments: settings of the ranks.
     """
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection is a file
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each connection needs a file descriptor
     with TemporaryDirectory(prefix="helix-") as directory, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(serve, keys, listener, arguments, Path(directory)))
 
@@ -53,7 +53,7 @@ async def _serve(serve: ServeConfig, keys: ApiKeys, listener: socket, arguments:
 
     def on_signal(number: signal.Signals) -> None:
         (force_stop if stop.is_set() else stop).set()
-        if number == signal.SIGINT:  # the user may start another at this port; SIGTERM leaves /health to its sender
+        if number == signal.SIGINT:  # free the port for a new server; after SIGTERM, /health stays available
             server.refuse()
 
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -67,8 +67,8 @@ async def _serve(serve: ServeConfig, keys: ApiKeys, listener: socket, arguments:
         if stopped.done() and not supervision.done():
             await _drain(engine_client, serve.drain_s, supervision, force_stop)
             await supervisor.stop()
-            await _close(server, http_task)  # its port is free before its ranks are gone
-            if serve.attach is None and engine_client.connected:  # they are this server's, and hear it
+            await _close(server, http_task)  # frees the port before the ranks are gone
+            if serve.attach is None and engine_client.connected:  # the server's own ranks, which were asked to stop
                 await asyncio.wait((supervision, forced), return_when=asyncio.FIRST_COMPLETED)
             supervision.cancel()
         await supervision
@@ -88,25 +88,25 @@ async def _serve(serve: ServeConfig, keys: ApiKeys, listener: socket, arguments:
 def _on_ready(
     api: Api, engine_info: EngineInfo, keyed: bool, listener: socket, loop: asyncio.AbstractEventLoop
 ) -> None:
-    """Reads the model's tokenizer and template, and prints the address; in a thread beside the loop."""
+    """Loads the model's tokenizer and template and prints the address; runs in a thread."""
     api.configure(engine_info, loop)
-    gc.freeze()  # what stays: to look through it again would stop everybody for some 50 ms
+    gc.freeze()  # long-lived objects: collecting over them again would stall all requests for about 50 ms
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     session = api.session
     lines = [
         f"{session.name}{' with random weights' if engine_info.random else ''} is served at {url}",
-        f"in a browser, {url} is a page to talk to it",
+        f"chat page: {url}",
     ]
     if session.defaults:
         given = ", ".join(f"{name}={value}" for name, value in session.defaults.items())
-        lines.append(f"sampling where a request sets none: {given} (generation_config.json)")
+        lines.append(f"default sampling parameters: {given} (generation_config.json)")
     print("\n".join([*lines, _curl(url, session.tokenizer.has_template, keyed)]), flush=True)
 
 
 def _curl(url: str, chats: bool, keyed: bool) -> str:
-    """Returns a command for a shell that asks the server something; the key is a variable's."""
-    text = "def read_json(path):"  # which models of chats and those of code alone have an answer to
+    """Returns a curl command for a first request; the API key is a shell variable."""
+    text = "def read_json(path):"  # a prompt for both chat models and code models
     path = "chat/completions" if chats else "completions"
     body: dict[str, Any] = {"messages": [{"role": "user", "content": text}]} if chats else {"prompt": text}
     key = (
@@ -119,13 +119,13 @@ def _curl(url: str, chats: bool, keyed: bool) -> str:
 async def _drain(
     engine_client: EngineClient, drain_s: float, supervision: asyncio.Task[None], force_stop: asyncio.Event
 ) -> None:
-    """Waits until nothing runs, a second signal, or the deadline; time without ranks does not count."""
+    """Waits until nothing runs, a second signal arrives or the deadline passes; time without ranks does not count."""
     engine_client.draining = True
     left = drain_s
     if running := engine_client.running:
         print(
             f"draining: {running} running request{'s have' if running > 1 else ' has'} up to {drain_s:g} s to finish "
-            "(serve.drain_s), new ones are refused; another control-C or SIGTERM stops the server now",
+            "(serve.drain_s); new requests are refused; another control-C or SIGTERM stops the server now",
             flush=True,
         )
     while engine_client.generations and left > 0 and not supervision.done() and not force_stop.is_set():
@@ -134,11 +134,11 @@ async def _drain(
         left -= (time.monotonic() - begin) * engine_client.connected
     if running := engine_client.running:
         print(f"{running} request{'s were' if running > 1 else ' was'} cut off", flush=True)
-    engine_client.fail("the server has ended")
+    engine_client.fail("the server has shut down")
 
 
 async def _close(server: Server, http_task: asyncio.Task[None]) -> None:
-    await asyncio.sleep(POLL_S)  # what streams were told is on its way
+    await asyncio.sleep(POLL_S)  # let streams send their last events
     server.should_exit = True
     with suppress(SystemExit):
         await http_task

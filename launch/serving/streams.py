@@ -1,4 +1,4 @@
-"""Streamed answers as server-sent events, with cleanup when the client leaves or reads too slowly."""
+"""Streams answers as server-sent events, with cleanup when the client disconnects or reads too slowly."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ T = TypeVar("T")
 HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
-    "x-accel-buffering": "no",  # proxies pass events on as they come
+    "x-accel-buffering": "no",  # keeps nginx from buffering events
 }
 COMMENT = b": \n\n"
 DONE = b"data: [DONE]\n\n"
 
 
 class ClientDisconnected(Exception):
-    """Error: the client has left."""
+    """The client has disconnected."""
 
 
 class SlowReader(Exception):
-    """Error: the client has not read a piece within its time limit."""
+    """The client has not read a piece within its time limit."""
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
-    """Returns the result of `work`; cancels it, and waits for its end, if the client leaves.
+    """Returns the result of `work`; if the client disconnects, cancels it and waits for its end.
 
     Raises:
-        Gone: the client has left.
+        ClientDisconnected: the client has disconnected.
     """
     task, disconnect = asyncio.ensure_future(work), asyncio.ensure_future(_wait_disconnect(receive))
     try:
@@ -52,11 +52,11 @@ async def _wait_disconnect(receive: Receive) -> None:
 
 
 class EventStream:
-    """An ASGI response of events.
+    """An ASGI response that streams events.
 
     Args:
-        events: the events as bytes.
-        close: called at the end in every case.
+        events: encoded events.
+        close: always called at the end.
         slow_s: seconds for the client to read a piece.
     """
 
@@ -74,7 +74,7 @@ class EventStream:
         except ClientDisconnected:
             pass
         except SlowReader:
-            scope["helix.abort"]()  # a normal close would wait for the client
+            scope["helix.abort"]()  # closing normally would wait for the client
         finally:
             self._close()
 
@@ -87,7 +87,7 @@ class EventStream:
                 raise SlowReader from None
 
         await sent({"type": "http.response.start", "status": 200, "headers": self._headers})
-        # The server sends headers only with a first piece.
+        # uvicorn sends the headers only with the first piece of the body.
         await sent({"type": "http.response.body", "body": COMMENT, "more_body": True})
         async for event in self._events:
             await sent({"type": "http.response.body", "body": event, "more_body": True})

@@ -1,8 +1,8 @@
 """Files that a run refuses.
 
-A line of files.cases is the name of a case, what is done in a directory, what is typed, and words of the message. The
-directory holds model/ (the checkpoint "qwen3": one file of weights, no tokenizer), demo/ (the demo model: an index, two
-shards, a tokenizer) and p.jsonl. What is put in a file is written with the escapes of Python.
+A line of files.cases has a case's name, the setup in a directory, the command line, and words of the message. The
+directory has model/ (the checkpoint "qwen3": one file of weights, no tokenizer), demo/ (the demo model: an index, two
+shards, a tokenizer) and p.jsonl. File contents are written with Python's escapes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-# A terminal that nobody else needs: a run that replaced /dev/null as root would take it from everybody.
+# A spare terminal: a run that replaced /dev/null as root would break it for every process.
 DEVICE = os.ttyname(os.openpty()[1])
 STANDS_FOR = {
     "INDEX": "model.safetensors.index.json",
@@ -32,23 +32,25 @@ DEEP = '{"id": ' + "[" * 100_000 + "]" * 100_000 + "}"
 
 
 def put(path: Path, content: str) -> None:
+    """Writes a file."""
     text = content.replace("DEEP", DEEP).replace("ZEROS", r"\0" * 1000)
     path.write_bytes(text.encode("latin-1").decode("unicode_escape").encode("latin-1"))
 
 
 def cut(path: Path, size: str) -> None:
+    """Truncates a file."""
     path.write_bytes(path.read_bytes()[: int(size)])
 
 
 def index_names(path: Path, shard: str) -> None:
-    """The index of the demo model has its last norm elsewhere."""
+    """Moves the last norm to another shard in the demo model's index."""
     content = json.loads(path.read_text())
     content["weight_map"]["model.norm.weight"] = shard
     path.write_text(json.dumps(content))
 
 
 def put_draft(path: Path, content: str) -> None:
-    """A draft model, the demo model with another tokenizer.json."""
+    """Makes a draft model: the demo model with another tokenizer.json."""
     shutil.copytree(path.parent.parent / "demo", path.parent)
     put(path, content)
 
@@ -65,7 +67,7 @@ VERBS: dict[str, Callable[[Path, str], Any]] = {
 
 
 def do(what: str, directory: Path) -> None:
-    """Does what a case says, a verb, a path and more; - for nothing."""
+    """Runs the setup of a case: a verb, a path and more; - for nothing."""
     if what == "-":
         return
     verb, name, *more = what.split(" ", 2)
@@ -76,7 +78,7 @@ def do(what: str, directory: Path) -> None:
 
 
 def cases() -> list[Any]:
-    """What is done, typed and answered."""
+    """Returns setup, command line and message of each case."""
     found = []
     for line in (Path(__file__).parent / "files.cases").read_text().splitlines()[1:]:
         name, case = line.split(" | ", 1)
@@ -87,7 +89,7 @@ def cases() -> list[Any]:
     return found
 
 
-# Requests that are refused while others are served, and words of the reason.
+# Requests that are refused while others are served, and words of the message.
 REQUESTS: list[tuple[dict[str, Any], str]] = [
     ({"prompt_ids": [1], "temperature": -1}, "temperature = -1"),
     ({"prompt_ids": [1], "temperature": float("inf")}, "temperature = inf"),
@@ -97,6 +99,6 @@ REQUESTS: list[tuple[dict[str, Any], str]] = [
     ({"prompt_ids": [2**70]}, "prompt has 1180591620717411303424"),
     ({"prompt_ids": [-1]}, "token id -1"),
     ({"prompt_ids": []}, "prompt must not be empty"),
-    ({"prompt_ids": [1], "max_tokens": 2**70}, "1180591620717411303424 new ones are"),
+    ({"prompt_ids": [1], "max_tokens": 2**70}, "1180591620717411303424 new tokens are"),
     ({"prompt_ids": [1], "max_tokens": 0}, "max_tokens=0"),
 ]

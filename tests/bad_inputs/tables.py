@@ -1,4 +1,4 @@
-"""Tables of what users get wrong: a case a line."""
+"""Tables of invalid inputs, one case per line."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ import pytest
 
 
 def lines(name: str) -> list[Any]:
-    """Cases of a table in a file: what is typed or written, word by word, and words of the answer."""
+    """Returns the cases of a file: the words of the input, and words of the message."""
     rows = [line.split(" -> ") for line in (Path(__file__).parent / name).read_text().splitlines() if line[0] != "#"]
     return [pytest.param(typed.split(), words, id=typed) for typed, words in rows]

@@ -52,7 +52,7 @@ MORE = [
     ("a b=1", "a b is unknown; known: model, layout, kv, "),
     ("decode.prompts=/a b(1)={x'.jsonl", "decode.prompts=/a b(1)={x'.jsonl cannot be read: No such file"),
     ("model.path=~/no such dir", "model.path=~/no such dir is not a directory; it must hold a Hugging Face checkpoint"),
-    ("layout.kvp=2\nlayout.tpa=3", "layout.kvp=2 layout.tpa=3: the value cannot be read; put it in quotes, as in "),
+    ("layout.kvp=2\nlayout.tpa=3", "layout.kvp=2 layout.tpa=3: the value cannot be parsed; quote it, as in "),
     ("decode.prompts=\udcff", "'decode.prompts=\\udcff' is not UTF-8"),
 ]
 
@@ -187,7 +187,7 @@ def test_two_runs_do_not_write_one_output(tmp_path: Path, refused: Refused) -> N
     with claim(out):
         refused(
             [*prepared(tmp_path), f"decode.output={out}", "decode.resume=true"],
-            f"decode.output={out} cannot be written: another run writes it",
+            f"decode.output={out} cannot be written: another run is writing it",
         )
 
 

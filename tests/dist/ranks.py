@@ -1,4 +1,4 @@
-"""Checks that run inside a rank and see only a `Communicator`, on every transport."""
+"""Checks that run inside a rank through a `Communicator`, on every transport."""
 
 from __future__ import annotations
 
@@ -19,33 +19,36 @@ from tests.pool import pool
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.float64)
 SHAPES = ((), (5,), (3, 7), (0, 4))
-KEYS, BLOCK, D = 13, 4, 6  # of the attention that is exchanged
+KEYS, BLOCK, D = 13, 4, 6  # sizes of the exchanged attention
 
 Check = Callable[..., Any]
 
 
 def kvp_groups(world_size: int, kvp: int) -> list[tuple[int, ...]]:
+    """Splits ranks into consecutive kvp groups."""
     return [tuple(range(first, first + kvp)) for first in range(0, world_size, kvp)]
 
 
 def checked(comm: Communicator, rank: int, world_size: int, kvp: int, check: Check, *args: Any) -> Any:
+    """Runs a check on a communicator of the expected rank and group, then closes it twice."""
     group = kvp_groups(world_size, kvp)[rank // kvp]
     assert (comm.rank, comm.world_size, comm.kvp_group) == (rank, world_size, group)
     assert comm.kvp_group[comm.kvp_rank] == rank
     result = check(comm, *args)
     comm.close()
-    comm.close()  # does nothing
+    comm.close()  # idempotent
     return result
 
 
 def in_worker(rank: int, world_size: int, kind: type[TorchDistCommunicator], kvp: int, check: Check, *args: Any) -> Any:
+    """Runs a check in a worker process."""
     device = torch.device("cuda", rank) if dist.get_backend() == "nccl" else "cpu"
     comm = kind(kvp_groups(world_size, kvp), device, timedelta(seconds=60))
     return checked(comm, rank, world_size, kvp, check, *args)
 
 
 def on_ranks(transport: str, world_size: int, kvp: int, check: Check, *args: Any) -> list[Any]:
-    """Results of `check(comm, *args)` on every rank."""
+    """Returns the results of `check(comm, *args)` on every rank."""
     if transport == "loopback":
 
         def body(world: LoopbackWorld, rank: int) -> Any:
@@ -69,7 +72,7 @@ CASES = [
 
 
 def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Draws a rank's input: random, different on each rank, negative too."""
+    """Returns a rank's random input, also negative, different on each rank."""
     generator = torch.Generator().manual_seed(rank)
     if dtype == torch.int64:
         return torch.randint(-(2**55), 2**55, shape, generator=generator)
@@ -77,27 +80,29 @@ def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def check_all_to_all(comm: Communicator) -> None:
+    """Checks all_to_all for all dtypes and shapes, and its errors."""
     K = len(comm.kvp_group)
     for dtype in (*DTYPES, torch.uint8):
         for shape in SHAPES:
-            # Element values name the source and the destination: 10 * source + destination.
+            # Values encode source and destination: 10 * source + destination.
             send = (10 * comm.kvp_rank + torch.arange(K)).view(K, *(1 for _ in shape)).expand(K, *shape)
             send = send.to(comm.device, dtype).contiguous()
             received = comm.all_to_all(send)
             expected = (10 * torch.arange(K) + comm.kvp_rank).view(K, *(1 for _ in shape)).expand(K, *shape)
             assert received.dtype == dtype and torch.equal(received.cpu(), expected.to(dtype))
     for wrong in (torch.zeros(K + 1, 2), torch.zeros(2, K).t()):
-        if wrong.shape[0] != K or not wrong.is_contiguous():  # K = 1 has no strided [K, 2]
+        if wrong.shape[0] != K or not wrong.is_contiguous():  # with K = 1 no [K, 2] is strided
             with pytest.raises(AssertionError, match="all_to_all needs a contiguous"):
                 comm.all_to_all(wrong.to(comm.device))
 
 
 def balanced(heads: int, K: int) -> list[int]:
+    """Splits heads evenly over K ranks."""
     return [heads // K + (k < heads % K) for k in range(K)]
 
 
 def attention(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """softmax(scores [N, H, S]) @ v [H, S, D] in float64; a query without keys: NaN (poison), lse -inf."""
+    """Computes softmax(scores [N, H, S]) @ v [H, S, D] in float64; without keys: NaN (poison), lse -inf."""
     lse = scores.logsumexp(-1)
     return torch.einsum("nhs,hsd->nhd", (scores - lse[..., None]).exp(), v), lse
 
@@ -105,13 +110,13 @@ def attention(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def exchange_error(
     comm: Communicator, dtype: torch.dtype, N: int, shares: list[int], lse_shift: float = 0.0
 ) -> tuple[float, Tensor]:
-    """Error of the exchange, as a multiple of what rounding explains, against attention over all keys; its result.
+    """Returns the exchange's error against attention over all keys, in units of the rounding tolerance, and its result.
 
-    Keys go round the kvp ranks in blocks of 4. Query n reads the first `5 n mod 14` keys: at 0 every shard is empty,
-    and there are queries for which some shards are.
+    Keys are spread over the kvp ranks in blocks of 4. Query n reads the first `5 n mod 14` keys: at 0 every shard is
+    empty, and for some queries only some shards are.
     """
     kvp_rank, K, heads = comm.kvp_rank, len(comm.kvp_group), sum(shares)
-    generator = torch.Generator().manual_seed(comm.kvp_group[0])  # other heads in another group
+    generator = torch.Generator().manual_seed(comm.kvp_group[0])  # other heads per group
     scores = torch.randn(N, heads, KEYS, generator=generator, dtype=torch.float64)
     v = torch.randn(heads, KEYS, D, generator=generator, dtype=torch.float64)
     lengths = 5 * torch.arange(N) % (KEYS + 1)
@@ -120,7 +125,7 @@ def exchange_error(
     local = torch.arange(KEYS) // BLOCK % K == kvp_rank
     out, lse = attention(scores[:, :, local], v[:, local])
     assert (lse[lse.isfinite()].abs() < 8).all()
-    # Strided, as slices of something larger.
+    # Strided slices of larger tensors.
     wide_out = torch.full((N, heads + 1, D + 2), torch.nan, dtype=dtype, device=comm.device)
     wide_lse = torch.full((heads, N), torch.nan, device=comm.device)
     given_out, given_lse = wide_out[:, :heads, :D], wide_lse.t()
@@ -142,7 +147,7 @@ def exchange_error(
 
 
 def exchanged(comm: Communicator, dtype: torch.dtype) -> list[Tensor]:
-    """Results of the exchange, each checked, for several numbers of tokens and ways to share heads.
+    """Returns checked results of the exchange for several numbers of tokens and head splits.
 
     7 over 2 is 4 + 3; 1 over 2 leaves a rank without heads; also all on one rank, growing shares, and no heads.
     """

@@ -132,7 +132,7 @@ def check_silence(comm: Communicator, silent: int) -> None:
         comm.set_control_timeout(0.3)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch_dist, "CONTROL_TIMEOUT", timedelta(seconds=0.3))
-            message = "Ranks 1 failed" if silent else r"rank 1 heard nothing of rank 0 for 0.3 s \(comm.timeout_s\)"
+            message = "Ranks 1 failed" if silent else r"rank 1 waited 0.3 s \(comm.timeout_s\) for a message"
             with pytest.raises(RuntimeError, match=message):
                 comm.barrier() if silent else comm.broadcast_object(None)
     meet()

@@ -162,8 +162,8 @@ def test_chunks_are_chosen_by_their_times(
 def test_hopb_on_says_where_it_changes_nothing() -> None:
     alone, one = planted("best", kvp=1), planted("best", slots=1)
     assert alone.chunks(8) == one.chunks(1) == 1
-    assert "changes nothing: with layout.kvp=1" in describe_hopb(alone)
-    assert "changes nothing: steps have one sequence" in describe_hopb(one)
+    assert "has no effect: with layout.kvp=1" in describe_hopb(alone)
+    assert "has no effect: steps have one sequence" in describe_hopb(one)
     cpu = planted("best", slots=5, capturable=False)
     choose_chunks(cpu, 5, 100)  # nothing overlaps there: the fewest, untimed
     assert [cpu.chunks(rows) for rows in (1, 2, 5)] == [1, 2, 2]

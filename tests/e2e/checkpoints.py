@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of every family, written by transformers, and what transformers makes of them."""
+"""Tiny random checkpoints of every family, written by transformers, and transformers' output for them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from helix.models import FAMILIES as KNOWN
 from tests.e2e.parity import Continuation
 from tests.exit_cleanup import folder
 
-# Transformers would take kernels of these packages where they are installed, and runs here on a CPU, which they cannot.
+# Transformers would use these packages if installed, but they need a GPU.
 sys.modules["fla"] = sys.modules["causal_conv1d"] = None  # type: ignore[assignment]
 
 ROOT = Path(__file__).parents[2]
@@ -36,10 +36,10 @@ ALL: dict[str, Any] = {
     "intermediate_size": 97,
     "max_position_embeddings": 512,
     "rms_norm_eps": 1e-5,
-    "initializer_range": 0.12,  # wide enough for logits that tell tokens apart
+    "initializer_range": 0.12,  # wide enough that logits are distinct
     **dict.fromkeys(("eos_token_id", "bos_token_id", "pad_token_id")),
 }
-# Of models that have such a size.
+# For models that have the key.
 SIZES: dict[str, Any] = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
@@ -61,24 +61,24 @@ ROPE: dict[str, Any] = {"rope_theta": 10_000.0, "factor": 8.0, "original_max_pos
 
 
 def scaled(name: str) -> dict[str, Any]:
-    """The config of a file of conf/model, of a tiny model: each size is one of the above, and each RoPE short."""
+    """Returns the config of a conf/model file scaled down: SIZES, ALL and a short RoPE."""
     published = yaml.safe_load((ROOT / "conf" / "model" / f"{name}.yaml").read_text())["config"]
     rope = published.get("rope_parameters") or published.get("rope_scaling") or {}
     rope = {"rope_type": rope.get("rope_type", rope.get("type", "default")), "rope_theta": 0} | rope
     left = "quantization_config", "dtype", "layer_types", "rope_scaling", "rope_theta", "rotary_dim"
     config = {key: value for key, value in published.items() if key not in left}
     config |= {key: value for key, value in SIZES.items() if config.get(key) is not None} | ALL
-    if "kv_lora_rank" in config:  # far from what the norms of latents take
+    if "kv_lora_rank" in config:  # so that an error in the norms of latents shows
         config["rms_norm_eps"] = 1e-2
     return config | {"rope_parameters": {key: ROPE.get(key, value) for key, value in rope.items() if key != "type"}}
 
 
-MXFP4 = "-mxfp4"  # a checkpoint of the same weights, packed
+MXFP4 = "-mxfp4"  # suffix of a checkpoint with the same weights, packed
 
 
 @functools.cache
 def checkpoint(family: str) -> Path:
-    """Directory of the family's random checkpoint (or of the demo model), the same for the whole test session."""
+    """Returns the directory of a family's random checkpoint (or the demo model), shared by the test session."""
     if family == "demo":
         return DEMO
     directory = folder(f"helix-{family}-")
@@ -89,12 +89,12 @@ def checkpoint(family: str) -> Path:
 
 
 def write_random(config: Any, directory: Path, in_mxfp4: bool = False) -> Path:
-    """Writes a random model, whose experts are numbers of MXFP4 if they are to be packed; returns its directory."""
+    """Writes a random model and returns its directory; with `in_mxfp4` its experts have values that MXFP4 can hold."""
     torch.manual_seed(7)
     model = class_of(config)._from_config(config)
     with torch.no_grad():
         for name, parameter in model.state_dict().items():
-            # transformers starts them at 0 and 1, where mistakes hide
+            # transformers initialises them to 0 and 1, which would hide errors
             if name.endswith(("bias", "norm.weight", "sinks", "conv1d.weight")):
                 parameter.add_(torch.randn_like(parameter) * 0.3)
             if in_mxfp4 and name.endswith(("gate_up_proj", "down_proj")):
@@ -104,9 +104,9 @@ def write_random(config: Any, directory: Path, in_mxfp4: bool = False) -> Path:
 
 
 def to_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Nearest MXFP4 of [E, out, in]: blocks [E, out, in / 32, 16] and scales [E, out, in / 32], uint8."""
+    """Rounds [E, out, in] to MXFP4: blocks [E, out, in / 32, 16] and scales [E, out, in / 32], uint8."""
     groups = weight.unflatten(-1, (-1, 32))
-    # The largest of a block lands in [4, 8), of which the format reaches 6.
+    # Scale a block's largest value into [4, 8); the format's maximum is 6.
     exponents = groups.abs().amax(-1).clamp(min=2.0**-40).log2().floor() - 2
     scaled = torch.ldexp(groups, -exponents[..., None])
     nearest = (scaled[..., None] - torch.tensor(FP4_VALUES)).abs().argmin(-1).to(torch.uint8)
@@ -114,7 +114,7 @@ def to_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def pack(plain: Path, directory: Path) -> None:
-    """The checkpoint of gpt-oss in `plain`, whose experts are MXFP4 numbers, in their packed form."""
+    """Writes the gpt-oss checkpoint in `plain`, whose experts have MXFP4 values, in packed form."""
     weights = load_file(plain / "model.safetensors")
     for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
         weight = weights.pop(name)
@@ -128,12 +128,12 @@ def pack(plain: Path, directory: Path) -> None:
 
 
 def spread(scales: torch.Tensor, block: tuple[int, int], shape: torch.Size) -> torch.Tensor:
-    """Scales of blocks as a matrix of the shape of the values."""
+    """Expands block scales to the shape of the values."""
     rows = scales.repeat_interleave(block[0], 0)[: shape[0]]
     return rows.repeat_interleave(block[1], 1)[:, : shape[1]]
 
 
-# Routers, and what makes gates of states: FP8 checkpoints keep them as they are.
+# FP8 checkpoints leave routers and the gates of states unquantized.
 IN_FULL = ("gate.weight", "weights_proj.weight", "in_proj_a.weight", "in_proj_b.weight", "in_proj_ba.weight")
 
 
@@ -146,11 +146,11 @@ def write_fp8(
     scaled_in: torch.dtype = torch.float32,
     decades: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """Writes a checkpoint whose layers' matrices, except IN_FULL, are e4m3; returns what all tensors hold, in fp32.
+    """Writes a checkpoint whose layer matrices, except IN_FULL, are e4m3; returns all tensors' values in fp32.
 
     Args:
-        block: rows and columns of a scale; None: all.
-        decades: scales are random from 1e-6 to 1e2, instead of those that fit.
+        block: rows and columns per scale; None: all.
+        decades: use random scales from 1e-6 to 1e2 instead of fitting ones.
     """
     generator = torch.Generator().manual_seed(3)
     stored, whole = {}, load_file(plain / "model.safetensors")
@@ -160,7 +160,7 @@ def write_fp8(
             continue
         size = block[0] or weight.shape[0], block[1] or weight.shape[1]
         parts = [[p.abs().max() / 448 for p in rows.split(size[1], 1)] for rows in weight.split(size[0])]
-        scales = torch.tensor(parts).log2().ceil().exp2()  # powers of two: exact in every type of scales
+        scales = torch.tensor(parts).log2().ceil().exp2()  # powers of two: exact in every scale dtype
         stored[name] = (weight / spread(scales, size, weight.shape)).to(torch.float8_e4m3fn)
         if decades:
             scales = 10 ** (torch.rand(scales.shape, generator=generator) * 8 - 6)
@@ -178,7 +178,7 @@ def write_fp8(
 
 
 def config_of(family: str) -> Any:
-    """Transformers' config of a tiny model, or of the demo model."""
+    """Returns transformers' config of a tiny model, or of the demo model."""
     if family == "demo":
         return AutoConfig.from_pretrained(DEMO)
     own = dict(next(models[name] for models in TINY.values() if (name := family.removesuffix(MXFP4)) in models))
@@ -188,27 +188,27 @@ def config_of(family: str) -> Any:
 
 
 def class_of(config: Any) -> Any:
-    """Returns transformers' class of a text model; AutoModelForCausalLM knows not all of them."""
+    """Returns transformers' class of a text model; AutoModelForCausalLM does not know all of them."""
     return getattr(transformers, next(name for name, (kind, _) in KNOWN.items() if kind == config.model_type))
 
 
 @functools.cache
 def oracle(family: str, lengths: tuple[int, ...], new_tokens: int) -> list[Continuation]:
-    """Continuations of a family's checkpoint, unpacked."""
+    """Returns transformers' continuations of a family's unpacked checkpoint."""
     return continuations(checkpoint(family.removesuffix(MXFP4)), lengths, new_tokens)
 
 
 def earliest_topk(x: torch.Tensor, k: int, dim: int) -> Any:
-    """`Tensor.topk` of indexers, with ties to the earlier token: scores of tiny models are often 0."""
+    """Replaces `Tensor.topk` in indexers, with ties to the earlier token: scores of tiny models are often 0."""
     values, indices = x.sort(dim=dim, descending=True, stable=True)
     return torch.return_types.topk((values[..., :k], indices[..., :k]))  # type: ignore[call-arg]
 
 
 def continuations(directory: Path, lengths: tuple[int, ...], new_tokens: int) -> list[Continuation]:
-    """Greedy continuations of random prompts by transformers, fp32, eager attention, no stop at EOS.
+    """Returns greedy continuations of random prompts by transformers, fp32, eager attention, ignoring EOS.
 
     Args:
-        lengths: of the prompts; the first one is continued by FIRST_TOKENS alone.
+        lengths: of the prompts; the first one gets only FIRST_TOKENS new tokens.
     """
     model = (
         class_of(AutoConfig.from_pretrained(directory))

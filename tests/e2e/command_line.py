@@ -1,7 +1,7 @@
-"""Runs the command line as users do, and sees to it that nothing stays behind.
+"""Runs the command line as users do, and checks that no process is left.
 
-Programs of Python begin with their imports done (`tests.e2e.fork_server`); behind another word, such as `env`, they are
-new processes.
+Python programs start from a process with their imports done (`tests.e2e.fork_server`); with a word before them, such as
+`env`, they are new processes.
 """
 
 from __future__ import annotations
@@ -32,37 +32,42 @@ ENTRY = [sys.executable, "torchrun_entry.py"]
 LABORATORY = [sys.executable, "-m", "benchmarks.entry"]
 PROCESS = subprocess.Popen
 T = TypeVar("T")
-DYING_S = 60.0  # for the ranks of a job that was killed to be gone
+DYING_S = 60.0  # for the ranks of a killed job to exit
 
 
 def torchrun(ranks: int, *options: str) -> list[str]:
+    """Returns a torchrun command."""
     return [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", *options, "torchrun_entry.py"]
 
 
 def environment(gpus: bool = False) -> dict[str, str]:
-    """The environment of a job, as users have it."""
+    """Returns the environment of a user's job."""
     found = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "RANK", "WORLD_SIZE")}
     return found | {"OMP_NUM_THREADS": "1"} | ({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})
 
 
 @dataclass
 class Ended:
+    """The end of a command."""
+
     code: int
-    output: str  # stdout and stderr, as a terminal shows them
+    output: str  # stdout and stderr, interleaved
     seconds: float = 0.0
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
+    """Reads JSON lines."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def write_lines(path: Path, *lines: Mapping[str, Any]) -> Path:
+    """Writes JSON lines; returns the path."""
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
 
 class Copy:
-    """A program in a copy of the process that has the imports, with methods like `subprocess.Popen`."""
+    """A program in a fork of the process with the imports; its interface is like `subprocess.Popen`'s."""
 
     _parent: subprocess.Popen[bytes] | None = None
     _channel: socket.socket
@@ -89,7 +94,6 @@ class Copy:
 
     @staticmethod
     def _end() -> None:
-        """Ends the process that has the imports: the end of its input is its end."""
         Copy._channel.close()
         if Copy._parent is not None:
             Copy._parent.wait()
@@ -125,7 +129,7 @@ class Copy:
 
 
 def as_copies(patch: pytest.MonkeyPatch) -> None:
-    """Lets ranks begin with their imports done that this process starts, by way of the runtime."""
+    """Makes this process start ranks as forks with their imports done."""
 
     def start(command: Sequence[str], **options: Any) -> Copy | subprocess.Popen[Any]:
         return Copy(command, **options) if has_ranks(command) else PROCESS(command, **options)
@@ -135,7 +139,7 @@ def as_copies(patch: pytest.MonkeyPatch) -> None:
 
 
 class Job:
-    """A command whose processes can be found, wherever they went, and, in the end, are gone."""
+    """A command whose processes can be found, however they were started, and must all exit."""
 
     def __init__(self, command: Sequence[str], *overrides: str, log: Path, gpus: bool = False) -> None:
         self.log, self._log = log, str(log.resolve())
@@ -152,7 +156,7 @@ class Job:
                 )  # fmt: skip
 
     def wait(self, timeout_s: float = 300.0) -> Ended:
-        """Waits for the end; kills what is left of a job that has none and fails."""
+        """Waits for the end; kills a job that does not end, and fails."""
         begin = time.monotonic()
         try:
             code = self.process.wait(timeout_s)
@@ -168,7 +172,7 @@ class Job:
         return Ended(code, self.log.read_text(), seconds)
 
     def send(self, number: signal.Signals) -> None:
-        """Signals every process, as a terminal does; the first that hears it may end another before its turn."""
+        """Signals every process, as a terminal does; the first one to react may already end others."""
         for pid in self.members():
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -177,18 +181,18 @@ class Job:
         self.send(signal.SIGKILL)
 
     def members(self) -> list[int]:
-        """Living processes of the job: with its mark, or its log as their output, whatever became of their parents."""
+        """Returns the job's living processes: those with its mark or its log as output, whatever their parents."""
         found = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 with suppress(OSError):
-                    marked = self._mark in (entry / "environ").read_bytes().split(b"\0")  # copies have their parent's
+                    marked = self._mark in (entry / "environ").read_bytes().split(b"\0")  # in forks it is the parent's
                     if marked or self._log in {os.readlink(entry / "fd" / "1"), os.readlink(entry / "fd" / "2")}:
                         found.append(int(entry.name))
         return found
 
     def ranks(self) -> dict[int, int]:
-        """Process ids of the ranks that run: each bears its number as its name."""
+        """Returns the pids of running ranks; a process's name has its rank."""
         found = {}
         for pid in self.members():
             with suppress(OSError):
@@ -197,15 +201,13 @@ class Job:
         return found
 
     def rank(self, rank: int, timeout_s: float = 120.0) -> int:
-        """Process id of a rank, once it runs."""
         return self.until(lambda: self.ranks().get(rank), f"no rank {rank}", timeout_s)
 
     def wait_for(self, path: Path, text: str, timeout_s: float = 120.0) -> None:
-        """Waits until a file of the job holds a text."""
         self.until(lambda: path.exists() and text in path.read_text(), f"{text!r} not in {path}", timeout_s)
 
     def until(self, look: Callable[[], T | None], otherwise: str, timeout_s: float = 120.0) -> T:
-        """Looks at a job that runs until it finds something."""
+        """Polls a running job until `look` returns something."""
         deadline = time.monotonic() + timeout_s
         while not (found := look()):
             assert self.process.poll() is None, f"ended early:\n{self.log.read_text()}"

@@ -1,4 +1,4 @@
-"""Tiny targets and random EAGLE-3 layers for them, and what plain torch makes of these."""
+"""Tiny targets with random EAGLE-3 layers, and a plain torch reference."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM
 from tests.e2e.checkpoints import config_of, write_random
 from tests.exit_cleanup import folder
 
-LAYERS = 5  # of targets
+LAYERS = 5  # of the targets
 HEADS, KV_HEADS, DIM, WIDTH = 8, 4, 8, 97
 EPS, THETA = 1e-2, 10_000.0
 
-# How their checkpoints differ.
+# Variants of checkpoints.
 KINDS = {
     "shared": dict(d2t=True),
     "own": dict(d2t=True, own_embedding=True, ids=[0, 2, 4], speculators=True),
@@ -31,7 +31,7 @@ KINDS = {
 
 @functools.cache
 def target(family: str) -> Path:
-    """Directory of a random model of LAYERS layers."""
+    """Returns the directory of a random model with LAYERS layers."""
     directory, config = folder(f"helix-{family}-eagle-target-"), config_of(family)
     config.num_hidden_layers = LAYERS
     if getattr(config, "layer_types", None):
@@ -41,7 +41,7 @@ def target(family: str) -> Path:
 
 @functools.cache
 def layer(family: str, kind: str, window: int = 512) -> Path:
-    """Directory of a random layer for this target; `window` is what it says that it was trained at."""
+    """Returns the directory of a random layer for this target; `window` is its stated training length."""
     directory, of = folder(f"helix-{family}-eagle-"), json.loads((target(family) / "config.json").read_text())
     save(directory, KINDS[kind], of["hidden_size"], of["vocab_size"], window)
     return directory
@@ -56,7 +56,7 @@ def save(
     heads: tuple[int, int, int] = (HEADS, KV_HEADS, DIM),
     seed: int = 13,
 ) -> None:
-    """Writes a random layer for a target; heads: of queries, of keys, and their width."""
+    """Writes a random layer for a target; heads: query heads, KV heads, head dim."""
     generator, (q_heads, kv_heads, dim) = torch.Generator().manual_seed(seed), heads
     own, draft_vocab = bool(options.get("own_embedding")), min(100, vocab)
     hidden = 48 if own else hidden_size
@@ -123,7 +123,7 @@ class Oracle:
 
     @torch.no_grad()
     def drafts(self, tokens: Sequence[int], count: int) -> list[int]:
-        """Greedy drafts behind a sequence whose last token is not in the cache yet."""
+        """Returns greedy drafts after a sequence whose last token is not cached yet."""
         ids = torch.tensor([tokens])
         hidden = self.lm.model(ids[:, :-1], use_cache=False, output_hidden_states=True).hidden_states
         states = torch.cat([hidden[i][0] for i in self.taps], -1) @ self.tensors["fc.weight"].T  # [n, H]
@@ -137,7 +137,7 @@ class Oracle:
         return found
 
     def forward(self, tokens: Tensor, g: Tensor) -> Tensor:
-        """The residual stream behind the layer, [n, H]."""
+        """Returns the residual stream after the layer, [n, H]."""
         embedded = F.embedding(tokens, self.tensors.get("embed_tokens.weight", self.lm.model.embed_tokens.weight))
         normed, n = self.norm(g, self.weight("hidden_norm")), len(g)
         both = torch.cat((self.norm(embedded, self.weight("input_layernorm")), normed), -1)
@@ -165,4 +165,5 @@ class Oracle:
 
 @functools.cache
 def oracle(family: str, kind: str, window: int = 512) -> Oracle:
+    """Returns the reference of a family and variant."""
     return Oracle(family, kind, window)

@@ -1,8 +1,8 @@
-"""Starts programs of Python in copies of a process that has imported what takes three seconds; a process of its own.
+"""Forks Python programs from a process that has done three seconds of imports.
 
-Of each message of the socket that is its stdin, a program's command line and environment in JSON with three files, a
-copy's copy runs the program with the first two as its stdout and stderr, and the last is told the program's process id,
-then its exit code. What these programs start of the runtime's own begins in a copy, too.
+Each message of the socket on stdin is a program's command line and environment in JSON, with three files. A
+grandchild runs the program with the first two as stdout and stderr; the third receives the program's pid,
+then its exit code. Ranks that these programs start are forks, too.
 """
 
 from __future__ import annotations
@@ -30,25 +30,26 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from helix.transformers_import import import_transformers
 from launch.job import lifeline
 
-RANKS = "torchrun_entry", "benchmarks.entry", "benchmarks.agent", "examples.batch"  # programs of ranks and launchers
+RANKS = "torchrun_entry", "benchmarks.entry", "benchmarks.agent", "examples.batch"  # programs with ranks, and launchers
 PIPES = "p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite"
 start, start_async = subprocess.Popen._execute_child, asyncio.create_subprocess_exec  # type: ignore[attr-defined]
 
 
 def has_ranks(command: Sequence[str]) -> bool:
+    """Returns whether a command starts a program of RANKS."""
     words = [word.removesuffix(".py").rpartition("/")[2] for word in command[:4]]
     return command[0] == sys.executable and any(word in RANKS for word in words)
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Does what Python does with a command line, whose options are -u, -c and -m; returns the exit code."""
+    """Runs a Python command line with -u, -c and -m; returns the exit code."""
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     program, *sys.argv = [text for text in arguments if text != "-u"]
     try:
         if program == "-m":
-            sys.modules.pop(sys.argv[0], None)  # as if nobody had imported the program itself
+            sys.modules.pop(sys.argv[0], None)  # as if the program had not been imported
             runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         elif program == "-c":
             exec(compile(sys.argv[0], "<string>", "exec"), {"__name__": "__main__"})
@@ -68,7 +69,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def start_copy(self: subprocess.Popen[Any], *given: Any) -> None:
-    """Forks in place of a new process, where that would import what is here."""
+    """Forks instead of starting a process that would repeat the imports."""
     named = inspect.signature(start).bind(self, *given).arguments
     if not has_ranks(named["args"]):
         start(self, *given)
@@ -83,13 +84,13 @@ def start_copy(self: subprocess.Popen[Any], *given: Any) -> None:
         if (environment := named["env"]) is not None:
             os.environ.clear()
             os.environ.update(environment)
-        os._exit(run(named["args"][1:]))  # the rest of what is here belongs to the other
+        os._exit(run(named["args"][1:]))  # do not run the parent's cleanup
     self.pid, self._child_created = pid, True  # type: ignore[attr-defined]
     self._close_pipe_fds(*(named[name] for name in PIPES))  # type: ignore[attr-defined]
 
 
 class Process:
-    """A process, as asyncio has it."""
+    """A process with asyncio's interface."""
 
     def __init__(self, started: subprocess.Popen[Any]) -> None:
         self._started, self.pid = started, started.pid
@@ -103,17 +104,19 @@ class Process:
 
 
 async def start_copy_async(*command: str, **options: Any) -> Any:
+    """Replaces `asyncio.create_subprocess_exec`."""
     if has_ranks(command):
         return Process(subprocess.Popen(command, **options))
     return await start_async(*command, **options)
 
 
 def end_with_parent() -> None:
+    """Makes this process die with its parent."""
     ctypes.CDLL(None).prctl(lifeline.SET_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def keep(request: dict[str, Any], stdout: int, stderr: int, status_fd: int) -> None:
-    """Runs a program as a child, and tells what becomes of it; nobody outlives the process that has the imports."""
+    """Runs a program as a child and reports its pid and exit code; both die with the process with the imports."""
     end_with_parent()
     if (pid := os.fork()) == 0:
         end_with_parent()
@@ -130,13 +133,13 @@ def keep(request: dict[str, Any], stdout: int, stderr: int, status_fd: int) -> N
         sys.exit(run(request["arguments"]))
     os.write(status_fd, b"%d\n" % pid)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    with suppress(BrokenPipeError):  # who asked may be gone
+    with suppress(BrokenPipeError):  # the client may be gone
         os.write(status_fd, b"%d\n" % code)
     os._exit(0)
 
 
 if __name__ == "__main__":
-    programs = (program for program in RANKS if not program.startswith("examples."))  # which would run
+    programs = (program for program in RANKS if not program.startswith("examples."))  # examples would run on import
     for program in (*programs, "launch.llm", "launch.job.rank", "launch.serving.server", "torch.distributed.run"):
         import_module(program)
     import_transformers()
@@ -147,7 +150,7 @@ if __name__ == "__main__":
     channel = socket.socket(fileno=0)
     while True:
         request, files, *_ = socket.recv_fds(channel, 1 << 20, 3)
-        if not request:  # the end of its input is its end
+        if not request:  # the input is closed
             break
         if os.fork() == 0:
             channel.detach()
@@ -155,5 +158,5 @@ if __name__ == "__main__":
         for file in files:
             os.close(file)
         with suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:  # the keepers of programs that have ended
+            while os.waitpid(-1, os.WNOHANG)[0]:  # reap keepers of ended programs
                 pass

@@ -1,26 +1,26 @@
-"""Random models of every family, decoded in random ways by random layouts: against transformers.
+"""Fuzzes random models of every family, decoding options and layouts against transformers.
 
   python -m tests.e2e.fuzz cases=90
 
-  family     one family (default: all, in turns)
-  mode       layout.mode of all cases (default: drawn)
-  seed       of the first case (default 0)
-  cases      how many (default 500)
-  seconds    no case begins later
+  family     one family (default: all, round robin)
+  mode       layout.mode of all cases (default: random)
+  seed       seed of the first case (default 0)
+  cases      number of cases (default 500)
+  seconds    time limit: no case starts later
   device     cpu, cuda, or interpreter (default cpu)
-  processes  1, or 2, 4, 8 for as many ranks that are processes (default 1)
-  workers    that share the device (default: 10 on GPUs, else 1)
+  processes  1 for ranks that are threads; 2, 4 or 8 ranks that are processes (default 1)
+  workers    workers that share the device (default: 10 on GPUs, else 1)
   dtype      float32 or bfloat16 (default float32)
-  record     a file to which a line is added as each case ends
+  record     append a line per case to this file
 
-A case (tests/e2e/fuzz_cases.py) is a legal config with random weights, written in one of many ways, and settings drawn
-together: layout, pages and append blocks, drafter and policy, attention, tier, HOP-B chunks, requests that share
-beginnings, are aborted, wait or lose their pages. What has to come out is in tests/e2e/fuzz_checks.py; one in ten has
-illegal settings and has to be refused by name. A case is run again by its family, seed and mode alone.
+A case (tests/e2e/fuzz_cases.py) is a valid config with random weights, written in one of many ways, and random
+settings: layout, pages and append blocks, drafter and policy, attention, offload, HOP-B chunks, requests that share
+prefixes, are aborted, wait or are preempted. tests/e2e/fuzz_checks.py checks the outcome; one case in ten has
+invalid settings and must be refused by name. Family, seed and mode reproduce a case.
 
-device=cuda runs ranks as threads on one GPU, and cases of one rank by captured steps as well. processes=2 (4, 8) runs
-ranks that are processes: with a GPU each, over NCCL or symmetric memory, captured as well; on CPUs over gloo. Several
-workers share the GPUs and what Triton has compiled. device=interpreter runs the GPU's kernels on a CPU, slowly.
+device=cuda runs ranks as threads on one GPU, and cases of one rank also with CUDA graphs. processes=2 (4, 8) runs
+ranks as processes: with a GPU each, over NCCL or symmetric memory, also with CUDA graphs; on CPUs over gloo. Several
+workers share the GPUs and Triton's cache. device=interpreter runs the GPU kernels on a CPU, slowly.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from tests.e2e.fuzz_runs import Tamper, follow, leave, on_loopback, on_processes
 from tests.pool import Pool, PoolError
 from tests.triton_interpreter import interpreted
 
-DEADLINE_S = {"cpu": 120.0, "cuda": 300.0, "interpreter": 900.0}  # of a case; on GPUs kernels are compiled meanwhile
+DEADLINE_S = {"cpu": 120.0, "cuda": 300.0, "interpreter": 900.0}  # per case; includes compiling kernels on GPUs
 WORKERS = {"cpu": 1, "cuda": 10, "interpreter": 1}
 Cases = queue.SimpleQueue[tuple[str, int]]
 KINDS = "equal", "refused", "refused by both", "undecided", "otherwise"
@@ -62,11 +62,11 @@ KINDS = "equal", "refused", "refused by both", "undecided", "otherwise"
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments, by their names.
+    """Command-line options.
 
     Attributes:
-        seconds: no case begins later.
-        workers: that share the device; None: as many as WORKERS says.
+        seconds: no case starts later.
+        workers: number that share the device; None: as in WORKERS.
     """
 
     family: str | None = None
@@ -101,7 +101,6 @@ class Options:
         return case_of(family, seed, self.dtype, worlds, (self.mode,) if self.mode else MODES)
 
     def again(self, family: str, seed: int) -> str:
-        """The command that runs one case."""
         given = {"family": family, "seed": seed, "cases": 1, "device": self.device}
         given |= {"processes": self.processes} | ({"mode": self.mode} if self.mode else {})
         return "python -m tests.e2e.fuzz " + " ".join(f"{k}={v}" for k, v in (given | {"dtype": self.dtype}).items())
@@ -109,7 +108,7 @@ class Options:
 
 @dataclass
 class Tally:
-    """Cases of a family by what became of them, and features of those that ran."""
+    """A family's cases by outcome, and the features of those that ran."""
 
     outcomes: list[Outcome] = field(default_factory=list)
     features: Counter[str] = field(default_factory=Counter)
@@ -120,10 +119,10 @@ class Tally:
 
 
 def run_case(case: Case, device: str, timeout_s: float, tamper: Tamper | None = None) -> Outcome:
-    """Runs a case on ranks that are threads of this process; `tamper` plants a mistake.
+    """Runs a case on ranks that are threads of this process; `tamper` plants a fault.
 
     Raises:
-        Exception: on a GPU, which may be of no use to this process any more.
+        Exception: on a GPU, where the process may be unusable afterwards.
     """
     where = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
     try:
@@ -135,14 +134,14 @@ def run_case(case: Case, device: str, timeout_s: float, tamper: Tamper | None = 
 
 
 def work(rank: int, world_size: int, options: Options, family: str, seed: int) -> Outcome | None:
-    """One process of a worker: a case on GPUs, or with all ranks here; the task of a pool."""
+    """Runs a case in one process of a worker, on GPUs or with all ranks here; the pool's task."""
     quiet()
     case, deadline = options.case(family, seed), DEADLINE_S[options.device]
-    alone = world_size == 1 and options.device != "cuda"  # threads will do
+    alone = world_size == 1 and options.device != "cuda"  # ranks can be threads
     if case.world_size == world_size and not alone:
         backend = case.backend if world_size > 1 and options.device == "cuda" else "torch"
         return run_here(rank, world_size, case, backend, options.device)
-    if rank:  # of a case that is refused: its settings have another number of ranks
+    if rank:  # of a case to be refused: its settings have another number of ranks
         return None
     if options.device != "interpreter":
         return run_case(case, options.device, deadline)
@@ -151,7 +150,7 @@ def work(rank: int, world_size: int, options: Options, family: str, seed: int) -
 
 
 def run_here(rank: int, world_size: int, case: Case, backend: str, device: str) -> Outcome | None:
-    """Runs a case on ranks that are processes, of which this is one; the task of a pool."""
+    """Runs a case on ranks that are processes, of which this is one; the pool's task."""
     here = torch.device("cuda", rank) if device == "cuda" else torch.device("cpu")
     if rank:
         follow(here)
@@ -162,7 +161,7 @@ def run_here(rank: int, world_size: int, case: Case, backend: str, device: str) 
 
 
 def worker(options: Options, cases: Cases, done: queue.SimpleQueue[Any], end: float) -> None:
-    """Takes cases until there are none, or it is too late; a process that fails or hangs is replaced."""
+    """Takes cases until none are left or time is up; replaces processes that fail or hang."""
     processes = Pool(options.processes, "nccl" if options.device == "cuda" else "gloo")
     try:
         while time.monotonic() < end:
@@ -182,7 +181,7 @@ def worker(options: Options, cases: Cases, done: queue.SimpleQueue[Any], end: fl
 
 
 def main() -> int:
-    """Runs cases of one family or of all; returns 1 where any came out otherwise."""
+    """Runs cases of one family or all; returns 1 if any has an unexpected outcome."""
     if handle_help(sys.argv[1:], __doc__):
         return 0
     options = parsed(sys.argv[1:])
@@ -190,7 +189,7 @@ def main() -> int:
     families = [options.family] if options.family else list(MAKERS)
     cases: Cases = queue.SimpleQueue()
     for i in range(options.cases):
-        # Families take turns: neighbours share what is compiled.
+        # Round robin over families: neighbouring seeds share compiled kernels.
         cases.put((families[i % len(families)], options.seed + i // len(families)))
     done: queue.SimpleQueue[Any] = queue.SimpleQueue()
     end = time.monotonic() + options.seconds
@@ -221,7 +220,7 @@ def main() -> int:
 
 
 def parsed(arguments: list[str]) -> Options:
-    """Reads the arguments; ends the process where they have no meaning."""
+    """Parses the command line; exits with an error for invalid options."""
     given: dict[str, Any] = dict(argument.partition("=")[::2] for argument in arguments)
     if unknown := set(given) - set(Options.__dataclass_fields__):
         _end(f"{', '.join(sorted(unknown))} unknown; known: {', '.join(Options.__dataclass_fields__)}")
@@ -263,7 +262,7 @@ def _show(console: Console, tallies: dict[str, Tally]) -> None:
 
 
 def quiet() -> None:
-    """Keeps transformers from remarks on each of a thousand models."""
+    """Silences transformers, which would comment on each of a thousand models."""
     logging.getLogger("transformers").setLevel(logging.CRITICAL)
     transformers.utils.logging.disable_progress_bar()
 

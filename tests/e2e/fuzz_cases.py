@@ -1,7 +1,7 @@
-"""Cases of the fuzzer: a random model, the settings of its engine, and the requests that come to it.
+"""Cases of the fuzzer: a random model, engine settings, and requests.
 
-Everything follows from a family and a seed. SHARED seeds one after the other share the sizes for which kernels are
-compiled. Settings are legal by docs/reference/features.md; one in ten is invalid (`INVALID`), and has to be refused.
+A family and a seed determine a case. SHARED consecutive seeds share the sizes that kernels are compiled for.
+Settings are valid by docs/reference/features.md; one in ten is invalid (`INVALID`) and must be refused.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from helix.models import DecoderSpec, spec_from_config
 from helix.sampling_params import SamplingParams
 from tests.e2e.fuzz_configs import LATENTS, Json, Shapes, config_of, rope_of, written
 
-# Sections of config.json, and rows and columns of a scale.
+# Sections of config.json, and rows and columns per scale.
 STORED: dict[str, tuple[Json, tuple[int | None, int | None]]] = {
     "blocks of 16": ({"quant_method": "fp8", "weight_block_size": [16, 16]}, (16, 16)),
     "blocks of 128": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, (128, 128)),
     "rows": ({"quant_method": "fbgemm_fp8"}, (1, None)),
-    # As Ministral-3 has them.
+    # As in Ministral-3.
     "one scale": (
         {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
         (None, None),
     ),
 }
-MXFP4 = "mxfp4"  # of gpt-oss's experts
-LENGTH = 160  # most tokens of a prompt: past gpt-oss's default window of 128
+MXFP4 = "mxfp4"  # for gpt-oss's experts
+LENGTH = 160  # maximum prompt length: exceeds gpt-oss's default window of 128
 SHARED = 8  # seeds
 MODES = ("helix", "helix", "helix", "tp", "medha", "dp")
 
@@ -48,12 +48,12 @@ class CaseRequest:
     """A request of a case.
 
     Attributes:
-        follows: the request that ended before, whose text this one begins with (whose prompt, where attention is
-            lossy); None: `tokens` are all of its prompt.
-        share: how much of that text.
-        tokens: of the prompt, behind that text.
-        abort: it is aborted once it has drawn so many tokens; None: never.
-        late: it comes when so many outputs have gone by.
+        follows: an ended request whose text (with lossy attention, whose prompt) this prompt continues; None: `tokens`
+            are the whole prompt.
+        share: share of that text.
+        tokens: the prompt after that text.
+        abort: number of output tokens after which it is aborted; None: never.
+        late: number of outputs after which it is submitted.
     """
 
     name: str
@@ -73,24 +73,24 @@ class Case:
     Attributes:
         content: of config.json, as written.
         own_head: the checkpoint has a head that differs from the embedding, whatever the config says.
-        settings: of `Config`, by their names.
-        spoilt: which of INVALID was done to them; None: they are legal.
-        lossy: attention reads a part of the keys, or numbers of few bits: transformers says something else.
-        eos: the tokens that end a sequence, in place of the config's.
-        rounds: requests, those of a round when all before it have ended.
-        min_keys: of `helix.speculation.sparse`, small enough that drafts leave keys out.
-        piece_tokens: of `helix.setup.offload`, small enough that what lies before a chunk comes in several pieces.
-        run_steps: of `EngineSizes`, few enough that runs are many.
-        scarce: a cache in host memory has the fewest places on the GPU that its settings allow.
-        whimsical: the pace of steps with drafts is drawn, in place of what the clock says.
+        settings: of `Config`, by key.
+        invalid: the key of INVALID applied to them; None: they are valid.
+        lossy: attention reads only some keys, or FP8 values, so that transformers' output differs.
+        eos: EOS tokens, instead of the config's.
+        rounds: requests; a round starts when all before it have ended.
+        min_keys: patches `helix.speculation.sparse`, small enough that drafts skip keys.
+        piece_tokens: patches `helix.setup.offload`, small enough that earlier tokens of a chunk come in several pieces.
+        run_steps: of `EngineSizes`, small enough that there are many runs.
+        min_offload_memory: a cache in host memory has the minimum of resident blocks that its settings allow.
+        random_pace: the number of drafts is random instead of adaptive.
         backend: between processes: nccl or symm_mem.
-        stored: how matrices are kept in FP8, one of STORED; None: they are not.
-        kept: they stay as they are stored.
-        ways: of `tests.e2e.fuzz_runs`: what a model as small as this would not do by itself.
-        masked: lossy attention is compared with dense attention under a mask that is judged by the keys themselves.
-        alone: it is compared with that of one rank.
-        trained: directory of a checkpoint, which is taken in place of random weights.
-        pinned: nothing hangs by a hair, so that captured steps draw the same tokens.
+        stored: FP8 storage of matrices, one of STORED; None: unquantized.
+        kept: weights stay as stored.
+        code_paths: of `tests.e2e.fuzz_runs`: paths that a model this small would not take.
+        masked: lossy attention is compared with dense attention under a mask computed from the keys.
+        alone: it is compared with one rank's.
+        trained: directory of a checkpoint to use instead of random weights.
+        pinned: there are no near-ties, so that captured steps sample the same tokens.
     """
 
     family: str
@@ -119,12 +119,11 @@ class Case:
 
     @property
     def world_size(self) -> int:
-        """Ranks."""
         return int(self.settings["layout.kvp"] * self.settings["layout.tpa"] * self.settings["layout.dp"])
 
     @property
     def config(self) -> Config:
-        """The config that ranks are given, but for the model's place."""
+        """The ranks' config, without the model's path."""
         config = Config()
         for key, value in self.settings.items():
             *groups, name = key.split(".")
@@ -134,7 +133,7 @@ class Case:
 
     @property
     def features(self) -> dict[str, str]:
-        """Features that were drawn together, in words that can be counted."""
+        """The features of a case, for counting."""
         s = self.settings
         blocks = s.get("attention.policy") == "block_sparse"
         return {
@@ -164,22 +163,22 @@ def case_of(
     worlds: Sequence[int] = (1, 2, 2, 3, 4),
     modes: Sequence[str] = MODES,
 ) -> Case:
-    """The case of a family and a seed, by one of these modes; every other config is written plainly."""
+    """Returns the case of a family and a seed, in one of `modes`; every other config is in transformers' spelling."""
     rng = random.Random(f"{family} {seed}")
     shapes = Shapes.draw(family, seed // SHARED)
     config = config_of(family, rng, shapes)
-    if family in LATENTS and family != "mistral4":  # that has a head's share that is rotated
+    if family in LATENTS and family != "mistral4":  # its head_dim includes the part without RoPE
         config |= {"head_dim": config["qk_rope_head_dim"]}
     rope = rope_of(family, rng, config["max_position_embeddings"])
     config["eos_token_id"] = rng.choice((None, 2, 3, [3, 5]))
     content = written(family, config, rope, seed % 2 == 0, rng)
-    if seed % 2 and family == "gpt_oss" and rng.random() < 0.2:  # null means YaRN there
+    if seed % 2 and family == "gpt_oss" and rng.random() < 0.2:  # here null means YaRN
         content = {k: v for k, v in content.items() if not k.startswith(("rope", "original_max"))}
         content |= rng.choice(({}, {"rope_scaling": None}, {"rope_parameters": None}))
     generation = rng.choice((None, None, {"eos_token_id": 7}, {"eos_token_id": [7, 9], "temperature": 0.5}))
     try:
         spec: DecoderSpec | None = spec_from_config(content)
-    except ValueError:  # the case is over once it is read
+    except ValueError:  # an invalid config: reading it ends the case
         spec = None
     kv_heads = 1 if family in LATENTS else config["num_key_value_heads"]
     experts = 1 if spec is None or spec.experts is None else spec.experts.experts
@@ -189,7 +188,7 @@ def case_of(
     settings, lossy = settings_of(layout, spec, random.Random(f"settings {seed // SHARED}"), dtype, rng)
     vocab = config["vocab_size"]
     eos = tuple(rng.sample(range(vocab), vocab // 12)) if rng.random() < 0.5 else ()
-    # What lossy steps have drawn is computed otherwise where it is a prompt: nobody is preempted there.
+    # With lossy attention a recomputed prompt gives other results, so never preempt there.
     overcommit = rng.random() < 0.2 and not lossy
     if overcommit:
         settings |= {"decode.max_batch": rng.choice(("3", "5")), "schedule.lookahead_tokens": 1}
@@ -226,7 +225,7 @@ def case_of(
 def layout_of(
     q_heads: int, kv_heads: int, experts: int, worlds: Sequence[int], modes: Sequence[str], rng: random.Random
 ) -> HelixLayout:
-    """Any on which these heads and experts can be spread."""
+    """Returns a random layout that divides these heads and experts."""
     while True:
         world, mode = rng.choice(worlds), rng.choice(modes)
         dp = world if mode == "dp" else 1
@@ -243,10 +242,10 @@ def layout_of(
 def settings_of(
     layout: HelixLayout, spec: DecoderSpec | None, shared: random.Random, dtype: str, rng: random.Random
 ) -> tuple[Settings, bool]:
-    """Legal settings, and whether attention is lossy: it reads a part of the keys, or numbers of few bits.
+    """Returns valid settings, and whether attention is lossy: it reads only some keys, or FP8 values.
 
     Args:
-        shared: draws the same for all cases that share compiled kernels.
+        shared: random generator of the cases that share compiled kernels.
     """
     page = shared.choice((1, 3, 16, 16, 32, 32, 64, 128))
     block = rng.choice((page, shared.choice((1, 4, 5, 17)), shared.choice((16, 17, 37, 64))))
@@ -274,20 +273,20 @@ def settings_of(
         if spec.indexers:
             settings["kv.dtype"] = rng.choice(("fp8", "fp8_all"))
     rounds = settings["kv.dtype"] != "auto"
-    if layout.mode == "dp":  # it has neither chunks of batches nor drafts nor choices of blocks
+    if layout.mode == "dp":  # it has no batch chunks, drafts or block selection
         return settings | {"hopb.chunks": rng.choice(("none", "auto"))}, rounds
     has_heads = spec is not None and _whole(spec)
     drafters = ["none", "suffix", "suffix", "model"]
     if spec is not None and spec.has_states:
         settings["kv.snapshots"] = rng.choice((0, 1, 2, 8))
-        drafters.remove("model")  # which would have the family's states
+        drafters.remove("model")  # a draft model would have the family's states
     if spec is not None and spec.nextn in spec.layers:
         drafters += ["mtp"] * 6
     sparse_pages = page == 1 or (page >= 16 and page & (page - 1) == 0)
     blocks = has_heads and rng.random() < 0.35
     if spec is not None and OF["drafts alone"](spec) and not blocks and sparse_pages:
         drafters += ["sparse"] * 6
-    if spec is not None and spec.hidden % spec.attention.q_heads == 0:  # as LlamaConfig demands
+    if spec is not None and spec.hidden % spec.attention.q_heads == 0:  # LlamaConfig requires it
         drafters += ["eagle3"]
     drafter = rng.choice(drafters)
     if drafter != "none":
@@ -313,7 +312,6 @@ def settings_of(
 
 
 def _draft_layout(layout: HelixLayout, spec: DecoderSpec | None, page: int, rng: random.Random) -> Settings:
-    """A layout of the draft model, which has the target's heads, over the same ranks."""
     world, candidates = layout.world_size, []
     for mode in ("helix", "tp", "medha"):
         for kvp in (n for n in range(1, world + 1) if world % n == 0 and page * layout.kvp % n == 0):
@@ -331,7 +329,7 @@ def _draft_layout(layout: HelixLayout, spec: DecoderSpec | None, page: int, rng:
 
 def _self_drafts(page: int, rng: random.Random) -> Settings:
     policies = ["any", "any", "c2q", "window", FULL]
-    policies += ["quest"] if page >= 16 else []  # of smaller pages a query would choose too many
+    policies += ["quest"] if page >= 16 else []  # with smaller pages a query would select too many
     return {
         "speculation.policy": rng.choice(policies),
         "speculation.sparsity": rng.choice((0.05, 0.1, 0.3, 1.0)),
@@ -340,10 +338,10 @@ def _self_drafts(page: int, rng: random.Random) -> Settings:
 
 
 def _block_sparse(layout: HelixLayout, settings: Settings, dtype: str, rng: random.Random) -> bool:
-    """Adds block-sparse attention, maybe over a cache in host memory; whether it reads a part of the keys."""
+    """Adds block-sparse attention, maybe with offload; returns whether it skips keys."""
     page = settings["kv.page_size"]
     drafts = settings.get("speculation.gamma", 0)
-    whole = layout.tpa <= 1 or layout.mode != "tp"  # query heads of a KV head on one rank
+    whole = layout.tpa <= 1 or layout.mode != "tp"  # all query heads of a KV head on one rank
     choice = "global" if whole and rng.random() < 0.4 else "local"
     if choice == "global":
         settings |= {"kv.append_block": page, "hopb.chunks": rng.choice(("none", "auto"))}
@@ -358,10 +356,10 @@ def _block_sparse(layout: HelixLayout, settings: Settings, dtype: str, rng: rand
     }
     max_pages = Stripes(layout, settings["kv.append_block"], page).pages_for(2 * LENGTH)
     lossy = True
-    # Of what bf16 chooses, nobody can say whether it is what should be chosen: there, everything is read.
+    # In bf16 the right selection is ambiguous: read everything.
     if dtype != "float32" or rng.random() < 0.4:
         lossy = False
-        if max_pages * layout.kvp <= MAX_SELECTED and rng.random() < 0.8:  # each rank chooses all that it has
+        if max_pages * layout.kvp <= MAX_SELECTED and rng.random() < 0.8:  # each rank selects all its blocks
             settings["attention.num_blocks"] = max_pages * layout.kvp
         else:
             settings["attention.from_tokens"] = 1 << 20
@@ -374,10 +372,10 @@ def _block_sparse(layout: HelixLayout, settings: Settings, dtype: str, rng: rand
 def rounds_of(
     vocab: int, settings: Settings, eos: tuple[int, ...], overcommit: bool, rng: random.Random
 ) -> tuple[tuple[CaseRequest, ...], ...]:
-    """Requests, more than there are slots now and then; some begin like others, some like what others drew.
+    """Returns requests, sometimes more than slots; some share prompts' prefixes, some continue others' outputs.
 
-        Args:
-    overcommit: all are admitted with short prompts, and grow until they do not fit together.
+    Args:
+        overcommit: all are admitted with short prompts, and grow until they do not fit together.
     """
     first: list[CaseRequest] = []
     for number in range(rng.choice((3, 4, 5)) if overcommit else rng.choice((1, 2, 3, 3, 4, 6))):
@@ -402,11 +400,11 @@ def rounds_of(
 
 
 def _prompt(vocab: int, block: int, rng: random.Random) -> tuple[int, ...]:
-    """A prompt of any length, or one behind which an append block ends soon; some repeat themselves."""
+    """Returns a prompt of any length, or one that ends just before an append block's end; some repeat themselves."""
     near = max(1, min(block * rng.randint(1, 4) - rng.randint(0, 8), LENGTH))
     length = rng.choice((1, rng.randint(2, 40), rng.randint(40, LENGTH), near, near))
     tokens = [rng.randrange(vocab) for _ in range(length)]
-    if rng.random() < 0.3:  # a lookup has something to find
+    if rng.random() < 0.3:  # for lookup drafters
         period = rng.randint(1, 9)
         tokens = [tokens[i % period] for i in range(length)]
     return tuple(tokens)
@@ -427,7 +425,7 @@ def _sampling(vocab: int, eos: tuple[int, ...], rng: random.Random) -> SamplingP
 
 
 def room_of(settings: Settings, rounds: tuple[tuple[CaseRequest, ...], ...], scarce: bool) -> int:
-    """Tokens of KV: as many as all slots can take, or, where it is to be scarce, as the longest sequence on a rank."""
+    """Returns the tokens of KV: enough for all slots, or if `scarce`, for the longest sequence on a rank."""
     of = {request.name: len(request.tokens) + request.new for request in rounds[0]}
     longest = max(
         [*of.values(), *(of[str(a.follows)] + len(a.tokens) + a.new for requests in rounds[1:] for a in requests)]
@@ -437,7 +435,7 @@ def room_of(settings: Settings, rounds: tuple[tuple[CaseRequest, ...], ...], sca
 
 
 def _whole(spec: DecoderSpec) -> bool:
-    """Says whether some layer has keys of heads and reads whole sequences."""
+    """Whether some layer has KV heads and reads whole sequences."""
     return spec.attention.latent is None and bool(spec.full)
 
 
@@ -446,12 +444,12 @@ def _two_heads(spec: DecoderSpec) -> bool:
     return of.q_heads % 2 == 0 and of.latent is None and of.kv_heads in (1, 2, 4, 6) and not spec.has_states
 
 
-# Kinds of models.
+# Classes of models.
 OF: dict[str, Callable[[DecoderSpec], bool]] = {
     "any": lambda spec: True,
     "states": lambda spec: spec.has_states,
     "no states": lambda spec: not spec.has_states,
-    "drafts alone": lambda spec: _whole(spec) and not spec.has_states,  # over few of its keys
+    "drafts alone": lambda spec: _whole(spec) and not spec.has_states,  # self-drafts over a few keys
     "latents": lambda spec: spec.attention.latent is not None,
     "whole": _whole,
     "windows": lambda spec: not spec.full,
@@ -461,7 +459,7 @@ OF: dict[str, Callable[[DecoderSpec], bool]] = {
 ILLEGAL: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "fuzz_spoilt.yaml").read_text())
 ONE_RANK: Settings = ILLEGAL["parts"]["one rank"]
 TWO_RANKS: Settings = ILLEGAL["parts"]["two ranks"]
-# What makes settings illegal, by the words that the refusal has to hold: of which models, and what is set.
+# Invalid settings, by words of the refusal: for which models, and the settings.
 INVALID: dict[str, tuple[Callable[[DecoderSpec], bool], Settings]] = {
     words: (OF[found["of"]], dict(ChainMap(*reversed(found["set"])))) for words, found in ILLEGAL["spoilt"].items()
 }

@@ -1,8 +1,8 @@
-"""A case of the fuzzer against transformers: what was drawn, the logits that it was drawn from, and what was refused.
+"""Checks a fuzz case against transformers: tokens, their logits, and refusals.
 
-Dense attention, and sparse attention that chooses every key, is compared with transformers' fp64 logits of the sequence
-that we drew: whatever drafts, tiers, prefix hits and preemptions did, each of our logits is that of the tokens before
-it. Lossy attention is compared with our own engine, with nothing around its attention, that is made to draw the same.
+Dense attention, and sparse attention that selects every key, is compared with transformers' fp64 logits for our
+sequence: whatever drafts, offload, prefix hits and preemptions did, each of our logits must follow from the tokens
+before it. Lossy attention is compared with our own engine, without anything else, forced to the same tokens.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from tests.e2e.fuzz_runs import RankResult, RunOnRanks, ServeResult, SettingsRef
 from tests.unit.test_sampling import oracle as drawn_from
 from tests.unit.test_sampling import oracle_kept
 
-# Of logits of size 1 to 20. In fp32, for sums in another order (tests/e2e/parity.py); in bf16, the last rounding of one
-# logit, 2^-9 of its size, which may go the one way in one run and the other in the other.
+# For logits of size 1 to 20. In fp32, different orders of summation (tests/e2e/parity.py); in bf16, the last rounding
+# of one logit, 2^-9 of its size, which may differ between runs.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.02}
-# Times what transformers' own run in that dtype is off, where that is more. In fp32 its one run stands for all orders
-# of sums. In bf16 each step of a layer rounds once, in theirs (about ten times a layer) as in ours; ours rounds the
-# partial outputs and the partial sums of up to four ranks besides, at most as often again. Errors add up like a random
+# Multiples of the error of transformers' own run in that dtype, if larger. In fp32 its one run stands for all orders of
+# summation. In bf16 each step of a layer rounds once, in theirs (about ten times a layer) as in ours; ours also rounds
+# the partial outputs and the partial sums of up to four ranks, at most as often again. Errors add up like a random
 # walk, to sqrt(2) of theirs. (The largest over all rows was 0.5 to 1.4 of theirs in 60 cases without experts.)
 SLACK = {"float32": 8.0, "bfloat16": 2.5}
-# Of ranks that keep few bits, against one rank: sums of other orders, 1e-6 of a number, round one of 1e5 numbers to a
-# neighbour in e4m3, 6% away; a key's or value's counts for less than 1e-2 in logits of size 1 to 20.
+# For FP8 over several ranks, against one rank: another order of summation, 1e-6 of a value, rounds one of 1e5 values to
+# its neighbour in e4m3, 6% away; a key or value contributes less than 1e-2 to logits of size 1 to 20.
 ROUNDED = 5e-2
-STATES = 4  # times the tolerance: transformers computes states in fp32, so that its run in fp64 is off as well
-TRIES = 6  # models beside the case's that say whether a choice of blocks, or of experts, hangs by a hair
-NUDGE = {"float32": 1e-6, "bfloat16": 2**-8}  # of the weights' size: about what sums in another order change
-DRAFT_NOISE = 0.1  # of the weights' size: a draft model whose drafts hold now and then
+STATES = 4  # times the tolerance: transformers computes states in fp32, so its fp64 run has errors, too
+TRIES = 6  # perturbed models that show whether a selection of blocks or experts is a near-tie
+NUDGE = {"float32": 1e-6, "bfloat16": 2**-8}  # relative to the weights: about the effect of another order of summation
+DRAFT_NOISE = 0.1  # relative to the weights: a draft model that is accepted sometimes
 
 Rows = dict[tuple[str, int], Tensor]
 
@@ -59,9 +59,9 @@ class Outcome:
     """The outcome of a case.
 
     Attributes:
-        kind: equal, refused (by name), refused by both, undecided (a choice of blocks or a rounding to FP8 hangs by a
-            hair; in bf16, one of experts, or a logit) or otherwise.
-        seen: how often what happened.
+        kind: equal, refused (by name), refused by both, undecided (a near-tie in block selection or FP8 rounding;
+            in bf16, also of experts or logits) or otherwise.
+        seen: counts of events.
     """
 
     kind: str
@@ -104,15 +104,14 @@ def outcome(case: Case, ranks: RunOnRanks, device: torch.device) -> Outcome:
 
 
 def _refused(message: str) -> Outcome:
-    """A refusal, without what differs from case to case."""
     return Outcome("refused", re.sub(r"\d+", "N", message.split(";")[0].split(":")[0])[:100])
 
 
 def save(case: Case, directory: Path) -> None:
-    """The checkpoint, its weights of the shapes that transformers makes of the config, and that of a draft model.
+    """Writes the checkpoint, with random weights in transformers' shapes, and that of a draft model.
 
     Raises:
-        Exception: transformers takes the config for none.
+        Exception: transformers rejects the config.
     """
     cls = getattr(transformers, ARCHITECTURES[case.family])
     config = CONFIG_MAPPING[case.family](**json.loads(json.dumps(case.content)))
@@ -137,7 +136,7 @@ def save(case: Case, directory: Path) -> None:
             {"format": "pt"},
         )
     (directory / "config.json").write_text(json.dumps(case.content))
-    if case.stored is not None:  # transformers gets what is stored, unpacked
+    if case.stored is not None:  # transformers gets the stored values, unpacked
         whole = directory / "whole"
         whole.mkdir()
         for name in ("config.json", "model.safetensors"):
@@ -159,7 +158,7 @@ def save(case: Case, directory: Path) -> None:
 
 
 def _write_eagle3(spec: DecoderSpec, to: Path, seed: int) -> None:
-    """Writes a random layer whose heads are cut as the model's, and whose drafts hold where tokens repeat."""
+    """Writes a random layer with the model's head layout, whose drafts are accepted where tokens repeat."""
     to.mkdir()
     rng, of = random.Random(seed), spec.attention
     aux_layers = [rng.randrange(len(spec.layers)) for _ in range(2)] + [len(spec.layers) - 1]
@@ -172,7 +171,7 @@ def _write_eagle3(spec: DecoderSpec, to: Path, seed: int) -> None:
 
 
 def layer_ahead(tensors: dict[str, torch.Tensor], spec: DecoderSpec) -> dict[str, torch.Tensor]:
-    """A layer for multi-token prediction like one of the model's."""
+    """Returns an MTP layer that is a copy of one of the model's layers."""
     assert spec.nextn is not None
     last = f"model.layers.{len(spec.layers) - 1 - spec.layers[::-1].index(spec.nextn)}."
     names = NextTokenNames(*(name.format(len(spec.layers)) for name in spec.nextn_names))
@@ -184,7 +183,7 @@ def layer_ahead(tensors: dict[str, torch.Tensor], spec: DecoderSpec) -> dict[str
 
 
 def nudged(directory: Path, to: Path, share: float, seed: int) -> None:
-    """Writes the same model with noise on all weights, by a share of each tensor's size; none is in FP8."""
+    """Writes the same model, unpacked, with noise on all weights relative to each tensor's size."""
     to.mkdir()
     directory = _whole_weights(directory)
     whole, generator = load_file(directory / "model.safetensors"), torch.Generator().manual_seed(seed)
@@ -196,7 +195,7 @@ def nudged(directory: Path, to: Path, share: float, seed: int) -> None:
 
 
 def theirs(case: Case, directory: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """Loads the directory by transformers."""
+    """Loads the directory with transformers."""
     directory = _whole_weights(directory)
     cls = getattr(transformers, ARCHITECTURES[case.family])
     return (
@@ -213,7 +212,7 @@ def _whole_weights(directory: Path) -> Path:
 
 @torch.no_grad()
 def their_logits(model: Any, served: ServeResult, device: torch.device) -> dict[str, Tensor]:
-    """Logits [n, V] fp64 behind which each drawn token stands, by request; of all in one batch, padded behind."""
+    """Returns the logits [n, V] fp64 of each output token by request, from one right-padded batch."""
     texts = {name: served.prompts[name] + tokens[:-1] for name, tokens in served.tokens.items() if tokens}
     if not texts:
         return {}
@@ -230,7 +229,7 @@ def their_logits(model: Any, served: ServeResult, device: torch.device) -> dict[
 def differences(
     case: Case, directory: Path, spec: DecoderSpec, found: list[RankResult], ranks: RunOnRanks, device: torch.device
 ) -> tuple[str, str]:
-    """The kind of outcome, and how our decoding differs from what it should be."""
+    """Returns the kind of outcome, and how our decoding differs from what is expected."""
     dtype = case.settings["model.dtype"]
     exact = theirs(case, directory, torch.float64, device)
     rough = theirs(case, directory, getattr(torch, dtype), device)
@@ -260,14 +259,14 @@ def differences(
     problem, worst = "", 0.0
     for name, logits in ours.items():
         distances = (logits - wanted[name]).abs().amax(1)
-        # A request of few rows may be lucky in transformers' one run: it counts at least half of the case's worst, and
-        # in bf16 all of it. (Two of 24,000 cases in fp32 were off by 9.0 and 9.2 times theirs.)
+        # A request of few rows may be lucky in transformers' one run: allow at least half of the case's worst, and in
+        # bf16 all of it. (Two of 24,000 cases in fp32 were off by 9.0 and 9.2 times theirs.)
         own = SLACK[dtype] * off[name].max().item()
         max_difference = max(min_difference, own, allowed / 2) if dtype == "float32" else allowed
         if not distances.max() <= max_difference:
             position, worst = len(served.prompts[name]) + int(distances.argmax()), max(worst, distances.max().item())
             problem = (
-                f"{name}: logits off by {distances.max():.2e} behind {position} tokens ({max_difference:.1e} allowed)"
+                f"{name}: logits off by {distances.max():.2e} after {position} tokens ({max_difference:.1e} allowed)"
             )
     if problem:
         tries = 0 if dtype == "float32" else TRIES if spec.experts is None else 2 * TRIES
@@ -287,10 +286,10 @@ def _hangs_by_a_hair(
     tries: int,
     device: torch.device,
 ) -> bool:
-    """Says whether transformers' run in bf16 is as far off for one of so many models next to it.
+    """Whether transformers' bf16 run is as far off for one of `tries` perturbed models.
 
-    Where two experts are nearly tied, rounding decides, and all that follows depends on it. Several ties are decided
-    alike by a larger step.
+    With two experts nearly tied, rounding decides, and everything after depends on it. Larger perturbations flip
+    several ties at once.
     """
     for i in range(tries):
         nudged(directory, where := directory / f"nudged-{i}", NUDGE["bfloat16"] * (1 + i // TRIES * 2), i)
@@ -301,9 +300,9 @@ def _hangs_by_a_hair(
 
 
 def misread(exact: Any, spec: DecoderSpec) -> str:
-    """Names what we read of the files in another way than transformers; empty where nothing is."""
+    """Returns what we read differently from transformers, or ""."""
     eos = exact.generation_config.eos_token_id
-    if eos is None:  # a generation_config.json without it: the config's counts
+    if eos is None:  # generation_config.json lacks it: the config's counts
         eos = exact.config.eos_token_id
     wanted = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
     if spec.eos != wanted:
@@ -314,7 +313,7 @@ def misread(exact: Any, spec: DecoderSpec) -> str:
 
 
 def disorder(case: Case, served: ServeResult) -> str:
-    """Names what is wrong with how requests ended; empty where nothing is."""
+    """Returns what is wrong with how requests ended, or ""."""
     if served.leaked != (0, 0, 0):
         return f"pages, slots and sequences left behind: {served.leaked}"
     for request in (request for requests in case.rounds for request in requests):
@@ -331,14 +330,14 @@ def disorder(case: Case, served: ServeResult) -> str:
 
 
 def drafts_decide(case: Case, request: CaseRequest) -> bool:
-    """Says whether drafts, drawn with noise of their own and kept by rejection, decide which tokens a request gets."""
+    """Whether drafts, sampled with their own noise and verified by rejection, affect a request's tokens."""
     drafter, noise = case.settings["speculation.drafter"], case.settings.get("speculation.noise")
     rejection = drafter == "model" or (drafter in ("sparse", "mtp", "eagle3") and noise == "own")
     return rejection and not request.sampling.is_greedy
 
 
 def misdrawn(case: Case, request: CaseRequest, served: ServeResult, logits: Tensor) -> str:
-    """Names a token that is not what the sampler draws from our own logits [n, V] fp32; empty where none is."""
+    """Returns a token that the sampler would not take from our own logits [n, V] fp32, or ""."""
     for token, at, row in zip(served.tokens[request.name], _places(served, request.name), logits, strict=True):
         if drafts_decide(case, request):
             right = bool(oracle_kept(row, request.sampling)[token])
@@ -352,7 +351,7 @@ def misdrawn(case: Case, request: CaseRequest, served: ServeResult, logits: Tens
 def _captured(
     case: Case, served: ServeResult, again: ServeResult, exact: Any, allowed: float, device: torch.device
 ) -> tuple[str, str]:
-    """Captured steps, whose logits nobody sees, draw the same greedy tokens, or others of nearly equal logits."""
+    """Checks that captured steps, whose logits are not visible, sample the same greedy tokens up to near-ties."""
     if problem := disorder(case, again):
         return "otherwise", f"captured: {problem}"
     wanted = their_logits(exact, again, device)
@@ -371,7 +370,7 @@ def _captured(
 
 
 def _redrawn(case: Case, served: ServeResult, again: ServeResult) -> str:
-    """Names a request for which captured steps, which see what the others saw, draw other tokens."""
+    """Returns a request for which captured steps sample different tokens from the same inputs, or ""."""
     if problem := disorder(case, again):
         return f"captured: {problem}"
     for request in (
@@ -389,10 +388,10 @@ def _redrawn(case: Case, served: ServeResult, again: ServeResult) -> str:
 def _lossy(
     case: Case, directory: Path, served: ServeResult, ours: dict[str, Tensor], allowed: float, ranks: RunOnRanks
 ) -> tuple[str, str]:
-    """Against an engine with nothing around its attention.
+    """Compares with an engine that has nothing but its attention.
 
-    Where two blocks promise the same but for rounding, or a stored key lies between two numbers in FP8, that one may
-    round the other way. Then small changes of the weights do the same to it: the case is undecided.
+    A near-tie between two blocks, or between two FP8 values of a key, may be rounded differently.
+    Then small perturbations of the weights have the same effect, and the case is undecided.
     """
 
     def random_weights(where: Path) -> dict[str, Tensor]:
@@ -416,12 +415,10 @@ def _lossy(
 
 
 def _places(served: ServeResult, name: str) -> range:
-    """Positions of the drawn tokens of a request."""
     begin = len(served.prompts[name])
     return range(begin, begin + len(served.tokens[name]))
 
 
 def _whole(found: list[RankResult]) -> Rows:
-    """Logits over the whole vocabulary."""
     positions = {at for rank in found for at in rank.logits}
     return {at: torch.cat([rank.logits[at] for rank in found if at in rank.logits]) for at in positions}

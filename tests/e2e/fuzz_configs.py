@@ -1,4 +1,4 @@
-"""Random legal configs of small models of every family, and random ways to write them down."""
+"""Random valid configs of small models of every family, written in random ways."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ ARCHITECTURES = {model_type: name for name, (model_type, _) in FAMILIES.items()}
 
 @dataclass(frozen=True)
 class Shapes:
-    """Sizes for which kernels are compiled: cases that share them share what was compiled.
+    """Sizes that kernels are compiled for; cases that share them share compiled kernels.
 
     Attributes:
-        rng: draws more of them, the same for all cases of a family that share these.
+        rng: for further sizes, the same for all cases of a family that share these.
     """
 
     head_dim: int
@@ -35,7 +35,7 @@ class Shapes:
 
     @classmethod
     def draw(cls, model_type: str, number: object) -> Shapes:
-        """The `number`-th of these; all families with heads have the same, as far as they have these sizes."""
+        """Returns the `number`-th sizes; the same for all families with heads, as far as they have these sizes."""
         rng = random.Random(f"shapes {number}")
         dim = rng.choice((4, 8, 16, 16, 64, 96, 128))
         large = dim > 16
@@ -46,7 +46,7 @@ class Shapes:
 
 
 def config_of(model_type: str, rng: random.Random, shapes: Shapes) -> Json:
-    """All keys of a legal config of a small model."""
+    """Returns all keys of a valid config of a small model."""
     heads = {"num_key_value_heads": shapes.kv_heads, "num_attention_heads": shapes.kv_heads * shapes.group}
     family = dict(MAKERS[model_type])
     shared, uses = family.pop("shared", {}), family.pop("uses")
@@ -57,8 +57,6 @@ def config_of(model_type: str, rng: random.Random, shapes: Shapes) -> Json:
 
 
 def _drawn(values: Json, rng: random.Random) -> Json:
-    """One value of each key."""
-
     def value(of: Any) -> Any:
         if isinstance(of, list):
             return rng.choice(of)
@@ -72,25 +70,29 @@ def _drawn(values: Json, rng: random.Random) -> Json:
 
 
 def heads(rng: random.Random, shapes: Shapes, config: Json) -> Json:
-    """Hidden size and head dim; the one divides the other half of the time."""
+    """Sets hidden size and head dim; half of the time the one divides the other."""
     plain = rng.random() < 0.5
     hidden = config["num_attention_heads"] * (shapes.head_dim if plain else rng.choice((4, 8)))
     return {"hidden_size": hidden, "head_dim": shapes.head_dim}
 
 
 def whole_heads(rng: random.Random, shapes: Shapes, config: Json) -> Json:
+    """Sets the hidden size to all heads' dims."""
     return {"hidden_size": config["num_attention_heads"] * shapes.head_dim}
 
 
 def plain_heads(rng: random.Random, shapes: Shapes, config: Json) -> Json:
+    """Sets the head dim."""
     return {"head_dim": shapes.head_dim}
 
 
 def wide_heads(rng: random.Random, shapes: Shapes, config: Json) -> Json:
+    """Sets a head dim of at least 8."""
     return {"head_dim": max(shapes.head_dim, 8)}
 
 
 def narrow_hidden(rng: random.Random, shapes: Shapes, config: Json) -> Json:
+    """Sets a hidden size below all heads' dims."""
     hidden = config["num_attention_heads"] * rng.choice((4, 8))
     return plain_heads(rng, shapes, config) | {
         "hidden_size": hidden,
@@ -99,12 +101,13 @@ def narrow_hidden(rng: random.Random, shapes: Shapes, config: Json) -> Json:
 
 
 def rotated_part(rng: random.Random, shapes: Shapes, config: Json) -> Json:
-    """A part of a head that is rotated, of an even number of dimensions."""
+    """Sets partial RoPE over an even number of dimensions."""
     shares = [share for share in (0.25, 0.5, 0.75) if shapes.head_dim * share % 2 == 0]
     return {"head_dim": shapes.head_dim, "partial_rotary_factor": rng.choice((*shares, 1.0))}
 
 
 def windows_of_layers(rng: random.Random, shapes: Shapes, config: Json) -> Json:
+    """Sets sliding windows from some layer on."""
     use, full = rng.random() < 0.5, rng.choice((0, 1, 28))
     kinds = ["sliding_attention" if use and i >= full else "full_attention" for i in range(config["num_hidden_layers"])]
     window = rng.choice((7, 24, 4096)) if use else None
@@ -112,42 +115,49 @@ def windows_of_layers(rng: random.Random, shapes: Shapes, config: Json) -> Json:
 
 
 def one_window(rng: random.Random, shapes: Shapes, config: Json) -> Json:
+    """Sets one sliding window for all layers, or none."""
     use = rng.random() < 0.3
     return {"use_sliding_window": use, "sliding_window": rng.choice((7, 24, 4096)) if use else None}
 
 
 def windows_where_used(rng: random.Random, shapes: Shapes, config: Json) -> Json:
+    """Sets layer types for an optional sliding window."""
     kinds = ["full_attention", *["sliding_attention"] * config["use_sliding_window"]]
     return {"layer_types": [rng.choice(kinds) for _ in range(config["num_hidden_layers"])]}
 
 
 def some_windows(rng: random.Random, shapes: Shapes, config: Json) -> Json:
+    """Sets random layer types with a sliding window."""
     kinds = [rng.choice(("full_attention", "sliding_attention")) for _ in range(config["num_hidden_layers"])]
     return {"layer_types": kinds, "sliding_window": rng.choice((7, 24, 4096))}
 
 
 def alternate_windows(rng: random.Random, shapes: Shapes, config: Json) -> Json:
+    """Sets alternating layer types, or full attention."""
     layers = config["num_hidden_layers"]
     alternate = ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
     return {"layer_types": rng.choice((alternate, alternate, ["full_attention"] * layers))}
 
 
 def experts(rng: random.Random, shapes: Shapes, config: Json) -> Json:
-    """How many of them a token takes."""
+    """Sets the experts per token."""
     count = config.get("num_experts") or config["num_local_experts"]
     return {"num_experts_per_tok": shapes.rng.choice((min(4, count), shapes.rng.randint(1, count)))}
 
 
 def dense_layers(rng: random.Random, shapes: Shapes, config: Json) -> Json:
+    """Sets which layers have a dense MLP."""
     return {"mlp_only_layers": rng.choice(([], [], [0], list(range(config["num_hidden_layers"]))))}
 
 
 def kinds_of_ffn(rng: random.Random, shapes: Shapes, config: Json) -> Json:
+    """Sets random dense and sparse FFNs."""
     kinds = [rng.choice(("dense", "sparse", "sparse")) for _ in range(config["num_hidden_layers"])]
     return {"mlp_layer_types": kinds}
 
 
 def latents(rng: random.Random, shapes: Shapes, config: Json) -> Json:
+    """Sets MLA's sizes."""
     sizes = shapes.rng
     return {
         "hidden_size": 4 * sizes.randint(8, 14),
@@ -162,7 +172,7 @@ def latents(rng: random.Random, shapes: Shapes, config: Json) -> Json:
 
 
 def expert_groups(rng: random.Random, shapes: Shapes, config: Json) -> Json:
-    """Experts as DeepSeek-V3 has them."""
+    """Sets DeepSeek-V3's expert groups."""
     sizes = shapes.rng
     groups = sizes.choice((1, 2, 4, 8))
     count, top_groups = groups * sizes.randint(2, 3), sizes.randint(1, groups)
@@ -179,22 +189,25 @@ def expert_groups(rng: random.Random, shapes: Shapes, config: Json) -> Json:
 
 
 def groups_or_none(rng: random.Random, shapes: Shapes, config: Json) -> Json:
+    """Sets greedy or group-limited expert selection."""
     if rng.random() < 0.5:
         return {"topk_method": "greedy", "n_group": None, "topk_group": None, "num_experts_per_tok": 2}
     return {"topk_method": "group_limited_greedy"}
 
 
 def indexers(rng: random.Random, shapes: Shapes, config: Json) -> Json:
-    """Indexers that choose few tokens, or all of most sequences."""
+    """Sets indexers that select few tokens, or all of most sequences."""
     width = config["qk_rope_head_dim"] + shapes.rng.choice((0, 4, 12))
     return {"num_key_value_heads": config["num_attention_heads"], "q_lora_rank": 12, "index_head_dim": width}
 
 
 def shared_indexers(rng: random.Random, shapes: Shapes, config: Json) -> Json:
+    """Sets which layers share an indexer."""
     return {"indexer_types": ["full", *rng.choices(("full", "shared"), k=config["num_hidden_layers"] - 1)]}
 
 
 def scales(rng: random.Random, shapes: Shapes, config: Json) -> Json:
+    """Sets Granite's multipliers."""
     return {
         "embedding_multiplier": rng.choice((1.0, 12.0)),
         "attention_multiplier": rng.choice((shapes.head_dim**-0.5, 0.1)),
@@ -204,7 +217,7 @@ def scales(rng: random.Random, shapes: Shapes, config: Json) -> Json:
 
 
 def states(rng: random.Random, shapes: Shapes, config: Json) -> Json:
-    """Layers that keep a state, of heads that few ranks divide, beside layers with attention."""
+    """Sets layers with states, whose heads few ranks divide, and layers with attention."""
     keys = shapes.rng.choice((1, 2, 3))
     kinds = ["full_attention", "linear_attention"]
     kinds += rng.choices(("linear_attention", "linear_attention", "full_attention"), k=rng.randint(0, 2))
@@ -227,16 +240,16 @@ USES: dict[str, Callable[[random.Random, Shapes, Json], Json]] = {
     )
 }
 LATENTS = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "mistral4")
-GROWING = ("ministral3", "mistral4")  # families whose queries grow with their position
+GROWING = ("ministral3", "mistral4")  # families that scale queries by position
 
 
 def rope_of(model_type: str, rng: random.Random, context: int) -> Json:
-    """Parameters of a kind of RoPE; a few of them are kinds that we do not compute."""
+    """Returns parameters of a kind of RoPE, rarely of one that we do not support."""
     theta = {"rope_theta": rng.choice((10_000.0, 1_000_000.0, 500.0))}
     kind = rng.choice(("default", "default", "linear", "llama3", "yarn", "yarn", "yarn"))
     if model_type in GROWING:
         kind, theta = "yarn", theta | {"llama_4_scaling_beta": rng.choice((0.1, 0.5))}
-    if model_type == "phi3":  # transformers knows no other of it that we compute
+    if model_type == "phi3":  # transformers knows no other of its kinds that we support
         kind = "default"
     if rng.random() < 0.03:
         return theta | {"rope_type": "dynamic", "factor": 2.0}
@@ -261,15 +274,15 @@ def rope_of(model_type: str, rng: random.Random, context: int) -> Json:
 
 
 def written(model_type: str, config: Json, rope: Json, plain: bool, rng: random.Random) -> Json:
-    """The content of a config.json; `plain` as transformers would write it."""
+    """Returns the content of a config.json; `plain` as transformers would write it."""
     content = {**config, "model_type": model_type, "architectures": [ARCHITECTURES[model_type]], "dtype": "float32"}
     if model_type in TWO_ROPES:
         local = {"rope_type": "default", "rope_theta": 10_000.0}
-        full = {key: value for key, value in rope.items() if key != "truncate"}  # transformers reads it elsewhere
+        full = {key: value for key, value in rope.items() if key != "truncate"}  # transformers reads it from elsewhere
         return content | {"rope_parameters": {"full_attention": full, "sliding_attention": local}}
     if plain:
         return content | {"rope_parameters": dict(rope), "transformers_version": "5.17.0"}
-    if model_type == "mistral4":  # of other spellings transformers rotates too much
+    if model_type == "mistral4":  # with other spellings transformers rotates too much
         content |= {"rope_parameters": dict(rope)}
     else:
         content |= _written_rope(rope, config["max_position_embeddings"], rng)
@@ -277,7 +290,7 @@ def written(model_type: str, config: Json, rope: Json, plain: bool, rng: random.
     for key in list(content):
         default = getattr(defaults, key, "none")
         if key not in ("architectures", "model_type") and content[key] == default and rng.random() < 0.6:
-            del content[key]  # the family's default says the same
+            del content[key]  # equals the family's default
     if rng.random() < 0.2:
         del content[rng.choice(("architectures", "model_type"))]
     if "dtype" in content and rng.random() < 0.6:
@@ -285,7 +298,7 @@ def written(model_type: str, config: Json, rope: Json, plain: bool, rng: random.
     derived = {"head_dim": config["hidden_size"] // config["num_attention_heads"]}
     derived |= {"num_key_value_heads": config["num_attention_heads"]}
     nullable = {"llama": ("head_dim", "num_key_value_heads"), "mistral": ("head_dim",)}
-    if rope["rope_type"] == "default":  # of the others transformers finds no dimensions
+    if rope["rope_type"] == "default":  # for other kinds transformers finds no dimensions
         nullable["mixtral"] = ("head_dim",)
     for key in nullable.get(model_type, ()):
         if content.get(key) == derived[key] and rng.random() < 0.7:
@@ -328,7 +341,7 @@ def _written_rope(rope: Json, context: int, rng: random.Random) -> Json:
     theta, kind = rope["rope_theta"], rope["rope_type"]
     named = {rng.choice(("rope_type", "type")): kind}
     if rest.get("original_max_position_embeddings") == context and rng.random() < 0.5:
-        del rest["original_max_position_embeddings"]  # the context says the same
+        del rest["original_max_position_embeddings"]  # equals the context
     outside: Json = {}
     if "original_max_position_embeddings" in rest and rng.random() < 0.2:
         outside["original_max_position_embeddings"] = rest.pop("original_max_position_embeddings")
@@ -338,7 +351,7 @@ def _written_rope(rope: Json, context: int, rng: random.Random) -> Json:
     way = rng.choice(("old", "old", "new", "beside", "theta outside"))
     if way == "old":
         return outside | {"rope_theta": theta, "rope_scaling": scaling}
-    if way == "beside":  # as model cards have it
+    if way == "beside":  # as in model cards
         return outside | {
             "rope_parameters": {"rope_type": "default", "rope_theta": theta},
             "rope_theta": theta,

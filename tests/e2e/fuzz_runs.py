@@ -1,4 +1,4 @@
-"""A case of the fuzzer on its ranks: the engine that its settings give, the requests served, and what was seen."""
+"""Runs a fuzz case on its ranks: makes the engine of its settings, serves the requests, and counts events."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from tests.e2e.fuzz_cases import Case, CaseRequest
 from tests.e2e.masked_attention import MaskedAttention
 from tests.sequences import generated, resize
 
-SMALL_CHUNKS: dict[str, Any] = {  # chunks of up to 64 tokens are captured, or are not
+SMALL_CHUNKS: dict[str, Any] = {  # chunks of up to 64 tokens are captured, or not
     "helix.worker.graph_keys.SIZES": (8, 14, 22, 27, 50, 70),
     "helix.worker.graph_keys.LONG": 70,
     "helix.worker.graph_keys.LAUNCHED": 20,
@@ -60,7 +60,7 @@ def _always(value: object) -> Callable[..., object]:
     return lambda *args: value
 
 
-# By a case's `code_paths`: what stands in place of what, and the function whose calls are counted under that name.
+# By a case's `code_paths`: patches, and the function whose calls are counted under that name.
 CODE_PATHS: dict[str, dict[str, Any]] = {
     "padded": SMALL_CHUNKS,
     "halves": {"comm.dual_batch_overlap.MIN_MICRO_BATCH_TOKENS": 7},
@@ -90,14 +90,14 @@ COUNTED = {
 }
 Tamper = Callable[[Engine], None]
 
-Connect = Callable[[HelixLayout], Communicator]  # of a layout over all ranks, this rank's communicator
+Connect = Callable[[HelixLayout], Communicator]  # returns this rank's communicator for a layout over all ranks
 RunOnRanks = Callable[
     ..., list["RankResult"]
-]  # runs `run` or `forced` on all ranks, with what follows their first two arguments
+]  # runs `run` or `forced` on all ranks, with the arguments after their first two
 
 
 class SettingsRefused(Exception):
-    """The settings are refused, on every rank alike."""
+    """All ranks refuse the settings."""
 
 
 @dataclass
@@ -105,9 +105,9 @@ class ServeResult:
     """Results of the requests, on rank 0.
 
     Attributes:
-        prompts, tokens, ends: by the request's name; `ends` is why it ended.
-        behind: pages, slots and sequences in use when all was over.
-        seen: how often what happened.
+        prompts, tokens, ends: by request name; `ends` is the finish reason.
+        leaked: pages, slots and sequences in use at the end.
+        seen: counts of events.
     """
 
     prompts: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -119,11 +119,11 @@ class ServeResult:
 
 @dataclass
 class RankResult:
-    """A rank's view of a case.
+    """A rank's results of a case.
 
     Attributes:
-        served: with logits observed, whose columns on this rank are in `logits`, by request and position.
-        captured: again, by captured steps where the communicator allows it; None elsewhere.
+        served: of eager steps; `logits` has this rank's columns by request and position.
+        captured: of captured steps, if the communicator allows them.
     """
 
     served: ServeResult
@@ -150,7 +150,7 @@ class ForcedTokens:
 
 
 def counting(name: str, target: str, counts: Counter[str]) -> Any:
-    """Replaces a function by one that counts its calls."""
+    """Wraps a function to count its calls."""
     path, _, attribute = target.rpartition(".")
     owner = resolve_name(path)
     right = getattr(owner, attribute)
@@ -164,7 +164,7 @@ def counting(name: str, target: str, counts: Counter[str]) -> Any:
 
 @contextmanager
 def patched_environment(case: Case, counts: Counter[str] | None = None) -> Iterator[None]:
-    """Small numbers in place of those of large models, for all ranks of this process; what is done is counted."""
+    """Patches limits for small models on all ranks of this process, and counts the code paths taken."""
     with ExitStack() as stack:
         for code_path in case.code_paths:
             for target, value in CODE_PATHS[code_path].items():
@@ -179,7 +179,7 @@ def patched_environment(case: Case, counts: Counter[str] | None = None) -> Itera
 
 
 def random_pace(seed: int) -> Callable[..., StepPlan]:
-    """Paces at random: every count of drafts, every limit of a row, runs of one to three steps."""
+    """Returns a random pace: any number of drafts, any limit per row, runs of one to three steps."""
     rng = random.Random(seed)
 
     def pace(policy: DraftPolicy, rows: int, kv_tokens: int, without: Collection[int] = ()) -> StepPlan:
@@ -191,7 +191,7 @@ def random_pace(seed: int) -> Callable[..., StepPlan]:
 
 
 def plan_of(case: Case, directory: Path, rank: int) -> CheckedRun:
-    """Raises Refused where the settings are illegal; the same on every rank."""
+    """Checks the settings; raises SettingsRefused on every rank if they are invalid."""
     config = case.config
     config.model.path = str(directory)
     if config.speculation.drafter == "model":
@@ -206,9 +206,9 @@ def plan_of(case: Case, directory: Path, rank: int) -> CheckedRun:
 
 
 def plain(case: Case, directory: Path, rank: int) -> CheckedRun:
-    """The same attention with nothing around it: no drafts, no chunks, all on the GPU, one sequence at a time.
+    """Plans the same attention without drafts, chunks or offload, one sequence at a time.
 
-    Under a mask, which is judged for each query by itself, several may share a step, which is faster.
+    With a mask, which is computed for each query, several sequences may share a step, which is faster.
     """
     plan = plan_of(case, directory, rank)
     config = plan.config
@@ -221,10 +221,10 @@ def plain(case: Case, directory: Path, rank: int) -> CheckedRun:
 
 @contextmanager
 def engine_of(plan: CheckedRun, case: Case, connect: Connect) -> Iterator[Engine]:
-    """An engine as `launch` builds it; memory that nobody wrote is NaN.
+    """Makes an engine as `launch` does; uninitialised memory is NaN.
 
     Raises:
-        Refused: there is too little room.
+        SettingsRefused: there is too little memory.
     """
     config, comm = plan.config, connect(plan.layout)
     model = _load(plan.spec, case, case.eos, plan.layout, comm, plan.checkpoint, config)
@@ -244,7 +244,7 @@ def engine_of(plan: CheckedRun, case: Case, connect: Connect) -> Iterator[Engine
     except ValueError as error:
         raise SettingsRefused(str(error)) from error
     for tensor in _unwritten(engine):
-        tensor.fill_(torch.nan if tensor.is_floating_point() else -1)  # words of ones are NaN in every dtype
+        tensor.fill_(torch.nan if tensor.is_floating_point() else -1)  # -1 is NaN in every dtype
     engine.runner.pads_chunks |= "padded" in case.code_paths
     try:
         yield engine
@@ -266,7 +266,7 @@ def _load(
 
 
 def _min_gpu_bytes(config: Config, build: Callable[[], None], comm: Communicator) -> float:
-    """The least kv.offload_gpu_bytes of all ranks, as the refusal of a single one says it."""
+    """Maximum over ranks of the minimum kv.offload_gpu_bytes, from the error messages."""
     config.kv.offload_gpu_bytes = 1.0
     try:
         build()
@@ -290,7 +290,7 @@ def _unwritten(engine: Engine) -> Iterator[torch.Tensor]:
 
 
 def observe(engine: Engine) -> dict[tuple[str, int], torch.Tensor]:
-    """Fills as the engine draws: this rank's columns of the logits, by request and position of the token."""
+    """Returns a dict that fills as the engine samples: this rank's logits columns by request and position."""
     logits: dict[tuple[str, int], torch.Tensor] = {}
 
     def note(slots: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> None:
@@ -302,7 +302,7 @@ def observe(engine: Engine) -> dict[tuple[str, int], torch.Tensor]:
 
 
 def serve(engine: Engine, case: Case, cache_salt: str) -> ServeResult:
-    """Serves the rounds of a case; on other ranks than 0, what rank 0 says."""
+    """Serves the rounds of a case; other ranks follow rank 0."""
     inbox, served, todo = Inbox(), ServeResult(), list(case.rounds)
     output_token_ids: dict[str, list[int]] = {}
     late: list[CaseRequest] = []
@@ -334,7 +334,7 @@ def serve(engine: Engine, case: Case, cache_salt: str) -> ServeResult:
         submit(late.pop(0))
     for delta in chain.from_iterable(engine.serve(inbox if engine.comm.rank == 0 else None)):
         name, outputs = str(delta.id), outputs + 1
-        assert name not in served.ends, f"{name}: something comes behind its end"
+        assert name not in served.ends, f"{name}: an update after its end"
         assert delta.finish_reason != "error", f"{name} is refused: {delta.reason}"
         output_token_ids[name] += delta.new_token_ids
         if delta.new_token_ids and not served.seen[f"cached {name}"]:
@@ -373,27 +373,27 @@ def serve(engine: Engine, case: Case, cache_salt: str) -> ServeResult:
 
 
 def run(rank: int, connect: Connect, case: Case, directory: Path, tamper: Tamper | None = None) -> RankResult:
-    """Serves a case on a rank, and once more by captured steps where there are such.
+    """Serves a case on a rank, and again with captured steps if supported.
 
     Args:
-        tamper: plants a mistake.
+        tamper: plants a fault.
 
     Raises:
-        Refused: the settings are.
+        SettingsRefused: the settings are invalid.
     """
     with engine_of(plan_of(case, directory, rank), case, connect) as engine:
         if tamper is not None:
             tamper(engine)
         logits = observe(engine)
         seen = RankResult(serve(engine, case, "observed"), logits)
-        if engine.comm.capturable:  # whoever observes logits gets eager steps
+        if engine.comm.capturable:  # a logits hook forces eager steps
             engine.runner.logits_hook = None
             seen.captured = serve(engine, case, "captured")
     return seen
 
 
 def forced(rank: int, connect: Connect, case: Case, directory: Path, served: ServeResult) -> RankResult:
-    """Draws again what was served, by an engine with nothing around its attention."""
+    """Samples the served tokens again, with an engine that has nothing but its attention."""
     plan = plain(case, directory, rank)
     budget = budget_of(plan.config.attention)
     if case.masked:
@@ -414,7 +414,7 @@ def forced(rank: int, connect: Connect, case: Case, directory: Path, served: Ser
 
 
 def on_loopback(world_size: int, device: str, timeout_s: float, tamper: Tamper | None = None) -> RunOnRanks:
-    """Ranks that are threads of this process; `tamper` plants a mistake in those that run a case."""
+    """Returns a runner of ranks that are threads of this process; `tamper` plants a fault in ranks that run a case."""
 
     def ranks(work: Callable[..., RankResult], *args: Any) -> list[RankResult]:
         given = (*args, tamper) if work is run else args
@@ -423,9 +423,7 @@ def on_loopback(world_size: int, device: str, timeout_s: float, tamper: Tamper |
             return _unless_refused(work, rank, lambda of: world.communicator(rank, of.kvp_group(rank)), *given)
 
         counts = Counter[str]()
-        with patched_environment(
-            args[0], counts
-        ):  # once: threads that undo one another's changes would leave some behind
+        with patched_environment(args[0], counts):  # once: concurrent patching would not undo cleanly
             found = _served(run_ranks(world_size, body, timeout_s=timeout_s, device=device))
         found[0].served.seen |= counts
         return found
@@ -434,10 +432,10 @@ def on_loopback(world_size: int, device: str, timeout_s: float, tamper: Tamper |
 
 
 def on_processes(backend: str, device: torch.device) -> RunOnRanks:
-    """Ranks that are processes of the default group: what rank 0 calls, the others do in `follow`.
+    """Returns a runner of ranks that are processes of the default group: others repeat rank 0's calls in `follow`.
 
     Args:
-        backend: symm_mem, or anything else for what the default group has.
+        backend: symm_mem; otherwise the default group's.
     """
 
     def ranks(work: Callable[..., RankResult], *args: Any) -> list[RankResult]:
@@ -448,7 +446,7 @@ def on_processes(backend: str, device: torch.device) -> RunOnRanks:
 
 
 def follow(device: torch.device) -> None:
-    """Does what rank 0 says until it says `leave`."""
+    """Repeats rank 0's calls until it calls `leave`."""
     while True:
         message: list[Any] = [None]
         dist.broadcast_object_list(message, 0)
@@ -486,7 +484,7 @@ def _unless_refused(work: Callable[..., RankResult], *args: Any) -> RankResult |
 
 
 def _served(results: list[RankResult | SettingsRefused]) -> list[RankResult]:
-    """Raises Refused where every rank refuses."""
+    """Raises SettingsRefused if every rank refuses."""
     if refused := [r for r in results if isinstance(r, SettingsRefused)]:
         assert len(refused) == len(results), f"some ranks refuse and others do not: {refused[0]}"
         raise refused[0]

@@ -1,4 +1,4 @@
-"""Environments in which Helix is installed beside packages of others with the names of ours, and notebooks in them."""
+"""Environments with Helix and foreign packages of the same names as ours, and notebooks in them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jupyter_client.manager import KernelManager
 
 from tests.e2e.command_line import ROOT, Job
 
-# The version that transformers takes for its own, and a module that has whatever transformers imports of it.
+# The version that transformers accepts, and a module with everything that transformers imports from it.
 KERNELS = {
     "kernels-0.16.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: kernels\nVersion: 0.16.0\n",
     "kernels/__init__.py": "own = True\ndef __getattr__(name):\n    return name\n",
@@ -23,9 +23,9 @@ KERNELS = {
 
 
 def install(directory: Path, editable: bool) -> Path:
-    """Makes an environment with Helix and a package `kernels`, which sees this one's other packages, among them `comm`.
+    """Makes an environment with Helix and a package `kernels`; it sees this one's packages, including `comm`.
 
-    It needs no network.
+    Needs no network.
 
     Returns:
         The folder of its programs.
@@ -47,17 +47,19 @@ def install(directory: Path, editable: bool) -> Path:
 
 
 def job(programs: Path, directory: Path, *words: str, program: str = "helix", log: Path | None = None) -> Job:
-    """Runs a program of an environment in a directory, whose log is there unless another is given."""
+    """Runs a program of an environment in a directory."""
     command = ["env", "-u", "PYTHONPATH", "-C", str(directory), str(programs / program)]
     return Job(command, *words, log=log or directory / "log")
 
 
 class Kernel(KernelManager):
-    kernel_spec: Any = None  # there, a property that looks for one which is installed
+    """A kernel manager with a given kernel spec."""
+
+    kernel_spec: Any = None  # overrides a property that looks for an installed one
 
 
 class Notebook:
-    """A kernel of Jupyter that starts in a directory, with the Python of a folder of programs."""
+    """A Jupyter kernel in a directory, with the Python of an environment."""
 
     def __init__(self, programs: Path, directory: Path) -> None:
         self._kernel = Kernel()
@@ -69,10 +71,10 @@ class Notebook:
         self._client.wait_for_ready(120)
 
     def run(self, cell: str, interrupted: bool = False) -> str:
-        """Runs a cell, and interrupts it once it has printed something.
+        """Runs a cell, and optionally interrupts it after its first output.
 
         Returns:
-            What it printed, then its error.
+            Its output, then its error.
         """
         output = ""
 

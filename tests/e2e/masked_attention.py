@@ -1,4 +1,4 @@
-"""Oracles: dense attention under a mask, for attention that chooses keys; and a model that is a table."""
+"""References: dense attention under a mask, for attention that selects keys; and a model that is a table."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from kernels.attention.split_kv import PartialAttention
 
 
 class MaskedAttention(DenseAttention):
-    """A rank's dense attention with the keys masked of blocks, or of parts of blocks, that are not chosen.
+    """A rank's dense attention with the keys of unselected blocks or subblocks masked.
 
-    Of one rank it is one choice over the whole sequence; of several, each chooses from its own keys by its own budget.
+    On one rank it selects over the whole sequence; on several, each selects from its own keys by its own budget.
     """
 
     def __init__(self, budget: BlockBudget) -> None:
@@ -25,7 +25,7 @@ class MaskedAttention(DenseAttention):
         self.from_tokens = budget.from_tokens
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step, layer: LayerAttention) -> PartialAttention:
-        """Attends for each query over what it reads."""
+        """Attends, for each query, to the keys it selects."""
         if step.cu_q is not None or layer.window is not None:
             return super().attend(q, cache, step, layer)
         N, q_heads = q.shape[:2]
@@ -59,7 +59,7 @@ class MaskedAttention(DenseAttention):
     def selected_keys(
         self, q: Tensor, keys: Tensor, local_tokens: list[int], position: int, committed: int, page: int
     ) -> Tensor:
-        """Places of the keys that one KV head's queries read, of this rank's tokens `local_tokens`."""
+        """Returns the slots that one KV head's queries read, among this rank's tokens `local_tokens`."""
         b = self.budget
         begin, end = b.sink_blocks * page, min((position // page - b.local_blocks + 1) * page, committed)
         slots = torch.arange(len(local_tokens), device=keys.device)
@@ -87,7 +87,7 @@ class MaskedAttention(DenseAttention):
 
 
 def reads_table(model: Decoder, table: Tensor) -> None:
-    """What follows a token depends on it alone: logits are its row of a table."""
+    """Replaces a model by a table: logits of a token are its row."""
     columns = table[:, model.embedding.rows.start : model.embedding.rows.stop]
     model.states = lambda cache, step, policy: (step.tokens, step.tokens)  # type: ignore[assignment,method-assign]
     model.last_states = lambda cache, step, policy: step.tokens[step.cu_q[1:] - 1]  # type: ignore[method-assign]

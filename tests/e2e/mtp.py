@@ -1,4 +1,4 @@
-"""Tiny models with a layer for multi-token prediction, and what transformers' own layer makes of it."""
+"""Tiny models with an MTP layer, and transformers' output of that layer."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from helix.models.spec import NextTokenNames
 from tests.e2e.checkpoints import config_of, earliest_topk, write_random
 from tests.exit_cleanup import folder
 
-# Lists with an entry for each layer, and that of the layer behind the last; empty: the last one's.
+# Keys with one entry per layer, and the MTP layer's entry; empty: the last layer's.
 PER_LAYER_KEYS = {"mlp_layer_types": "sparse", "indexer_types": "full", "layer_types": ""}
 
 
 @functools.cache
 def whole(family: str) -> Path:
-    """Directory of a random model with a layer more."""
+    """Returns the directory of a random model with one more layer."""
     directory, config = folder(f"helix-{family}-whole-"), config_of(family)
     config.num_hidden_layers += 1
     for key, kind in PER_LAYER_KEYS.items():
@@ -39,7 +39,7 @@ def whole(family: str) -> Path:
 
 @functools.cache
 def with_layer(family: str) -> Path:
-    """Directory of that model's checkpoint, whose last layer predicts the token after the next."""
+    """Returns the directory of that model's checkpoint with its last layer as MTP layer."""
     directory, config = folder(f"helix-{family}-mtp-"), json.loads((whole(family) / "config.json").read_text())
     tensors = load_file(whole(family) / "model.safetensors")
     layers, hidden = config["num_hidden_layers"] - 1, config["hidden_size"]
@@ -69,12 +69,12 @@ def names_of(config: dict[str, Any]) -> NextTokenNames:
 
 
 def norm_weight(config: dict[str, Any]) -> float:
-    """Returns what a norm that does nothing has for weights."""
+    """Returns the weight of an identity norm."""
     return 0.0 if hybrid(config) else 1.0
 
 
 def hybrid(config: Any) -> bool:
-    """Returns whether layers keep states."""
+    """Returns whether layers have states."""
     return str(config["model_type"] if isinstance(config, dict) else config.model_type).startswith(
         ("qwen3_next", "qwen3_5")
     )
@@ -87,7 +87,7 @@ class Oracle:
         options = {"dtype": torch.float32, "attn_implementation": "eager", "experts_implementation": "eager"}
         self.lm = AutoModelForCausalLM.from_pretrained(whole(family), **options).eval()
         self.model, self.tensors = self.lm.model, load_file(with_layer(family) / "model.safetensors")
-        self.model.config.num_hidden_layers -= 1  # it runs as many
+        self.model.config.num_hidden_layers -= 1  # number of layers to run
         self.layer = self.model.layers[-1]
         config = json.loads((with_layer(family) / "config.json").read_text())
         self.names, self.offset = names_of(config), 1 - norm_weight(config)
@@ -98,7 +98,7 @@ class Oracle:
 
     @torch.no_grad()
     def drafts(self, tokens: Sequence[int], count: int) -> list[int]:
-        """Greedy drafts behind a sequence whose last token is not in the cache yet."""
+        """Returns greedy drafts after a sequence whose last token is not cached yet."""
         ids = torch.tensor([tokens])
         with patch.object(Tensor, "topk", earliest_topk):
             states = self.model(ids[:, :-1], use_cache=False).last_hidden_state
@@ -111,13 +111,13 @@ class Oracle:
         return found
 
     def forward(self, embedded: Tensor, states: Tensor, num_tokens: int) -> Tensor:
-        """States [1, n, H] of the layer; rows behind `num_tokens` ones are drafts."""
+        """Returns the layer's states [1, n, H]; rows after the first `num_tokens` are drafts."""
         both = torch.cat((self.norm(embedded, self.names.token_norm), self.norm(states, self.names.state_norm)), -1)
         x = both @ self.tensors[f"{self.names.join}.weight"].T
         n = x.shape[1]
         mask = torch.full((n, n), torch.finfo(x.dtype).min).triu(1)[None, None]
         positions = torch.arange(n)[None]
-        axes = positions.expand(3, 1, n) if "qwen3_5" in self.model.config.model_type else positions  # those of images
+        axes = positions.expand(3, 1, n) if "qwen3_5" in self.model.config.model_type else positions  # M-RoPE positions
         angles = self.model.rotary_emb(x, position_ids=axes)
         with patch.object(Tensor, "topk", earliest_topk), self.shared_selection(num_tokens):
             y = self.layer(x, attention_mask=mask, position_embeddings=angles, position_ids=positions)
@@ -125,7 +125,7 @@ class Oracle:
         return self.norm(y, self.names.norm)
 
     def shared_selection(self, num_tokens: int) -> AbstractContextManager[Any]:
-        """Lets drafts read what the last known row chose, where the model was trained so; of fewer tokens, all."""
+        """Makes drafts reuse the last known row's indexer selection, for models trained so; it may be everything."""
         if not getattr(self.model.config, "index_share_for_mtp_iteration", False):
             return nullcontext()
         forward = self.layer.self_attn.indexer.forward
@@ -140,4 +140,5 @@ class Oracle:
 
 @functools.cache
 def oracle(family: str) -> Oracle:
+    """Returns the reference of a family."""
     return Oracle(family)

@@ -1,4 +1,4 @@
-"""Runs the engine on the ranks of some communicator and compares every token and logit with transformers."""
+"""Runs the engine on a communicator's ranks and compares every token and logit with transformers."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ from helix.worker.model_runner import ModelRunner
 from helix.worker.offloaded_cache import OffloadedCache, OffloadMemory
 from tests.sequences import generated_ids
 
-# Chunks of prompts are as long as they may be, and nobody decodes between them, however slow a machine is.
+# Maximum prompt chunks without decode steps in between, however slow the machine.
 UNHURRIED = ScheduleConfig(max_prefill_stall_ms=60_000.0, decode_share=0.0)
-# fp32 sums of different orders over 2 to 8 layers: differences of 1e-6 to 1e-5 of logits of size 1 to 20.
+# fp32 sums over 2 to 8 layers in different orders: differences of 1e-6 to 1e-5 in logits of size 1 to 20.
 LOGIT_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """A continuation by transformers: the greedy tokens, and the logits [n, V] fp32 of each."""
+    """Transformers' greedy continuation: tokens, and the logits [n, V] fp32 of each."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -56,7 +56,7 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Result:
-    """Results of one rank: each request's tokens on rank 0, and the rank's rows of the logits, by (id, draw)."""
+    """Results of one rank: each request's tokens on rank 0, and the rank's rows of logits, by (id, output index)."""
 
     tokens: dict[int, tuple[int, ...]]
     logits: dict[tuple[int, int], torch.Tensor]
@@ -67,10 +67,10 @@ class Sparse:
     """Settings of block-sparse steps; `choice` is local or global.
 
     Attributes:
-        hot: places of each KV head in each layer, if the cache is in host memory; None: it is on the GPU.
-        ahead: blocks of a layer are fetched while the layer before it computes.
+        resident: resident blocks per KV head and layer with the cache in host memory; None: the cache is on the GPU.
+        prefetch: prefetch a layer's blocks while the layer before it computes.
         chunks: chunks of a step's batch, see `ModelRunner`.
-        policy: class of a policy over a cache on the GPU.
+        policy: policy class for a cache on the GPU.
     """
 
     budget: BlockBudget
@@ -91,7 +91,7 @@ class SelfDrafts:
 
 
 def build_model(path: Path, layout: HelixLayout, comm: Communicator, dtype: torch.dtype) -> Decoder:
-    """One rank's slices of a checkpoint, without EOS: random models would stop anywhere."""
+    """Loads one rank's shards of a checkpoint, without EOS: random models would stop anywhere."""
     return _built(Checkpoint(path), layout, comm, dtype, unquantized)
 
 
@@ -115,7 +115,7 @@ Build = Callable[[Path, HelixLayout, Communicator, torch.dtype], Decoder]
 
 @dataclass(frozen=True)
 class ModelDrafts:
-    """Another model that drafts, over the same ranks."""
+    """A draft model over the same ranks."""
 
     path: Path
     layout: HelixLayout
@@ -126,7 +126,7 @@ class ModelDrafts:
 
 @dataclass(frozen=True)
 class LayerDrafts:
-    """Settings of drafts by a next-token layer."""
+    """Settings of drafts by an MTP or EAGLE-3 layer."""
 
     limit: int
     noise: str = "shared"
@@ -134,11 +134,9 @@ class LayerDrafts:
     eagle3: SpeculationConfig | None = None
 
     def spec(self, target: DecoderSpec) -> DecoderSpec:
-        """The target's spec with the layer."""
         return target.with_mtp() if self.eagle3 is None else with_eagle3(target, make_eagle3(self.eagle3, target))
 
     def layer(self, model: Decoder, layout: HelixLayout, comm: Communicator) -> DraftLayer:
-        """The rank's part of the layer."""
         if self.eagle3 is not None:
             return load_eagle3(self.eagle3, model, layout, comm)
         assert model.next_token is not None
@@ -169,7 +167,7 @@ def build_engine(
     host_snapshots: int = 0,
     run_steps: int = 8,
 ) -> Engine:
-    """An engine over one rank's slices of a checkpoint, of short runs; memory that nobody wrote is NaN."""
+    """Makes an engine for one rank of a checkpoint, with short runs; uninitialised memory is NaN."""
     device = comm.device
     if isinstance(drafter, LayerDrafts):
         model = _built(Checkpoint(path), layout, comm, dtype, unquantized, drafter.spec)
@@ -226,7 +224,7 @@ def build_engine(
 
 
 def generate(engine: Engine, wanted: Sequence[Continuation]) -> Result:
-    """Decodes the oracle's prompts, recording tokens and logits."""
+    """Decodes the reference's prompts and records tokens and logits."""
     logits: dict[tuple[int, int], torch.Tensor] = {}
 
     def observe(slots: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> None:
@@ -241,7 +239,7 @@ def generate(engine: Engine, wanted: Sequence[Continuation]) -> Result:
 
 
 def check(results: Sequence[Result], wanted: Sequence[Continuation], tolerance: float = LOGIT_TOLERANCE) -> None:
-    """Every token equal, every logit within `tolerance`, and nothing missing; in mode dp one rank has all of a row."""
+    """Checks that all tokens are equal and all logits within `tolerance`; in mode dp one rank has whole rows."""
     for i, c in enumerate(wanted):
         assert results[0].tokens[i] == c.tokens, f"prompt {i} of {len(c.prompt)} tokens"
         shards = [[r.logits[i, n] for r in results if (i, n) in r.logits] for n in range(len(c.tokens))]
@@ -256,7 +254,7 @@ T = TypeVar("T")
 def on_loopback(
     path: Path, layout: HelixLayout, append_block: int, run: Callable[[Engine], T], device: str = "cpu", **options: Any
 ) -> list[T]:
-    """What each rank makes of its engine; all ranks are threads of this process."""
+    """Returns each rank's result of `run` on its engine; ranks are threads of this process."""
 
     def body(world: LoopbackWorld, rank: int) -> T:
         comm = world.communicator(rank, layout.kvp_group(rank))
@@ -273,7 +271,7 @@ def loopback(
     tamper: Callable[[Engine], None] = lambda engine: None,
     **options: Any,
 ) -> list[Result]:
-    """Decodes the oracle's prompts on ranks that are threads."""
+    """Decodes the reference's prompts on ranks that are threads."""
 
     def run(engine: Engine) -> Result:
         tamper(engine)
@@ -285,9 +283,9 @@ def loopback(
 def distributed_rank(
     rank: int, world_size: int, path: Path, layout: HelixLayout, block: int, wanted: list[Continuation], device: str
 ) -> Result:
-    """One rank of an initialised process group; the body of a task for a worker pool.
+    """Runs one rank of an initialised process group; a worker pool's task.
 
-    Steps whose logits are observed are eager; captured ones have to draw the same tokens.
+    Steps with observed logits are eager; captured ones have to sample the same tokens.
     """
     home = torch.device(device, rank) if device == "cuda" else torch.device(device)
     comm = TorchDistCommunicator(layout.kvp_groups(), home, timedelta(seconds=60))

@@ -1,21 +1,21 @@
-"""Cases of the fuzzer that are written down, one a line of parity.yaml, and what each of them covers.
+"""Handwritten fuzz cases, one per line of parity.yaml, and the features each covers.
 
 A line's keys, all but the model optional:
 
   model    of tiny.yaml, or demo
-  layout   mode, kvp x tpa (of dp: ranks), and the width of EP
-  cache    tokens of an append block, of a page
-  chunk    tokens of a prompt in one step
+  layout   mode, kvp x tpa (dp: ranks), and the EP width
+  cache    tokens per append block and per page
+  chunk    prompt tokens per step
   requests requests, of REQUEST_KINDS
-  drafter  drafter, tokens, and words: a policy, `draft_layout` noise, `adaptive`; of `model` a layout of its own
-  blocks   choice, sink + local + chosen blocks; `from` tokens; `parts` of a block and candidates
-  dense    all blocks are chosen, so that attention is dense
-  offload  places on the GPU: all that there are, or few; `ahead`
+  drafter  drafter, tokens, and words: a policy, `draft_layout` noise, `adaptive`; a `model` has its own layout
+  blocks   choice, sink + local + selected blocks; `from` tokens; `parts` per block and candidates
+  dense    all blocks are selected, so that attention is dense
+  offload  resident blocks: all, or few; `ahead` for prefetch
   dtype, hopb, kv, weights, snapshots (on the GPU + in host memory)
   code_paths  of `fuzz_runs.CODE_PATHS`
-  expects  what has to happen, of the outcome's `seen`; `forbids`: what must not
+  expects  events that have to occur, of the outcome's `seen`; `forbids`: those that must not
   backends threads, gloo, gpu (threads that share one), nccl, symm_mem
-  slow     left out of `make test`
+  slow     not in `make test`
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tests.e2e.fuzz_cases import MXFP4, Case, CaseRequest, Settings, room_of
 
 TABLE: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "parity.yaml").read_text())
 ROWS: dict[str, dict[str, Any]] = TABLE["rows"]
-PAIRS: list[dict[str, list[str]]] = TABLE["pairs"]  # that were tested before there was this table
+PAIRS: list[dict[str, list[str]]] = TABLE["pairs"]  # that were tested before this table existed
 
 GREEDY = SamplingParams()
 SAMPLED = (
@@ -49,22 +49,22 @@ SAMPLED = (
     SamplingParams(temperature=0.9, min_p=0.05, top_p=0.95, seed=4),
     SamplingParams(temperature=1.3, top_p=0.8, seed=3),
 )
-# Lengths of prompts, and how many tokens follow.
+# Prompt lengths, and output tokens.
 REQUEST_KINDS: dict[str, tuple[tuple[int, ...], int]] = {
     "few": ((1, 17, 90), 12),
-    # More prompts than slots, at the edges of a block, and over five chunks of 64 and the end of a block of 64.
+    # More prompts than slots, around a block's end, and over five chunks of 64 and the end of a block of 64.
     "long": ((7, 1, 15, 16, 17, 310), 14),
-    "blocks": ((7, 60, 190, 128, 33), 18),  # new text fills pages that can be chosen
+    "blocks": ((7, 60, 190, 128, 33), 18),  # generated text fills pages that can be selected
     "chosen": ((60, 190, 33), 8),
-    "states": ((1, 3, 64, 150), 12),  # below and at the rows of a convolution and of a chunk
+    "states": ((1, 3, 64, 150), 12),  # around the rows of a convolution and of a chunk
     "sampled": ((17, 60, 7, 90, 15), 16),
-    "texts": ((300, 2000, 8000), 24),  # for GPUs
-    "served": ((21, 58, 40), 20),  # too few pages, and an abort; what comes next goes on where others ended
+    "texts": ((300, 2000, 8000), 24),  # on GPUs
+    "served": ((21, 58, 40), 20),  # too few pages, and an abort; later requests continue ended ones
 }
 
 
 def requests_of(kind: str, vocab: int) -> tuple[tuple[CaseRequest, ...], ...]:
-    """The rounds of requests of this kind; `again` behind it: what each has ended with goes on."""
+    """Returns the rounds of requests of a kind; with `again` after it, further requests continue each one."""
     kind, _, again = kind.partition(" ")
     rng = random.Random(11)
     lengths, new = REQUEST_KINDS[kind]
@@ -84,7 +84,7 @@ def requests_of(kind: str, vocab: int) -> tuple[tuple[CaseRequest, ...], ...]:
 
 
 def layout_of(words: str) -> HelixLayout:
-    """`helix 2x2 ep2`, `tp 1x4`, `dp 3 ep3`."""
+    """Parses `helix 2x2 ep2`, `tp 1x4`, `dp 3 ep3`."""
     mode, size, *ep = words.split()
     width = int(ep[0].removeprefix("ep")) if ep else 1
     if mode == "dp":
@@ -124,7 +124,7 @@ def _blocks(words: str, page: int) -> Settings:
 
 
 def settings_of(row: dict[str, Any]) -> Settings:
-    """The settings of a row, by their names, but for the capacity of its cache."""
+    """Returns the settings of a row, without its cache's capacity."""
     layout = layout_of(row.get("layout", "helix 1x1"))
     block, page = row.get("cache", (16, 16))
     settings: Settings = {
@@ -137,7 +137,7 @@ def settings_of(row: dict[str, Any]) -> Settings:
         "hopb.chunks": str(row.get("hopb", "none")),
         "decode.max_batch": str(row.get("max_batch", 5)),
         "decode.prefill_chunk": str(row.get("chunk", 64)),
-        "schedule.max_prefill_stall_ms": 60_000.0,  # chunks are as long as they may be, however slow a machine is
+        "schedule.max_prefill_stall_ms": 60_000.0,  # maximum chunks, however slow the machine
         "schedule.decode_share": 0.0,
         "schedule.lookahead_tokens": 1 if row.get("requests") == "served" else 16,
         "speculation.drafter": "none",
@@ -158,7 +158,7 @@ def settings_of(row: dict[str, Any]) -> Settings:
 
 @functools.cache
 def case_of(name: str) -> Case:
-    """The fuzzer's case of a row."""
+    """Returns the fuzz case of a row."""
     row = ROWS[name]
     config = config_of(row["model"])
     content = json.loads(config.to_json_string(use_diff=False))
@@ -212,7 +212,7 @@ def _grid(layout: HelixLayout) -> Iterator[str]:
 
 
 def features_of(name: str) -> set[str]:
-    """What a row has, in words that pairs are made of."""
+    """Returns the features of a row, as in PAIRS."""
     row, settings = ROWS[name], settings_of(ROWS[name])
     found = {row["model"], *_grid(layout_of(row.get("layout", "helix 1x1")))}
     block, page = row.get("cache", (16, 16))
@@ -237,10 +237,10 @@ def features_of(name: str) -> set[str]:
 
 
 def backends_of(name: str) -> list[str]:
-    """Where a row runs."""
+    """Returns the backends of a row."""
     return list(ROWS[name].get("backends", ["threads"]))
 
 
 def pairs_of(name: str) -> set[tuple[str, str]]:
-    """Every two features of a row."""
+    """Returns all pairs of a row's features."""
     return set(combinations(sorted(features_of(name)), 2))

@@ -1,4 +1,4 @@
-"""Layer drafters that note what they draft, to be compared with an oracle."""
+"""Layer drafters that record their drafts, to compare with a reference."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from helix.worker.step import DecodeState
 
 
 class RecordingDrafter(LayerDrafter):
-    """Notes what is drafted behind which tokens, and has some drafts kept that the model would refuse."""
+    """Records the drafts after each text, and forces some to be accepted that the model would reject."""
 
     accept_rate = 0.0
 
@@ -36,11 +36,13 @@ class RecordingDrafter(LayerDrafter):
 
 
 class PartlyAcceptingDrafter(RecordingDrafter):
+    """Forces the model to accept 70% of the drafts."""
+
     accept_rate = 0.7
 
 
 def mismatches(found: RecordingDrafter, drafts_of: Callable[[list[int], int], list[int]]) -> list[str]:
-    """Drafts that differ from an oracle's."""
+    """Returns the drafts that differ from a reference's."""
     return [
         f"{len(text)}: {drafts}, not {wanted}"
         for text, drafts in found.drafted

@@ -44,8 +44,8 @@ REFUSED = [
     (Request(4, (1, -(2**70), 2**63), 5), "token id -1180591620717411303424 is"),
     (Request(5, PROMPT, 3, SamplingParams(logit_bias={257: 1.0})), "logit_bias token 257 is outside the vocabulary"),
     (Request(6, PROMPT, 0), "max_tokens=0"),
-    (Request(7, PROMPT, 500), "exceed the model's context of 512"),
-    (Request(8, PROMPT, 82), "are 101 tokens of KV, and a sequence may have max_length=100"),
+    (Request(7, PROMPT, 500), "exceeds the model's context of 512"),
+    (Request(8, PROMPT, 82), "needs 101 tokens of KV, but max_length=100"),
 ]
 
 
@@ -87,7 +87,7 @@ def test_a_failure_while_one_request_is_read_is_its_own(where: str, monkeypatch:
     monkeypatch.setattr(of, name, reading)
     found = generated(e, [Request(request, PROMPT, 12) for request in ("bad", "good")])
     assert found["bad"].finish_reason == "error" and found["good"].finish_reason == "length"
-    assert found["bad"].reason == "it could not be read: MemoryError: planted"
+    assert found["bad"].reason == "could not read the request: MemoryError: planted"
     assert found["good"].token_ids == generated_ids(alone(), [Request(0, PROMPT, 12)])[0]
     assert resources_in_use(e) == (0, 0, 0)
 
@@ -295,7 +295,7 @@ def test_one_call_at_a_time() -> None:
     outer = e.serve(Inbox.of(REQUESTS))
     next(outer)
     assert not torch.is_inference_mode_enabled()
-    with pytest.raises(RuntimeError, match="a call is under way"):
+    with pytest.raises(RuntimeError, match="this engine is already serving"):
         generated(e, REQUESTS)
     assert {u.id for of_step in outer for u in of_step if u.finish_reason == "length"} == {*range(7)}
     assert len(generated(e, REQUESTS)) == 7

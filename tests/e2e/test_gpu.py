@@ -32,7 +32,7 @@ def test_no_token_of_a_step_that_gave_up_is_kept(tmp_path: Path) -> None:
     ended = end_without_rank_1(start(cut, "comm.timeout_s=1", tokens=100), cut, signal.SIGSTOP)
     causes = (
         "(comm.timeout_s) for rank 1 in a collective",
-        "rank 1 gave no sign of life",
+        "rank 1 sent no heartbeat",
         "rank 1 was stopped by a signal",
     )
     named = [cause for cause in causes if cause in ended.output]

@@ -47,5 +47,5 @@ def test_an_agent_that_fails_ends_both_and_says_why(tmp_path: Path, monkeypatch:
 
 def test_one_gpu_has_no_other_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ValueError, match="use two"):
+    with pytest.raises(ValueError, match="two hosts need two GPUs"):
         hosts.cases(BenchContext(torch.device("cuda"), 1))

@@ -206,7 +206,7 @@ def test_states_are_named_in_two_ways(ids: list[int] | None, aux_layers: tuple[i
     [
         ({"architectures": ["LlamaForCausalLM"]}, "architectures=.* must name one of LlamaForCausalLMEagle3"),
         ({"num_hidden_layers": 2}, "num_hidden_layers=2 must be 1"),
-        ({"vocab_size": 300}, "vocab_size=300, and the target has 257"),
+        ({"vocab_size": 300}, "vocab_size=300, but the target has 257"),
         ({"target_hidden_size": 73}, "target_hidden_size=73"),
         ({"norm_output": True}, "norm_output=True is not supported"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}}, r"\[1, 2, 9\] must be 3 of .* 5 layers"),

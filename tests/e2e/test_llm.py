@@ -65,10 +65,10 @@ def test_a_plain_process_starts_its_ranks_itself() -> None:
             c.tokens for c in wanted
         ]
         refused = llm.generate([(1, 999), (1, 2)], max_tokens=2)
-        assert refused[0].finish_reason == "error" and "has 999, and the vocabulary" in (refused[0].reason or "")
+        assert refused[0].finish_reason == "error" and "has 999, but the vocabulary" in (refused[0].reason or "")
         assert len(refused[1].token_ids) == 2
         (longer,) = llm.generate((1, 2, 3), max_tokens=400)
-        assert longer.finish_reason == "error" and "exceed what the KV cache can hold" in (longer.reason or "")
+        assert longer.finish_reason == "error" and "exceed the KV cache's capacity" in (longer.reason or "")
         with pytest.raises(ValueError, match="temperature"):
             llm.generate([(1, 2)], temperature=-1.0)
         os.kill(running[1], signal.SIGKILL)
@@ -101,7 +101,7 @@ def test_options_are_those_of_the_settings_where_they_are_unset(demo: LLM) -> No
     assert other.token_ids != longer.token_ids
     (form,) = demo.generate("x = ", max_tokens=40, schema={"enum": ["yes"]})
     assert (form.text, form.finish_reason) == ('"yes"', "stop")
-    with pytest.raises(ValueError, match="response_format cannot be followed"):
+    with pytest.raises(ValueError, match="response_format is not usable"):
         demo.generate("x = ", schema={"type": "nothing"})
     with pytest.raises(ValueError, match=r"max_new_tokens is unknown; known: max_tokens, .*did you mean max_tokens"):
         demo.generate(PYTHON, max_new_tokens=3)
@@ -142,7 +142,7 @@ print("closed", os.path.exists(llm._directory))
 
 def test_a_fork_of_the_process_fails_at_once_and_leaves_the_ranks_alone(tmp_path: Path) -> None:
     ended = Job([sys.executable, "-c", FORKS], log=tmp_path / "log").wait()
-    ours = r"this LLM belongs to process \d+, and process \d+ is a fork of that: call it there, .*"
+    ours = r"this LLM belongs to process \d+, and process \d+ is a fork of it: call it in the .*"
     lines = [f"generate: {ours}", f"stream: {ours}", "another: True", "closed False", ""]
     assert ended.code == 0 and re.fullmatch("\n".join(lines), ended.output), ended
 
@@ -151,7 +151,7 @@ def test_several_answers_with_their_logprobs(demo: LLM) -> None:
     (output,) = demo.generate(PYTHON, n=3, temperature=1.0, seed=5, logprobs=2, max_tokens=4)
     assert [len(one.token_ids) for one in output.outputs] == [4, 4, 4]
     (again,) = demo.generate(PYTHON, temperature=1.0, seed=6, max_tokens=4)
-    assert again.text == output.outputs[1].text != output.text, "answer i takes seed + i"
+    assert again.text == output.outputs[1].text != output.text, "answer i uses seed + i"
     assert [len(position_logprobs.best) for position_logprobs in output.logprobs] == [2] * 4 and output.logprobs[
         0
     ].sampled <= 0
@@ -186,7 +186,7 @@ def test_chats_go_through_the_template(demo: LLM, tmp_path: Path) -> None:
     assert "".join(stream) == plain.text and stream.output is not None and stream.output.message == first.message
     with pytest.raises(ValueError, match=r"messages.0.role='nobody'"):
         demo.chat([{"role": "nobody", "content": "x"}])
-    with pytest.raises(ValueError, match="the chat template does not read them"):
+    with pytest.raises(ValueError, match="the chat template does not use them"):
         demo.chat([user], tools=[{"type": "function", "function": {"name": "f"}}])
 
 
@@ -237,7 +237,7 @@ def test_what_cannot_be_is_said_before_ranks_start(given: dict[str, Any], words:
         LLM(**{"path": checkpoint("qwen3")} | given)
 
 
-ONE, ALL = r"prompt [01] is .*: give a text or a list of token ids", r"prompts are .*: give a text, a list of token"
+ONE, ALL = r"prompt [01] is .*: pass a text or a list of token ids", r"prompts are .*: pass a text, a list of token"
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def test_they_mean_what_they_mean_to_a_server(tmp_path: Path) -> None:
     plain, chat, form, no_form, *others = results
     assert chat["token_ids"] == plain["token_ids"], "the template of the demo model is the text"
     assert json.loads(form["text"]) == {"a": "x"} and form["finish_reason"] == "stop"
-    assert no_form["finish_reason"] == "error" and "cannot be followed" in no_form["reason"]
+    assert no_form["finish_reason"] == "error" and "is not usable" in no_form["reason"]
     responses = {line["custom_id"]: line["response"] for line in others}
     statuses = [response["status_code"] for response in responses.values()]
     assert statuses == [200, 200, 200, 200, 200, 400, 404, 400] and all(line["error"] is None for line in others)
@@ -64,5 +64,5 @@ def test_they_mean_what_they_mean_to_a_server(tmp_path: Path) -> None:
     assert "".join(scored["tokens"]) == CODE and scored["token_logprobs"][0] is None
     assert len(scored["token_logprobs"]) == len(scored["tokens"]) and max(scored["token_logprobs"][1:]) < 0
     assert responses["wrong"]["body"]["error"]["param"] == "temperature"
-    assert "demo-model is" in responses["other"]["body"]["error"]["message"]
+    assert "use demo-model" in responses["other"]["body"]["error"]["message"]
     assert "40001, which exceed the model's context of 32768 tokens" in responses["long"]["body"]["error"]["message"]

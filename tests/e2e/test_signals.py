@@ -81,7 +81,7 @@ def test_signals_end_everybody(
     if target == "rank":
         line = f"rank 1 was killed by signal {int(number)} ({number.name})"
         if number == STOP:
-            line = "rank 1 was stopped" if command is ENTRY else "rank 1 gave no sign of life for 15 s"
+            line = "rank 1 was stopped" if command is ENTRY else "rank 1 sent no heartbeat for 15 s"
         assert end.code == 1 and line in end.output, end
         assert "rank 0" not in end.output and "rank 2" not in end.output, end.output
     elif number in (INT, TERM):

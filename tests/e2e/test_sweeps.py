@@ -90,7 +90,7 @@ def test_a_sweep_over_hopb_is_an_ablation(given: list[str], tmp_path: Path) -> N
         log=tmp_path / "log",
     ).wait()  # fmt: skip
     assert ended.code == 0 and "tokens: equal in both points" in ended.output, ended.output
-    assert ended.output.count("hopb=on cuts steps of several sequences into 2 chunks") == 1
+    assert ended.output.count("hopb=on splits steps of several sequences into 2 chunks") == 1
     on, off = rows(directory)
     assert (on["hopb"], off["hopb"], on["baseline"], off["gain_percent"]) == ("on", "off", "1", "0.0")
     assert float(on["gain_percent"]) == pytest.approx(100 * (1 - float(on["ttl_p50_us"]) / float(off["ttl_p50_us"])))
@@ -114,6 +114,6 @@ def test_a_sweep_under_torchrun_is_refused_with_what_to_type(given: list[str], t
     assert ended.code != 0
     (error,) = (line for line in ended.output.splitlines() if line.startswith("error: -m"))
     assert error.startswith(
-        "error: -m under torchrun would run the whole sweep on every rank: type `helix run model.path="
+        "error: -m under torchrun would run the whole sweep on every rank; run `helix run model.path="
     )
-    assert error.endswith("layout.kvp=1,2 -m`")
+    assert error.endswith("layout.kvp=1,2 -m` instead")

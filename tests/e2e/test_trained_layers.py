@@ -91,7 +91,7 @@ def test_mtp_drafts_as_in_training(
     def drafts_of(tokens: list[int], count: int) -> list[int]:
         found: list[int] = []
         for place in range(count):
-            embedded, states, _ = target.read(torch.tensor([[*tokens, *found]]), layer.taps)
+            embedded, states, _ = target.read(torch.tensor([[*tokens, *found]]), layer.aux_hidden_state_layers)
             *_, last = layer.drafts(embedded, states, place + 1)
             found.append(int(target.model.lm_head(last[0, -1]).argmax()))
         return found

@@ -1,7 +1,7 @@
-"""Rehearses a small engine as on a GPU, without one, then serves chunks and steps; prints what would be compiled.
+"""Warms up a small engine as on a GPU, without one, then serves chunks and steps; prints what would be compiled.
 
-A program of its own: the tests' process runs kernels under the interpreter, which compiles nothing. Here nothing is
-compiled either: which kernels are needed follows from their arguments alone.
+A separate program: the tests' process runs kernels in the interpreter, which does not compile. Nothing is
+compiled here either: the arguments alone determine which kernels are needed.
 
     python -m tests.e2e.warmup_program "FAMILY KVP [pads]" ...
 """
@@ -34,19 +34,19 @@ from tests.kernels.precompile import NoGPU
 
 ROWS = (1, 2, 4, 8)
 CHUNKS = 24
-met: set[tuple[str, str]] = set()  # in the rehearsal
+met: set[tuple[str, str]] = set()  # in the warm-up
 new: set[tuple[str, str]] = set()  # afterwards
 
 
 def note(self: JITFunction, key: Any, *args: Any, **options: Any) -> None:
-    """In place of a compilation."""
+    """Records a compilation instead of running it."""
     found = self.fn.__name__, str(key)
     (new if serving else met).add(found)
     self.device_caches[0][0][key] = CompileRecorder()
 
 
 class CompileRecorder:
-    """A kernel that nobody launches."""
+    """A kernel that is never launched."""
 
     def result(self) -> CompileRecorder:
         return self
@@ -56,6 +56,7 @@ serving = False
 
 
 def chunk(engine: Engine, counts: list[int], begin: int) -> None:
+    """Prefills a chunk of each sequence."""
     runner, slots = engine.runner, range(len(counts))
     ends = [begin + count for count in counts]
     pages = np.arange(runner.placement.stripes.pages_for(max(ends)), dtype=np.int32)
@@ -75,6 +76,7 @@ def chunk(engine: Engine, counts: list[int], begin: int) -> None:
 
 @torch.inference_mode()
 def body(world: LoopbackWorld, rank: int, family: str, layout: HelixLayout, pads: bool) -> None:
+    """Runs a rank: warm-up, then chunks and steps."""
     global serving
     path = DEMO if family == "demo" else checkpoint(family)
     engine = build_engine(
@@ -103,13 +105,14 @@ def body(world: LoopbackWorld, rank: int, family: str, layout: HelixLayout, pads
 
 
 def rehearsed(family: str, kvp: str, *pads: str) -> None:
+    """Warms up a family's engine and prints the counts."""
     driver.set_active(NoGPU())
     dispatch.on_gpu = lambda t: True
-    for name, module in [*sys.modules.items()]:  # else nothing is split, as where there is one multiprocessor
+    for name, module in [*sys.modules.items()]:  # with one SM nothing would be split
         if name.startswith("kernels.") and hasattr(module, "sm_count"):
             module.sm_count = lambda device: 132
     JITFunction._do_compile = note  # type: ignore[method-assign]
-    # A library's products compute, unlike kernels, and nobody reads what they give.
+    # Library GEMMs would compute, but their results are not needed.
     torch.nn.functional.linear = lambda x, weight, bias=None: x.new_empty(*x.shape[:-1], len(weight))
     assert not triton.knobs.runtime.interpret
     layout = HelixLayout.create("helix", int(kvp))
@@ -120,7 +123,7 @@ def rehearsed(family: str, kvp: str, *pads: str) -> None:
 
 
 if __name__ == "__main__":
-    for case in sys.argv[1:]:  # each in a fork, whose kernels nobody has met
+    for case in sys.argv[1:]:  # in a fork, with no kernels recorded yet
         process = get_context("fork").Process(target=rehearsed, args=case.split())
         process.start()
         process.join()

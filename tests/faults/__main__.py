@@ -1,7 +1,7 @@
-"""Plants one fault after another in copies of this tree, and shows which test catches it.
+"""Plants faults one by one in copies of this tree, and shows which test catches each.
 
-`make test-faults`, `make test-faults ARGS=mailbox`: those whose name or file has the words. The exit code is 1 where a
-fault survives, where its place is not found exactly once, or where its tests fail without it.
+`make test-faults`, `make test-faults ARGS=mailbox`: faults whose name or file has the words. The exit code is 1 if a
+fault survives, if its place is not found exactly once, or if its tests fail without it.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from rich.text import Text
 from tests.faults.planted import FAULTS, Fault
 
 ROOT = Path(__file__).parents[2]
-SHARED = "assets", "benchmarks/results", "benchmarks/figures", "docs"  # folders in which nothing is planted: links
-COPIES = 2  # that are tested at a time
-DEADLINE_S = 120.0  # of a test; a fault that lets one hang is caught by it
-OK, FAILED = 0, 1  # exit codes of pytest
-CRASHES = -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT  # of its process: a fault may write where nothing is
+SHARED = "assets", "benchmarks/results", "benchmarks/figures", "docs"  # folders without faults, which are linked
+COPIES = 2  # tested in parallel
+DEADLINE_S = 120.0  # of a test; a fault that makes one hang counts as caught
+OK, FAILED = 0, 1  # pytest's exit codes
+CRASHES = -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT  # of pytest's process: a fault may write to invalid memory
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Found:
-    """What became of a fault.
+    """What happened to a fault.
 
     Attributes:
-        by: the test that caught it, or why that is not known.
+        by: the test that caught it, or why none is known.
     """
 
     caught: bool
@@ -54,6 +54,7 @@ class Found:
 
 
 def copy_tree(target: Path) -> None:
+    """Copies the tracked files."""
     listed = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True)
     for name in map(Path, listed.splitlines()):
         if not any(name.is_relative_to(shared) for shared in SHARED) and (ROOT / name).is_file():
@@ -64,13 +65,13 @@ def copy_tree(target: Path) -> None:
 
 
 def misplaced(fault: Fault) -> str | None:
-    """Why a fault cannot be planted; None where it can."""
+    """Returns why a fault cannot be planted, or None."""
     count = (ROOT / fault.file).read_text().count(fault.old) if (ROOT / fault.file).is_file() else 0
-    return None if count == 1 else f"{fault.name}: what it replaces is {count} times in {fault.file}, expected once"
+    return None if count == 1 else f"{fault.name}: its old text occurs {count} times in {fault.file}, expected once"
 
 
 class Tree:
-    """A copy of this tree, and a process that runs its tests."""
+    """A copy of this tree, with a process that runs its tests."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -79,13 +80,13 @@ class Tree:
         self.server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def run(self, tests: Iterable[str], deadline_s: float = DEADLINE_S) -> tuple[int, str]:
-        """pytest's exit code, and the first test that failed, or else the end of what it said."""
+        """Returns pytest's exit code, and the first failed test, or else the end of its output."""
         code, output = self._pytest(["-x", *tests], deadline_s)
         failed = failed_of(output)
         return code, failed[0] if failed else output.strip()[-2000:]
 
     def failures(self, tests: Iterable[str], deadline_s: float = DEADLINE_S) -> list[str]:
-        """All of `tests` that fail."""
+        """Returns those of `tests` that fail."""
         return failed_of(self._pytest([*tests], deadline_s)[1])
 
     def _pytest(self, tests: list[str], deadline_s: float) -> tuple[int, str]:
@@ -97,15 +98,17 @@ class Tree:
         return code, (self.folder / "output").read_text()
 
     def close(self) -> None:
-        self.server.communicate()  # the end of its input is its end
+        self.server.communicate()  # it ends when its input is closed
 
 
 def failed_of(output: str) -> list[str]:
+    """Returns the failed tests of pytest's output."""
     lines = [line.split(maxsplit=1)[1] for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
     return [line.split(" - ")[0] for line in lines]
 
 
 def plant(tree: Tree, fault: Fault) -> Found:
+    """Plants a fault, runs its tests, and restores the file."""
     path = tree.folder / fault.file
     original = path.read_text()
     begin = time.monotonic()
@@ -123,13 +126,14 @@ def plant(tree: Tree, fault: Fault) -> Found:
 
 
 def write(path: Path, text: str) -> None:
+    """Writes a source file and deletes its bytecode."""
     path.write_text(text)
-    Path(cache_from_source(str(path))).unlink(missing_ok=True)  # it may be as long and as old as another text's
+    Path(cache_from_source(str(path))).unlink(missing_ok=True)  # size and mtime may equal the other version's
 
 
 @contextmanager
 def copies_of_this_tree(count: int, prefix: str) -> Iterator[Callable[[Callable[[Tree], T]], Future[T]]]:
-    """Submits work, each piece of which has one of `count` copies for itself."""
+    """Yields a function that submits work; each piece gets one of `count` copies to itself."""
     with ExitStack() as stack:
         threads = stack.enter_context(ThreadPoolExecutor(count))
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix=prefix))
@@ -149,6 +153,7 @@ def copies_of_this_tree(count: int, prefix: str) -> Iterator[Callable[[Callable[
 
 
 def main(words: list[str]) -> int:
+    """Plants the selected faults; returns the exit code."""
     console = Console()
     faults = [f for f in FAULTS if all(word in f"{f.name} {f.file}" for word in words)]
     problems = [problem for fault in faults if (problem := misplaced(fault))]

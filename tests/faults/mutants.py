@@ -1,9 +1,9 @@
-"""Draws mutants of product files by a seed, and says which of them a test kills.
+"""Samples mutants of product files with a seed, and records which of them a test kills.
 
-`python -m tests.faults.mutants record=FILE [count=150 seed=71 copies=2]` writes a line for each mutant, which names it
-(file, line, what became what) and says whether a test failed, and which; with a FILE that is there it goes on.
-`... compare=FILE` reads such a record of before, runs what was killed then, and exits with 1 where one survives now.
-Each runs against the test files that import its file, and against the rows of the parity table.
+`python -m tests.faults.mutants record=FILE [count=150 seed=71 copies=2]` writes a line for each mutant: the change
+(file, line, before and after), whether a test failed, and which; an existing FILE is continued.
+`... compare=FILE` reads an earlier record, runs the mutants killed then, and exits with 1 if one survives now.
+Each mutant runs against the test files that import its file, and against the rows of the parity table.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ FILES = (
     "launch/client/detokenizer.py",
     "launch/client/engine_messages.py",
 )
-DEADLINE_S = 60  # of a test: a mutant that lets one hang is killed by it
-SESSION_S = 120  # of all tests of a mutant: it survives what has not failed by then
-ROWS = "tests/e2e/test_parity.py"  # runs all of the product, which it imports through the fuzzer
-ORDER = "unit", "kernels", "serving", "dist", "e2e"  # of the test files: what is quick comes first
+DEADLINE_S = 60  # of a test; a mutant that makes one hang counts as killed
+SESSION_S = 120  # of all tests of a mutant: it survives if none has failed by then
+ROWS = "tests/e2e/test_parity.py"  # covers the whole product, which it imports through the fuzzer
+ORDER = "unit", "kernels", "serving", "dist", "e2e"  # of the test files, fastest first
 SWAPS: dict[type[ast.AST], tuple[str, str]] = {
     ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"),
     ast.Eq: ("==", "!="), ast.NotEq: ("!=", "=="), ast.In: ("in", "not in"), ast.NotIn: ("not in", "in"),
@@ -71,7 +71,7 @@ CALLS = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
 @dataclass(frozen=True)
 class Mutant:
-    """A change of a file: the bytes from `begin` to `end` become `new`; `number` counts the file's mutants."""
+    """A change of a file: `new` replaces the bytes from `begin` to `end`; `number` counts the file's mutants."""
 
     file: str
     number: int
@@ -83,7 +83,7 @@ class Mutant:
 
 
 def mutants_of(file: str) -> Iterator[Mutant]:
-    """All mutants of a file: operators, comparisons, integers, conditions and calls of min, max, any and all."""
+    """Yields all mutants of a file: operators, comparisons, integers, conditions and calls of min, max, any and all."""
     source = (ROOT / file).read_text()
     starts = [0]
     for line in source.splitlines(keepends=True):
@@ -128,7 +128,7 @@ def mutants_of(file: str) -> Iterator[Mutant]:
 
 
 def code_of(node: ast.AST) -> Iterator[ast.AST]:
-    """What runs: no annotations, no `assert`, no sentence of an error."""
+    """Yields the nodes that execute, without annotations, `assert`s and error messages."""
     for field, value in ast.iter_fields(node):
         if field in ("annotation", "returns") or isinstance(value, ast.Assert):
             continue
@@ -139,7 +139,7 @@ def code_of(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def sampled_mutants(max_count: int, seed: int) -> list[Mutant]:
-    """`max_count` mutants, of each file about equally many."""
+    """Samples `max_count` mutants, about equally many per file."""
     chance = random.Random(seed)
     piles = [chance.sample(pile, len(pile)) for pile in ([*mutants_of(file)] for file in FILES)]
     rounds = [pile[i] for i in range(max_count) for pile in piles if i < len(pile)]
@@ -147,7 +147,7 @@ def sampled_mutants(max_count: int, seed: int) -> list[Mutant]:
 
 
 def importing(file: str) -> list[str]:
-    """The test files with an import of `file`, and the rows."""
+    """Returns the test files that import `file`, and the parity rows."""
     module = file.removesuffix(".py").replace("/", ".")
     found = [path for path in (ROOT / "tests").rglob("test_*.py") if module in imported(path)]
     assert found, f"no test imports {file}: pytest would run all"
@@ -157,6 +157,7 @@ def importing(file: str) -> list[str]:
 
 
 def imported(path: Path) -> set[str]:
+    """Returns the names that a file imports."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -167,6 +168,7 @@ def imported(path: Path) -> set[str]:
 
 
 def fate(tree: Tree, mutant: Mutant, failing: list[str]) -> dict[str, Any]:
+    """Runs a mutant; returns its record."""
     path = tree.folder / mutant.file
     original = path.read_bytes()
     begin = time.monotonic()
@@ -182,6 +184,7 @@ def fate(tree: Tree, mutant: Mutant, failing: list[str]) -> dict[str, Any]:
 
 
 def main(words: list[str]) -> int:
+    """Records or compares mutants; returns the exit code."""
     options = dict(word.split("=", 1) for word in words)
     console, copies, record = Console(), int(options.get("copies", 2)), Path(options["record"])
     mutants = sampled_mutants(int(options.get("count", 150)), int(options.get("seed", 71)))
@@ -210,11 +213,12 @@ def main(words: list[str]) -> int:
 
 
 def key(line: dict[str, Any]) -> tuple[str, int, str]:
+    """Returns what identifies a mutant."""
     return line["file"], line["number"], line["new"]
 
 
 def read(record: Path) -> tuple[list[str], dict[tuple[str, int, str], bool]]:
-    """The tests that fail without any mutant, and whether each mutant was killed."""
+    """Returns the tests that fail without a mutant, and whether each mutant was killed."""
     first, *lines = [json.loads(line) for line in record.read_text().splitlines()]
     return first["fail without any mutant"], {key(line): line["killed"] for line in lines}
 

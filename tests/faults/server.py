@@ -1,7 +1,7 @@
-"""Runs pytest again and again in copies of a process that has imported what takes seconds; a process of its own.
+"""Runs pytest repeatedly in forks of a process that has done seconds of imports.
 
-Of each line of stdin, a folder and pytest's arguments as a JSON list, it prints the exit code. Nothing of this
-repository is imported before the copy is made: it comes from that folder. What pytest says is in its file `output_fd`.
+For each line of stdin, a folder and pytest's arguments as a JSON list, it prints the exit code. Nothing of this
+repository is imported before the fork, so that it comes from that folder. Pytest's output is in the folder's `output`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import os
 import sys
 
-os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}  # before triton decorates functions of its own
+os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}  # before triton decorates its own functions
 
 import hypothesis  # noqa: F401
 import pytest
@@ -24,7 +24,7 @@ for line in sys.stdin:
     if child == 0:
         os.chdir(folder)
         sys.path.insert(0, folder)
-        os.environ["PYTHONPATH"] = folder  # of the fork server that pools of ranks come from
+        os.environ["PYTHONPATH"] = folder  # for the fork server of rank pools
         output_fd = os.open("output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output_fd, 1)
         os.dup2(output_fd, 2)

@@ -1,6 +1,6 @@
-"""Rotation, norms and appending of keys, values, latents and index keys: tables of cases.
+"""Cases of rotation, norms and appending of keys, values, latents and index keys.
 
-Each token goes where its slot says; caches are NaN before, and nothing else in their memory may be written.
+Each token goes to its slot; caches are NaN before, and nothing else in their memory may be written.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MANY = "kernels.attention.kv_append.MANY"
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotation of [N, heads, D] in float64."""
+    """Rotates [N, heads, D] in float64."""
     x, cos, sin = x.double().cpu(), cos.double().cpu()[:, None], sin.double().cpu()[:, None]
     a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
@@ -46,7 +46,7 @@ def normed(x: Tensor, norm_weight: Tensor, eps: float, dims: tuple[int, ...] = (
 
 
 def angles(N: int, half: int, dtype: torch.dtype, gen: torch.Generator, exact: bool) -> tuple[Tensor, Tensor]:
-    """Cosines and sines. If exact, of the quadrant axes: another order of roundings would write other bytes."""
+    """Returns cosines and sines; if exact, of multiples of 90 degrees, as the order of rounding changes bytes."""
     angle = torch.randn(N, half, generator=gen) * 100
     if exact:
         angle = (angle / 50).round() * (math.pi / 2)
@@ -55,7 +55,7 @@ def angles(N: int, half: int, dtype: torch.dtype, gen: torch.Generator, exact: b
 
 
 def slots_of(N: int, page_size: int, gen: torch.Generator, elsewhere: bool = False) -> Tensor:
-    """Different ones as far as there are, of which others than this rank own the third, or all."""
+    """Returns distinct slots as far as there are; the third, or all, belong to other ranks."""
     slots = torch.randperm(PAGES * page_size, generator=gen)[:N]
     slots = torch.cat([slots, torch.full((N - len(slots),), -1)])
     slots[slice(None) if elsewhere else slice(2, 3)] = -1
@@ -63,13 +63,14 @@ def slots_of(N: int, page_size: int, gen: torch.Generator, elsewhere: bool = Fal
 
 
 def stored(cache: Tensor, slots: Tensor, values: Tensor) -> Tensor:
-    """What a cache [pages, page_size, ...] holds with the values of tokens in their slots."""
+    """Returns a cache [pages, page_size, ...] with the values written to their slots."""
     found, mine = cache.double().cpu().clone(), slots >= 0
     found[slots[mine] // cache.shape[1], slots[mine] % cache.shape[1]] = values.double().cpu()[mine]
     return found
 
 
 def moved(given: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Copies arguments to a device."""
     return copied(given, device)[0]
 
 
@@ -77,13 +78,14 @@ def moved(given: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def append_heads(function: Any, k_scales: Any = None, v_scales: Any = None, norms: Any = None, **given: Any) -> Any:
+    """Calls `kv_append` with its norms and scales as pairs."""
     if norms is not None:
         norms = (*(given.pop(name) for name in ("q_gain", "k_gain")), norms)
     return function(**given, norms=norms, scales=(k_scales, v_scales))
 
 
 def caches(kv_heads: int, dim: int, page_size: int, dtype: torch.dtype, kv: str, blocks: bool) -> dict[str, Tensor]:
-    """Layers of one cache, whose pages are apart; or a block of bytes of each page and head."""
+    """Returns layers of a cache with separate pages, or with a block of bytes per page and head."""
     names = {"keys": "k_cache", "values": "v_cache", "key_scales": "k_scales", "value_scales": "v_scales"}
     block = BlockLayout.of([keys_and_values(max(kv_heads, 1), dim, dtype_name(dtype), kv, None)], page_size)
     if blocks:
@@ -102,10 +104,10 @@ def make_heads(
     *, q_heads: int, kv_heads: int, dim: int, page_size: int, N: int, device: torch.device, norms: str = "",
     dtype: torch.dtype = torch.float32, kv: str = "auto", blocks: bool = False, elsewhere: bool = False,
 ) -> Call:  # fmt: skip
-    """Arguments of `kv_append`, with norms of each head, of all heads or none.
+    """Makes arguments of `kv_append`, with norms of each head, of all heads or none.
 
-    In e4m3 numbers are from 1e-6 to 1e2, and zeros; bytes are as they have to be, but behind norms whose sums are of
-    another order: then each is a neighbouring number or power of two.
+    In e4m3 values are from 1e-6 to 1e2, and zeros. Bytes are exact, except after norms, whose sums have
+    another order: then each is at most a neighbouring value or power of two.
     """
     gen, exact = torch.Generator().manual_seed(dim + N), kv != "auto"
     heads, written = q_heads + 2 * kv_heads, caches(kv_heads, dim, page_size, dtype, kv, blocks)
@@ -133,7 +135,6 @@ def make_heads(
     max_error = 3e-5 if dtype == torch.float32 else 3 * 16 * 2**-11
 
     def near(x: Tensor, step: float) -> Tensor | float:
-        """The error of what is turned: none where bytes are exact, or one number, or power of two, behind norms."""
         return max_error if not exact else step * x.abs() + 1e-2 if norms else 0.0
 
     wanted: dict[str, Any] = {"0": (new_q, near(new_q, 0.14))}
@@ -155,17 +156,18 @@ HEADS = shapes_of(
 )
 WITH_KEYS = {name: shape for name, shape in HEADS.items() if shape["kv_heads"]}
 FEW = {"few": dict(q_heads=3, kv_heads=2, dim=80, page_size=7)}
-# One token a program, or several.
+# One token per program, or several.
 TOKENS = {"": Mode(), "several": Mode(settings={MANY: 0})}
 
 
 def interleaved(case: Call, name: str) -> None:
-    """As if neighbours were rotated instead of halves, the classic mistake."""
+    """Plants the classic fault: rotating neighbours instead of halves."""
     x = case.given[name]
     case.given[name] = torch.cat((x[..., ::2], x[..., 1::2]), -1)
 
 
 def norms_of_first_heads(case: Call) -> None:
+    """Plants a fault: means of the first heads for the norms."""
     qkv = case.given["qkv"].float()
     case.given["means"] = torch.stack([qkv[:, head].square().mean(-1) for head in (0, 4)], 1)
 
@@ -186,13 +188,13 @@ def make_projected(
     *, N: int, q_heads: int, kv_heads: int, D: int, K: int, device: torch.device, biased: bool = False,
     dtype: torch.dtype = torch.float32, few: bool = False, begin: int | None = 0, norms: bool = False,
 ) -> Call:  # fmt: skip
-    """Arguments of `qkv_append`; weights in e4m3 have scales over decades, and groups that begin so much before."""
+    """Makes arguments of `qkv_append`; e4m3 weights have scales over decades, and groups that begin at `begin`."""
     gen, heads = torch.Generator().manual_seed(N + K), q_heads + 2 * kv_heads
     x = torch.randn(N, 2 * K, generator=gen).to(dtype)[:, :K]
     weight: Matrix = torch.randn(heads * D, K, generator=gen).div(K**0.5).to(dtype).to(device)
     if few:
         weight = scaled(heads * D, K, begin, device)
-        weight.scales.clamp_(max=1e-2 / K**0.5)  # of numbers of about 100
+        weight.scales.clamp_(max=1e-2 / K**0.5)  # for values of about 100
     bias = torch.randn(heads * D, generator=gen).to(dtype) if biased else None
     cos, sin = angles(N, D // 2, dtype, gen, False)
     written = caches(kv_heads, D, 16, dtype, "auto", False)
@@ -200,12 +202,12 @@ def make_projected(
     if N > 2:
         slots[1] = -1
     y = (x.to(device).double() @ as_tensor(weight, torch.float64).double().T).cpu()
-    # Rounded as a projection's output, so that what is left are sums of another order and the rotation's rounding.
+    # Rounded like a projection's output, which leaves only the order of summation and the rotation's rounding.
     y = (y if bias is None else y + bias.double()).to(dtype).view(N, heads, D)
     q, k, v = y.split([q_heads, kv_heads, kv_heads], 1)
     given: dict[str, Any] = dict(x=x, bias=bias, cos=cos, sin=sin, slot_mapping=slots, **written)
-    # A unit in the last place of each of two values of up to 8 that are turned (1.4 of it), and of the result. fp32:
-    # sums of up to 1,100 terms of size 1 / sqrt(K) in another order.
+    # One ulp of each of two values up to 8 that are rotated (1.4 of it), and of the result. fp32: sums of up to 1,100
+    # terms of size 1 / sqrt(K) in another order.
     max_error = 8 * 2.4 * (2**-21 if dtype == torch.float32 else torch.finfo(dtype).eps)
     if norms:
         given |= dict(norms=1e-6, q_gain=torch.full((D,), 2.0, dtype=dtype), k_gain=torch.full((D,), 3.0, dtype=dtype))
@@ -237,7 +239,7 @@ QKV_APPEND = Op("qkv_append", make_projected, qkv_append)
 def split_over_programs(
     x: Tensor, weight: Matrix, bias: Tensor | None, k_cache: Tensor, split: int, norms: None, scales: Any, **given: Any
 ) -> Tensor:
-    """`qkv_append` by programs that share the columns, with so little shared memory that slots are filled again."""
+    """Runs `qkv_append` with programs that split the columns, and so little shared memory that stages are reused."""
     to = QKVTarget.create(x, len(weight) // k_cache.shape[3], k_cache=k_cache, **given)
     kernel = linear_sm90 if isinstance(weight, Tensor) else linear_fp8_sm90
     kernel.launch(x, weight, bias, to, False, split, 60)
@@ -245,10 +247,12 @@ def split_over_programs(
 
 
 def fits_hopper(case: Call) -> bool:
+    """Whether the SM90 kernel supports a case."""
     return on_hopper(case.given["x"], case.given["weight"], case.given["k_cache"].shape[3])
 
 
 def splits(few: bool, N: int, K: int, **sizes: int) -> dict[str, Mode]:
+    """Returns the splits of a case."""
     steps = -(-K // (256 if few and N <= 16 else 128))
     return {f"split-{n}": Mode({"split": n}) for n in (1, 2, 3, 4, 8) if n <= steps and (few or N <= 32)}
 
@@ -259,6 +263,7 @@ QKV_ON_HOPPER = Op("qkv_append-on-hopper", make_projected, split_over_programs, 
 
 
 def append_latents(function: Any, **given: Any) -> Any:
+    """Calls `mla_append` with its eps."""
     eps = 1e-20 if "scales" in given else 1e-5
     return function(**given, eps=eps)
 
@@ -267,13 +272,13 @@ def make_latents(
     *, heads: int, nope: int, latent: int, rope: int, page_size: int, N: int, device: torch.device,
     dtype: torch.dtype = torch.float32, kv: str = "auto", elsewhere: bool = False,
 ) -> Call:  # fmt: skip
-    """Arguments of `mla_append`; in e4m3 numbers are from 1e-4 to 1e2 in each group, and zeros."""
+    """Makes arguments of `mla_append`; in e4m3 values are from 1e-4 to 1e2 in each group, and zeros."""
     gen, few = torch.Generator().manual_seed(latent), kv == "fp8"
-    # Last parts of wider heads, and columns of a wider projection: strided. W_UK: a part of kv_b_proj.
+    # Strided: last parts of wider heads, columns of a wider projection. W_UK: a part of kv_b_proj.
     q = torch.randn(N, heads, 3 + nope + rope, generator=gen).to(dtype)[..., 3:]
     wide = torch.randn(N, 5 + latent + rope, generator=gen)
     norm_weight = torch.randn(latent, generator=gen)
-    if few:  # of one size: the mean square is 1 in any order of summation, and the norm changes nothing
+    if few:  # all of size 1: the mean square is 1 in any order of summation, and the norm is the identity
         wide = wide.sign()
         wide[1, 5 : 5 + latent] = 0
         norm_weight = norm_weight * 10.0 ** (torch.arange(latent) // 128 * 2 - 4)
@@ -281,7 +286,7 @@ def make_latents(
     w_uk = torch.randn(heads, nope + 2, latent, generator=gen).to(dtype)[:, :nope]
     cos, sin = angles(N, rope // 2, dtype, gen, few)
     slots = slots_of(N, page_size, gen, elsewhere)
-    # Layers of one cache: pages are apart from each other.
+    # Layers of one cache: pages are not adjacent.
     width = latent if few else latent + rope
     cache = torch.full((PAGES, 2, page_size, width), torch.nan).to(E4M3 if few else dtype)[:, 1]
     given: dict[str, Any] = dict(
@@ -289,10 +294,10 @@ def make_latents(
     )
     absorbed = torch.einsum("nha,har->nhr", q[..., :nope].double(), w_uk.double())
     new_q = torch.cat((absorbed, rotated(q[..., nope:], cos, sin)), -1)
-    # fp32: as many roundings as products, of sums up to 64. Below: one, of the sum.
+    # fp32: one rounding per product, of sums up to 64. Otherwise one of the sum.
     half = torch.finfo(dtype).eps / 2
     sum_error = nope * 64 * 2**-24 if dtype == torch.float32 else 64 * half
-    # fp32: a few roundings of 2^-24 of values up to 30. Below: three roundings of values up to 16.
+    # fp32: a few roundings of 2^-24 of values up to 30. Otherwise three roundings of values up to 16.
     max_error = 3e-5 if dtype == torch.float32 else 3 * 16 * half
     near = torch.tensor([sum_error, max_error], dtype=torch.float64).repeat_interleave(torch.tensor([latent, rope]))
     wanted: dict[str, Any] = {"0": (new_q, near.expand_as(new_q))}
@@ -304,8 +309,8 @@ def make_latents(
         given["ropes"] = torch.full((PAGES, 2, page_size, rope), torch.nan, dtype=dtype)[:, 1]
         whole = stored(given["scales"].mT, slots, factors).mT
         latents = stored(cache.float(), slots, numbers.float())
-        # A GPU divides by other numbers than powers of two, and takes roots, with an error, which fp32 alone shows: at
-        # most a neighbouring number of e4m3, or power of two.
+        # On a GPU, division (except by powers of two) and roots have errors, which only show in fp32: at most a
+        # neighbouring e4m3 value, or power of two.
         exact = dtype != torch.float32 or latent & (latent - 1) == 0
         wanted["cache"] = latents, 0.0 if exact else 0.14 * latents.abs() + 1e-6
         wanted["scales"] = whole, 0.0 if exact else whole.abs() + 1e-6
@@ -336,9 +341,9 @@ def make_index(
     *, heads: int, width: int, rope: int, page_size: int, device: torch.device, dtype: torch.dtype = torch.float32,
     few: bool = False,
 ) -> Call:  # fmt: skip
-    """Arguments of `index_append`; with e4m3, subnormal numbers beside large ones."""
+    """Makes arguments of `index_append`; in e4m3 with subnormal values next to large ones."""
     gen, N = torch.Generator().manual_seed(width), 6
-    # Parts of wider projections: strided.
+    # Strided: parts of wider projections.
     q = torch.randn(N, 3 + heads * width, generator=gen).to(dtype)[:, 3:].unflatten(1, (heads, width))
     k = torch.randn(N, width + 5, generator=gen)[:, :width] * 3 + 1
     cos, sin = angles(N, rope // 2, dtype, gen, False)
@@ -374,7 +379,7 @@ def make_index(
         factors = scales_of(new.float())
         scales = stored(given["scales"], slots, factors)
         keys = stored(cache.float(), slots, new / factors[:, None])
-        # Three bits: half of 2^-3 of a number, or of the least number's 2^-9; and fp32's 2^-22 at a boundary.
+        # Three bits: half of 2^-3 of a value, or of the minimum's 2^-9; and fp32's 2^-22 at a boundary.
         wanted["cache"] = keys, (keys.abs() * 2**-4).clamp(min=2**-10) * (1 + 2**-6)
         wanted["scales"] = scales, 0.0
     else:
@@ -388,7 +393,7 @@ INDEX_KEYS = shapes_of(
 
 
 def rotated_last(case: Call) -> None:
-    """MLA has its rotated part last, an indexer first: the classic mistake."""
+    """Plants the classic fault: MLA rotates the last dims, an indexer the first."""
     case.given["q"] = case.given["q"].flip(-1)
 
 
@@ -403,14 +408,15 @@ INDEX_APPEND = Op(
 def make_squares(
     *, q_heads: int, kv_heads: int, dim: int, N: int, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> Call:
+    """Makes arguments of the sums of squares."""
     wide = torch.randn(N, q_heads + 2 * kv_heads + 1, dim, generator=torch.Generator().manual_seed(dim)).to(dtype)
-    wide[:, 0] = torch.nan  # not of these heads
+    wide[:, 0] = torch.nan  # not part of these heads
     wide[:, q_heads + kv_heads + 1 :] = torch.nan  # values
     shares = 1 / (q_heads * dim), 0.25
     heads = wide[:, 1:].double().square()
     parts = heads[:, :q_heads], heads[:, q_heads : q_heads + kv_heads]
     sums = torch.stack([p.sum((1, 2)) * s for p, s in zip(parts, shares, strict=True)], 1)
-    # fp32 sums of up to 6144 positive numbers: at most a few units of 2^-24 for each of the tree's 20 levels.
+    # fp32 sums of up to 6144 positive terms: at most a few ulps of 2^-24 for each of the tree's 20 levels.
     given = {"qkv": wide.to(device)[:, 1:], "kv_heads": kv_heads, "shares": shares}
     return Call(given, {"0": (sums, 4e-6 * sums)}, torch.float32)
 

@@ -22,18 +22,20 @@ Shapes = dict[str, dict[str, Any]]
 
 
 def some(shapes: Shapes, *names: str) -> Shapes:
+    """Selects shapes by name."""
     return {name: shapes[name] for name in names}
 
 
-# ---- mistakes that have to show, and NaN that has to come out
+# ---- faults that have to show, and NaN that has to propagate
 
 
 def without_last_key(case: Case) -> None:
+    """Drops the first query's last key."""
     case.hi[0] -= 1
 
 
 def with_another_key(case: Case) -> None:
-    """The slot behind the last sequence's keys holds a number, and is read."""
+    """Reads one slot beyond the last sequence's keys, with a finite value in it."""
     page, slot = divmod(len(case.keys[-1]), case.store.page_size)
     for cache in (case.store.k, case.store.v):
         cache[case.store.table[-1, page].long(), slot] = cache[case.store.table[0, 0].long(), 0]
@@ -41,26 +43,29 @@ def with_another_key(case: Case) -> None:
 
 
 def scaled_more(case: Case) -> None:
+    """Changes the scale by 0.1%."""
     case.store = replace(case.store, scale=1.001 * case.store.scale)
 
 
 def other_lse(case: Case) -> None:
+    """Shifts the expected LSE."""
     case.wanted[1].add_(1e-3)
 
 
 def sink_in_base_2(case: Case) -> None:
+    """Takes sinks for base-2 logarithms."""
     assert case.store.sinks is not None
     case.store.sinks.add_(math.log(2))
 
 
 def rolled(case: Case, name: str, dim: int) -> None:
-    """Scales of another page, head or group, or slot."""
+    """Takes the scales of another page, head or group, or slot."""
     scales = getattr(case.store, name).roll(1, dim).contiguous().nan_to_num(1.0)
     case.store = replace(case.store, **{name: scales})
 
 
 def nan_in(case: Case, name: str, column: int = 5) -> None:
-    """In the fourth slot of a sequence's first page."""
+    """Puts NaN into the fourth slot of a sequence's first page."""
     plane, page = getattr(case.store, name), case.store.table[0, 0].long()
     if name == "k_scale":
         plane[page, 0, 3] = torch.nan
@@ -69,7 +74,7 @@ def nan_in(case: Case, name: str, column: int = 5) -> None:
 
 
 def other_bounds(case: Case, lengths: list[list[int]]) -> Iterator[None]:
-    """Bounds of sequences whose last query reads so many keys, and each before it one less."""
+    """Yields with the bounds of other lengths, one key less for each query before the last."""
     counts = torch.tensor(case.counts)
     before = counts.repeat_interleave(counts) - 1 - torch.cat([torch.arange(n) for n in case.counts])
     for sequences in lengths:
@@ -118,15 +123,15 @@ SHAPES: Shapes = {
     "sinks-window-verify": dict(counts=[4, 4], lengths=[90, 2], heads=(6, 2), window=10, page_size=48, sinks=True),
     "fewer-keys-than-queries": dict(counts=[4, 4], lengths=[2, 40]),
 }
-# A long sequence beside a short one, items that begin inside a run, and several query tiles: more parts than one go
-# merges.
+# A long sequence with a short one, items that begin inside a run, and several query tiles: more partials than one
+# program merges.
 IN_PARTS = {
     52: dict(counts=[1, 1], lengths=[1500, 100]),
     40: dict(counts=[1, 1], lengths=[1490, 100]),
     37: dict(counts=[2, 2], lengths=[1100, 100]),
     36: dict(counts=[17, 17], lengths=[900, 100]),
 }
-# More rows a KV head than 64: tiles of 128, and masks where a tile of keys is not read whole (not of fp32).
+# More than 64 rows per KV head: tiles of 128, and masks for partial tiles of keys (except in fp32).
 MANY_ROWS: Shapes = {
     "65": dict(counts=[13, 13], lengths=[301, 5], heads=(5, 1), dim=128),
     "96-pages-of-100": dict(counts=[12], lengths=[333], heads=(8, 1), dim=96, page_size=100),
@@ -136,7 +141,7 @@ MANY_ROWS: Shapes = {
     "256": dict(counts=[32], lengths=[290], heads=(8, 1), dim=128),
     "72-dim-256": dict(counts=[9], lengths=[150], heads=(8, 1), dim=256, page_size=64),
 }
-# Pages whose scales end between multiples of 16 bytes, tokens of one page in several tiles, and the usual page.
+# Pages whose scales end between multiples of 16 bytes, tokens of one page in several tiles, and the default page.
 BLOCK_SHAPES: Shapes = {
     "odd": dict(counts=[2, 2], lengths=[90, 33], heads=(6, 2), dim=48, page_size=7),
     "small": dict(counts=[1, 1], lengths=[50, 21], heads=(4, 4), dim=64, page_size=16),
@@ -161,8 +166,8 @@ FEW_BITS_ON_HOPPER: Shapes = {
     ),
     "hopper-dim-64-page-16": dict(counts=[4, 4], lengths=[140, 70], heads=(14, 2), dim=64, page_size=16),
 }
-# 65 to 128 rows of a KV head. The 64th is within a query's group but for groups of 8 and 16: half of its heads are
-# attended by other warps.
+# 65 to 128 rows per KV head. The 64th is inside a query's group except for groups of 8 and 16: other warps attend half
+# of its heads.
 GROUPS_ON_HOPPER: Shapes = {
     "hopper-10-of-7": dict(counts=[10, 10, 10], lengths=[700, 10, 129], heads=(14, 2), page_size=64),
     "hopper-12-of-7": dict(counts=[12] * 4, lengths=[500, 12, 1000, 64], heads=(7, 1), page_size=128),
@@ -170,7 +175,7 @@ GROUPS_ON_HOPPER: Shapes = {
     "hopper-13-of-5": dict(counts=[13, 13], lengths=[301, 50], heads=(10, 2), page_size=192),
     "hopper-16-of-8": dict(counts=[16, 16], lengths=[777, 16], heads=(8, 1), page_size=128),
     "hopper-25-of-3": dict(counts=[25, 25], lengths=[640, 91], heads=(3, 1), page_size=64),
-    # A group of drafts that passes on to a rank which held nothing: its first queries read no key there.
+    # Drafts that cross over to a rank without earlier keys: their first queries read no key there.
     "hopper-first-queries-without-keys": dict(counts=[12, 12, 12], lengths=[5, 1, 90], heads=(7, 1), page_size=64),
     "hopper-40-sequences": dict(counts=[12] * 40, lengths=[*range(12, 412, 10)], heads=(7, 1), page_size=64),
 }
@@ -184,20 +189,23 @@ ROWS_ON_HOPPER: Shapes = GROUPS_ON_HOPPER | {
 
 
 def rows_of(case: Case) -> tuple[Tensor, Any]:
+    """Returns queries and keys by sequence."""
     B = len(case.counts)
     return case.q.unflatten(0, (B, -1)), case.paged(B)
 
 
 def few_bits_on_hopper(case: Case) -> bool:
+    """Whether the SM90 FP8 decode kernel supports a case."""
     return flash_decode_fp8_sm90.fits(*rows_of(case))
 
 
 def many_rows_on_hopper(case: Case) -> bool:
+    """Whether the SM90 kernel for many rows supports a case."""
     return flash_decode_many_rows_sm90.fits(*rows_of(case))
 
 
 def small_values(dtype: torch.dtype, device: torch.device) -> Case:
-    """Weights far below the largest, of values of 0.01, are in fp16's range: many of them make the output."""
+    """Makes weights far below the maximum, of values of 0.01, in fp16's range: many of them make up the output."""
     made = make_case([1], [2000], heads=(4, 1), dim=128, page_size=64, dtype=dtype)
     one, pages, slots = torch.arange(2000), made.store.table[0, :32].long(), torch.arange(64)
     keys = torch.zeros_like(made.keys[0])
@@ -272,7 +280,7 @@ DECODE_ROWS = [
 
 
 def hopper_settings(splits: int = 1, rows: int = 1) -> dict[str, Any]:
-    """Rows from so few on that the kernel for Hopper takes them all, and splits of the keys."""
+    """Returns the thresholds that send all chunks to the SM90 kernel, and the number of key splits."""
     module = "kernels.attention.flash_prefill_sm90."
     return {
         module + "MIN_ROWS": rows,
@@ -282,16 +290,17 @@ def hopper_settings(splits: int = 1, rows: int = 1) -> dict[str, Any]:
 
 
 SPLIT_COUNT = "kernels.attention.split_prefill.split_count"
-# Keys shared by programs, more of them than tiles of keys at times: a sink counts once, no key twice.
+# Split keys, sometimes more splits than tiles of keys: a sink counts once, no key twice.
 SPLIT = {"split": Mode(settings={SPLIT_COUNT: lambda items, tiles, slots: 3})}
 
 
 def poisoned(x: Tensor, *size: Any, **more: Any) -> Tensor:
+    """Makes a NaN tensor like x."""
     made = x.new_full(size[0] if len(size) == 1 and not isinstance(size[0], int) else size, 0, **more)
     return made.fill_(torch.nan) if made.is_floating_point() else made
 
 
-# Unpacked so many pages of each segment at once: one, and some; what was in their memory is NaN.
+# Pages per segment to unpack at once: one, and some; their memory was NaN.
 PIECES = {
     f"pieces-of-{size}-bytes": Mode(
         settings={"kernels.attention.dequantized_prefill.PIECE_BYTES": size, "torch.Tensor.new_empty": poisoned}
@@ -314,14 +323,14 @@ PROMPTS: Shapes = {
     "sinks-window": dict(counts=[70, 9], lengths=[150, 4], window=23, page_size=100, sinks=True),
     "dim-256": dict(counts=[17], lengths=[70], heads=(2, 2), dim=256),
     "dim-8": dict(counts=[20], lengths=[20], heads=(5, 1), dim=8),
-    # Tiles are counted through all segments, 64 of them at a time.
+    # Tiles are counted over all segments, 64 at a time.
     "many-segments": dict(counts=SEVERAL[:70], lengths=SEVERAL[:70], heads=(4, 1), dim=16),
 }
-# Bounds that stand still for a block of queries and then jump, as a rank of a larger kvp sees them.
+# Bounds that stay for a block of queries and then jump, as on a rank of a larger kvp.
 ROUND_ROBIN: dict[str, Any] = dict(
     counts=[60], lengths=[40], window=16, reads=[[min(40, n // 16 * 8 + 4) for n in range(60)]]
 )
-# Hopper's kernel, at sizes around those of its tiles: 64 rows a group, 128 a program, 128 keys of two pieces.
+# The SM90 kernel around its tile sizes: 64 rows per group, 128 per program, 128 keys in two pieces.
 ODD = dict(counts=[1, 17, 63, 65, 129, 300], lengths=[301, 18, 63, 60, 513, 600])
 PROMPTS_ON_HOPPER: Shapes = {
     **{f"{q}-over-{kv}": dict(heads=(q, kv), **ODD) for q, kv in ((4, 4), (14, 2), (8, 1), (16, 1))},
@@ -343,10 +352,12 @@ PROMPTS_ON_HOPPER = {
 
 
 def prompts_on_hopper(case: Case) -> bool:
+    """Whether the SM90 prefill kernel supports a case."""
     return flash_prefill_sm90.fits(case.q, case.paged(), max(case.counts), max(map(len, case.keys)))
 
 
 def a_future_key(case: Case) -> None:
+    """Lets one query read a later key."""
     case.hi[4] += 1
 
 
@@ -390,21 +401,21 @@ PREFILL_ROWS = [
     ),
 ]  # fmt: skip
 
-# ---- parts merged by their LSE
+# ---- partials merged by their LSE
 
 
 def make_parts(
     *, W: int, N: int, H: int, D: int, device: torch.device, empty: float = 0.0, dtype: torch.dtype = torch.float32,
     to: str = "", nan: bool = False,
 ) -> Call:  # fmt: skip
-    """Parts of W sources, some of which are empty and left NaN.
+    """Makes partials of W sources, some of which are empty and NaN.
+
+    fp32: sums of up to 39 terms of size 4. Otherwise the result is rounded once, on a GPU to half an ulp of 4;
+    Triton's interpreter truncates bf16, a whole ulp.
 
     Args:
-        to: where the results go: anywhere, into the first "source", or into a "slice" of something wider, from one.
-        nan: in one source's LSE and in a number of another.
-
-    fp32: sums of up to 39 terms of size 4. Below, the result is rounded once, which a GPU does to half a unit of 4;
-    Triton's interpreter cuts bf16 off, a whole unit.
+        to: output: new, the first "source", or a "slice" of something wider, from one.
+        nan: in one source's LSE and in a value of another.
     """
     gen, first = torch.Generator().manual_seed(W * 1000 + N), 1 if to == "slice" else 0
     lse = torch.randn(W, N, H + 2 * first, generator=gen) * 10
@@ -432,12 +443,14 @@ def make_parts(
 
 
 def merge(function: Any, dtype: torch.dtype, **given: Any) -> Any:
+    """Merges partials and checks dtypes."""
     out, lse = function(**given, return_lse=True)
     assert out.dtype == dtype and lse.dtype == torch.float32
     return out, lse
 
 
 def lse_shifted(case: Call) -> None:
+    """Shifts one source's LSE."""
     case.given["lse"][1] += 0.01
 
 

@@ -1,4 +1,4 @@
-"""Projections, also with weights in e4m3, and what is computed number by number: tables of cases."""
+"""Cases of projections, also with e4m3 weights, and of elementwise ops."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REFERENCE = ("reference",)
 
 
 def gate(y: Tensor) -> Tensor:
-    """silu(gate) * up of the two halves."""
+    """Returns silu(gate) * up of the two halves."""
     first, up = y.chunk(2, -1)
     return first / (1 + (-first).exp()) * up
 
@@ -38,7 +38,7 @@ def make_linear(
     *, N: int, R: int, K: int, device: torch.device, biased: bool = False, gated: bool = False, exact: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> Call:  # fmt: skip
-    """x, strided; a weight with NaN behind it."""
+    """Makes arguments of `linear`: x strided, NaN after the weight."""
     gen = torch.Generator().manual_seed(K)
     x = torch.randn(N, 2 * K, generator=gen).to(device, dtype)[:, :K]
     rows = 2 * R if gated else R
@@ -56,7 +56,7 @@ def make_linear(
 
 
 def scaled(rows: int, columns: int, begin: int | None, device: Any, seed: int = 0) -> ScaledMatrix:
-    """A matrix with scales from 1e-6 to 1e2, and NaN behind its rows; `begin` None: one scale a row."""
+    """Makes a matrix with scales from 1e-6 to 1e2, and NaN after its rows; `begin` None: one scale per row."""
     generator = torch.Generator().manual_seed(seed)
     group, begin = (columns, 0) if begin is None else (128, begin)
     data = torch.full((rows + 4, columns), torch.nan)
@@ -70,12 +70,12 @@ def make_scaled(
     *, N: int, R: int, K: int, begin: int | None, device: torch.device, biased: bool = False, gated: bool = False,
     exact: bool = False, dtype: torch.dtype = torch.float32, unpacked: bool = False, seed: int = 0,
 ) -> Call:  # fmt: skip
-    """Weights in e4m3, which may be rounded to the dtype where they are `unpacked`."""
+    """Makes arguments with e4m3 weights; `unpacked` ones may be rounded to the dtype."""
     gen = torch.Generator().manual_seed(K)
     x = torch.randn(N, 2 * K, generator=gen).to(device, dtype)[:, :K]
     weight = scaled(2 * R if gated else R, K, begin, device, seed)
     if dtype is torch.float16:
-        weight.scales.clamp_(max=1e-3)  # results are below 65,504
+        weight.scales.clamp_(max=1e-3)  # keeps results below 65,504
     bias = torch.randn(len(weight), generator=gen).to(device, dtype) if biased else None
     whole = weight.dequantize(torch.float64)
     y, size = x.double() @ whole.T, x.double().abs() @ whole.T.abs()
@@ -84,7 +84,7 @@ def make_scaled(
     if gated:
         y, (a, b) = gate(y), size.chunk(2, 1)
         size = a * b + a + b
-    # Sums in fp32 are off by a few of its units of their terms' sizes; results are rounded.
+    # fp32 sums are off by a few ulps of their terms' sizes; results are rounded.
     eps = 0.0 if exact or dtype is torch.float32 else torch.finfo(dtype).eps
     max_error = size * 2e-6 + ((12 if unpacked else 3) * size + y.abs()) * eps
     given = dict(x=x, weight=weight, bias=bias, gated=gated, exact=exact)
@@ -92,7 +92,7 @@ def make_scaled(
 
 
 def on_hopper(x: Tensor, weight: Any, bias: Tensor | None, gated: bool, exact: bool, split: int) -> Tensor:
-    """`linear` by so many programs that share K, with so little shared memory that slots are filled again."""
+    """Runs `linear` with `split` programs that share K, and so little shared memory that stages are reused."""
     out = torch.full((len(x), len(weight) // (2 if gated else 1)), torch.nan, dtype=x.dtype, device=x.device)
     module = linear_fp8_sm90 if isinstance(weight, ScaledMatrix) else linear_sm90
     module.launch(x, weight, bias, out, gated, split, 40)
@@ -100,6 +100,7 @@ def on_hopper(x: Tensor, weight: Any, bias: Tensor | None, gated: bool, exact: b
 
 
 def fits_hopper(case: Call) -> bool:
+    """Whether the SM90 kernel supports a case."""
     x, weight, (wanted, _) = case.given["x"], case.given["weight"], case.wanted["0"]
     if isinstance(weight, ScaledMatrix):
         return linear_fp8_sm90.fits(x, weight, wanted.shape[1] if case.given["gated"] else None)
@@ -115,7 +116,7 @@ ON_HOPPER = shapes_of(
     (2, 65, 64), (5, 33, 528), (8, 640, 448), (16, 70, 1040), (31, 130, 368), (17, 257, 2368), (9, 1, 8192),
     names="N R K",
 )  # fmt: skip
-# Ragged groups, cuts inside them, one scale a row, and more columns than a program's threads load at once.
+# Ragged groups, cuts inside them, one scale per row, and more columns than a program's threads load at once.
 SCALED = shapes_of(
     (1, 40, 256, 0), (1, 9, 1100, 96), (2, 33, 300, 64), (3, 64, 144, 100), (4, 7, 511, 16), (7, 50, 400, 64),
     (16, 65, 128, 0), (33, 130, 272, 112), (100, 96, 520, 0), (1, 24, 200, None), (5, 24, 200, None), (1, 8, 48, 80),
@@ -127,37 +128,38 @@ SCALED_ON_HOPPER = shapes_of(
     (100, 264, 2368, None), (128, 136, 400, 0),
     names="N R K begin",
 )  # fmt: skip
-# One matrix follows another in the memory that they are unpacked to.
+# Matrices are unpacked one after the other into the same memory.
 UNPACKED = {"": Mode(settings={"kernels.dense.linear_scaled.MANY": 5})}
 
 
 def splits_of(shapes: dict[str, dict[str, Any]], splits: Any) -> Iterator[tuple[dict[str, Any], dict[str, Mode]]]:
-    """A shape, and ways in which so many programs share its K."""
+    """Yields each shape with its splits of K."""
     for name, shape in shapes.items():
         yield {name: shape}, {f"split-{n}": Mode({"split": n}) for n in splits(**shape)}
 
 
 def slices(N: int, R: int, K: int) -> list[int]:
-    """Slices that begin at 16 bytes."""
+    """Returns the splits whose slices begin at 16 bytes."""
     return [split for split in (1, 2, 4, 8) if K % (16 * split) == 0]
 
 
 def runs(N: int, R: int, K: int, begin: int | None) -> list[int]:
-    """Runs of steps, of which each program has one."""
+    """Returns splits into runs of steps, one per program."""
     return [n for n in (1, 2, 3, 5, 8, 16) if n <= -(-(K + (begin or 0)) // (256 if N <= 16 else 128))]
 
 
 def row_doubled(case: Call) -> None:
+    """Doubles a row of the weight."""
     case.given["weight"][9] *= 2
 
 
 def scales_rolled(case: Call, dim: int) -> None:
-    """Scales of the next group or row."""
+    """Takes the scales of the next group or row."""
     case.given["weight"] = replace(case.given["weight"], scales=case.given["weight"].scales.roll(1, dim))
 
 
 def groups_later(case: Call) -> None:
-    """Groups that begin a column later."""
+    """Shifts groups by a column."""
     case.given["weight"] = replace(case.given["weight"], begin=case.given["weight"].begin + 1)
 
 
@@ -188,7 +190,7 @@ LINEAR_ROWS = [
             shape, which=KERNEL, gpu=True, modes=modes, biased=(False, True), gated=(False, True), dtype=FEW_BITS
         )
     ),
-    # In slices of its own or, where they would not begin at 16 bytes, in runs of steps; and leaves no sums behind.
+    # In slices or, if these would not begin at 16 bytes, in runs of steps; leaves no partial sums.
     *LINEAR_ON_HOPPER.rows(
         shapes_of((16, 70, 1680), (18, 257, 2368), (5, 40, 1040), names="N R K"), which=KERNEL, gpu=True, repeats=2,
         modes={f"split-{n}": Mode({"split": n}) for n in (2, 3, 5, 6, 7)}, biased=(True,), gated=(False, True),
@@ -228,7 +230,7 @@ LINEAR_ROWS = [
 def make_per_head(
     *, N: int, heads: int, wide: int, narrow: int, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> Call:
-    """x out of wider heads, W_UV as a transposed view of kv_b_proj, and where the result goes in other heads."""
+    """Makes arguments: x from wider heads, W_UV as a transposed view of kv_b_proj, and an output inside other heads."""
     gen = torch.Generator().manual_seed(N + heads)
     x = torch.randn(N, heads, wide + 3, generator=gen).to(dtype).to(device)[..., 3:]
     weight = torch.randn(heads, 5 + narrow, wide, generator=gen).to(dtype).to(device)[:, 5:].mT
@@ -241,6 +243,7 @@ def make_per_head(
 
 
 def use_another_head(case: Call) -> None:
+    """Takes another head's matrix."""
     case.given["weight"] = case.given["weight"].roll(1, 0)
 
 
@@ -249,14 +252,14 @@ PER_HEAD = Op(
     mistakes={"of-another-head": (dict(N=2, heads=3, wide=16, narrow=16), use_another_head)},
 )  # fmt: skip
 
-# ---- number by number
+# ---- elementwise
 
 # Of values up to about 8: fp32 sums of a thousand terms; below it the roundings named in the ops, half a unit each.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3 * 8 * 2**-11, torch.bfloat16: 3 * 8 * 2**-8}
 
 
 def strided(N: int, width: int, dtype: torch.dtype, gen: torch.Generator, nan: bool, device: torch.device) -> Tensor:
-    """Rows of a wider matrix; NaN in the second one."""
+    """Makes rows of a wider matrix, optionally with NaN in the second one."""
     x = torch.randn(N, width + 3, generator=gen).to(dtype).to(device)[:, :width]
     if nan:
         x[1, 3] = torch.nan
@@ -266,6 +269,7 @@ def strided(N: int, width: int, dtype: torch.dtype, gen: torch.Generator, nan: b
 def make_norm(
     *, N: int, H: int, device: torch.device, adds: bool = False, dtype: torch.dtype = torch.float32, nan: bool = False
 ) -> Call:
+    """Makes arguments of a norm."""
     gen = torch.Generator().manual_seed(H)
     x = strided(N, H, dtype, gen, nan, device)
     residual = torch.randn(N, H, generator=gen).to(dtype).to(device) if adds else None
@@ -281,7 +285,7 @@ def make_gated(
     *, N: int, F: int, device: torch.device, gates: int | None = None, dtype: torch.dtype = torch.float32,
     nan: bool = False,
 ) -> Call:  # fmt: skip
-    """Arguments of `silu_mul`, or, with the width of a gate, of `sigmoid_mul`."""
+    """Makes arguments of `silu_mul`, or, with the width of a gate, of `sigmoid_mul`."""
     gen = torch.Generator().manual_seed(F)
     if gates is None:
         gate_up = strided(N, 2 * F, dtype, gen, nan, device)
@@ -291,7 +295,7 @@ def make_gated(
 
 
 def make_embedding(*, V: int, H: int, device: torch.device) -> Call:
-    """Tokens from 5 on are of this rank."""
+    """Makes arguments of an embedding shard that begins at token 5."""
     weight, tokens = torch.randn(V, H), torch.tensor([5, 100, 7, 4, 14, 15])
     mine = (tokens >= 5) & (tokens < 5 + V)
     rows = torch.zeros(6, H)
@@ -300,6 +304,7 @@ def make_embedding(*, V: int, H: int, device: torch.device) -> Call:
 
 
 def residual_forgotten(case: Call) -> None:
+    """Drops the residual."""
     case.given["residual"] = None
 
 

@@ -1,4 +1,4 @@
-"""Routed experts: tables of cases, with results in float64."""
+"""Cases of routed experts, with results in float64."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ F32_BF16 = torch.float32, torch.bfloat16
 
 @dataclass
 class Case:
-    """Arguments of `RoutedExperts`; what nobody may read is NaN."""
+    """Arguments of `RoutedExperts`; memory that must not be read is NaN."""
 
     x: Tensor
     ids: Tensor
@@ -39,7 +39,7 @@ class Case:
 
     @cached_property
     def wanted(self) -> Tensor:
-        """[N, H] float64 on the CPU, one pair of a token and an expert at a time."""
+        """Expected output [N, H] float64 on the CPU, computed pair by pair of tokens and experts."""
         x, weights, local = self.x.double(), self.weights.double(), self.ids - self.first
         out = torch.zeros_like(x) if self.addend is None else self.addend.double()
         for e in range(len(self.gate_up)):
@@ -62,8 +62,8 @@ class Case:
         """Compares with float64.
 
         Tolerances: fp32 sums of up to a few hundred terms of size 1/sqrt(terms), twice in a row, and over experts: a
-        few units of 2^-24 of values up to 10. In bf16 the two halves, the activations and an expert's output may each
-        be rounded, and the result is: five times half a unit, 2^-9, of values up to 6.
+        few ulps of 2^-24 of values up to 10. In bf16 the two halves, the activations and an expert's output may each
+        be rounded, and the result is: five times half an ulp, 2^-9, of values up to 6.
         """
         assert out.dtype == self.x.dtype and out.shape == self.wanted.shape
         tolerance = {torch.float32: 2e-5, torch.bfloat16: 30 * 2**-9, torch.float16: 30 * 2**-12}[out.dtype]
@@ -76,19 +76,19 @@ def make_experts(
     seed: int = 0, choices: str = "any", shared: int = 0, hint: int | None = None, nan_token: int | None = None,
     form: tuple[bool, int, tuple[int, int]] | None = None, apart: int = 3, poison: bool = True,
 ) -> Case:  # fmt: skip
-    """Random tokens that choose k different ones of `experts` (all local if None), of which E are here.
+    """Makes random tokens that select k different ones of `experts` (None: all are local), of which E are local.
 
     Args:
-        first: the first one that is here; None: they are those in the middle.
-        choices: any; "nobody" here; "crowded": all slots the last one here; "one": all tokens' first one is here, no
-            other; "same": all tokens' are the first token's; "first-nobody": so, but for the first token; "lone": of
-            one token, one is here; "third": so is the third of all tokens; "four": all choose the same four.
-        shared: as many of the first ones are the last choices of all tokens, as `route` has them.
-        hint: how many the op is told that all choose; None: those.
-        form: of weights of a few bits, whether they are e2m1, else e4m3; columns of a group, and how many of the first
-            groups' columns lie before.
-        apart: numbers between rows of x, which are NaN.
-        poison: whether weights that nobody chose are NaN.
+        first: the first local expert; None: the local ones are in the middle.
+        choices: any; "nobody" local; "crowded": all slots the last local one; "one": all tokens select the first local
+            one and no other; "same": all as the first token; "first-nobody": the same, without the first token; "lone":
+            one token selects one local expert; "third": so does every third token; "four": all select the same four.
+        shared: number of first experts that are the last selections of all tokens, as from `route`.
+        hint: number of selected experts that the op is given; None: the true one.
+        form: of low-bit weights: whether they are e2m1, else e4m3; columns per group; columns of the first groups on
+            earlier ranks.
+        apart: NaN values between rows of x.
+        poison: whether unselected experts' weights are NaN.
     """
     gen = torch.Generator(device).manual_seed(seed)
     first = (((experts or E) - E) // 2) if first is None else first
@@ -110,7 +110,7 @@ def make_experts(
         ids[: choices == "first-nobody"] = -1
     elif choices == "crowded":
         ids[:] = first + E - 1
-        weights /= k  # values as large as the tolerance is made for
+        weights /= k  # keeps values within the tolerance's assumptions
     elif choices != "any":
         ids[:] = -1
         if choices == "one":
@@ -140,15 +140,16 @@ def make_experts(
 
 
 def make_quantized(case: Case, form: tuple[bool, int, tuple[int, int]]) -> Case:
+    """Quantizes a case's weights."""
     packed, group, (gate_begin, down_begin) = form
     gate_up = scaled(case.gate_up, packed, group, gate_begin)
     return replace(case, gate_up=gate_up, down=scaled(case.down, packed, group, down_begin, seed=1))
 
 
 def scaled(like: Tensor, packed: bool, group: int, begin: int, seed: int = 0) -> ScaledMatrix:
-    """Weights of the size of `like` [E, R, K]: e4m3 with scales from 1e-6 to 1e2, or e2m1 with powers of two.
+    """Makes quantized weights like `like` [E, R, K]: e4m3 with scales from 1e-6 to 1e2, or e2m1 with powers of two.
 
-    Behind the last expert stand NaN, in numbers and in scales.
+    After the last expert, values and scales are NaN.
     """
     device = like.device
     gen = torch.Generator(device).manual_seed(seed)
@@ -158,7 +159,7 @@ def scaled(like: Tensor, packed: bool, group: int, begin: int, seed: int = 0) ->
         data = torch.randint(256, (E + 1, R, K // 2), generator=gen, dtype=torch.uint8, device=device)
         top = round(math.log2(size)) - 1
         scales = (torch.randint(-20, top + 1, shape, generator=gen, device=device) + 127).to(torch.uint8)
-        scales[:, ::2] = top + 127  # so that most weights count
+        scales[:, ::2] = top + 127  # so that most weights contribute
         scales[E] = 255
     else:
         scales = 10 ** (torch.rand(shape, generator=gen, device=device) * 8 - 6)
@@ -173,16 +174,18 @@ _empty = torch.empty
 
 
 def poisoned(*shape: int, **options: Any) -> Tensor:
+    """Makes NaN memory."""
     made = _empty(*shape, **options)
     return made.fill_(torch.nan) if made.is_floating_point() else made
 
 
 def never(*tensors: Any) -> bool:
+    """Supports no case."""
     return False
 
 
 def way(name: str) -> Mode:
-    """One algorithm for all sizes, over memory that begins as NaN."""
+    """Returns a mode with one algorithm for all sizes, and NaN memory."""
     module = "kernels.moe."
     fits = {f"{module}{hopper}.fits": never for hopper in ("experts_sm90", "experts_scaled_sm90")}
     return Mode(
@@ -190,27 +193,29 @@ def way(name: str) -> Mode:
     )
 
 
-FEW = {"few": way("few")}  # a program a pair and tile takes the interpreter long: of few tokens
-OTHERS = {"some": way("some"), "many": way("many")}  # the fourth is Hopper's
+FEW = {"few": way("few")}  # a program per pair and tile is slow in the interpreter: few tokens only
+OTHERS = {"some": way("some"), "many": way("many")}  # the fourth is the SM90 kernel
 WAYS = FEW | OTHERS
 
 
 def slot_left_out(case: Case) -> None:
+    """Drops each token's first expert."""
     case.ids[:, 0] = -1
 
 
 def summand_left_out(case: Case) -> None:
+    """Drops the addend."""
     case.addend = None
 
 
 def scales_rolled(case: Case, name: str, dim: int) -> None:
-    """Scales of a neighbouring group, or row."""
+    """Takes the scales of a neighbouring group, or row."""
     right = getattr(case, name)
     setattr(case, name, replace(right, scales=right.scales.roll(1, dim).contiguous()))
 
 
 def other_choices(case: Case) -> Iterator[None]:
-    """Any, then all tokens on the same four, one of which is elsewhere, then any."""
+    """Yields with any selection, then all tokens on the same four, one of them remote, then any."""
     N, k = case.ids.shape
     any_ids = [torch.rand(N, 16, generator=torch.Generator().manual_seed(n)).argsort(1)[:, :k] for n in range(2)]
     for ids in (any_ids[0], torch.arange(3, 3 + k).expand(N, -1), any_ids[1]):
@@ -243,7 +248,7 @@ SHARED = {
     f"{N}-{k}-{E}-shared-{shared}": dict(N=N, k=k, E=E, H=48, F=24, shared=shared, clamped=True, addend=True)
     for N, k, E, shared in ((5, 3, 5, 2), (16, 2, 4, 1), (17, 3, 4, 2), (40, 4, 9, 1), (35, 2, 2, 2))
 }
-# Experts without tokens, tokens without experts, all tokens on one expert, hints that hold and that do not.
+# Experts without tokens, tokens without local experts, all tokens on one expert, right and wrong hints.
 ANY = {
     "elsewhere": dict(N=33, k=2, E=3, H=29, F=19, experts=9, first=4),
     "one-here": dict(N=17, k=4, E=1, H=16, F=7, experts=7, first=6),
@@ -258,12 +263,12 @@ NOTHING = {
     "nan-of-a-token": dict(N=8, k=2, E=4, H=32, F=16, nan_token=3),
     "nan-of-a-clamped-token": dict(N=8, k=2, E=4, H=32, F=16, nan_token=3, clamped=True),
 }
-# e2m1 or e4m3, columns of a group, columns of the first groups that other ranks have.
+# e2m1 or e4m3, columns per group, columns of the first groups on other ranks.
 FORMATS = (
     (False, 128, (0, 0)), (False, 128, (64, 96)), (False, 128, (8, 120)), (False, 256, (128, 208)),
     (False, 4096, (0, 64)), (True, 32, (0, 0)), (True, 32, (8, 16)), (True, 32, (0, 2)),
 )  # fmt: skip
-# Ragged groups, cuts inside of one, one of all columns; experts elsewhere, shared ones, biases and clamps.
+# Ragged groups, cuts inside one, one over all columns; remote and shared experts, biases and clamps.
 SCALED = {
     "7-3-5": dict(N=7, k=3, E=5, H=100, F=162, experts=8, clamped=True, addend=True, seed=7, hint=1),
     "18-2-3": dict(N=18, k=2, E=3, H=34, F=24, experts=6, addend=True, seed=18),
@@ -274,7 +279,7 @@ SCALED_FEW = {
 }
 LONG = shapes_of(
     (1, 8, 128, 2048, 96), (4, 4, 4, 720, 360), (5, 8, 128, 512, 96), (64, 4, 8, 360, 200), (900, 2, 4, 256, 104),
-    (64, 8, 128, 2048, 96), (16, 4, 32, 2880, 360),  # of some tokens, such that down starts early, by many rows
+    (64, 8, 128, 2048, 96), (16, 4, 32, 2880, 360),  # enough tokens that down starts early, by many rows
     names=SIZES,
 )  # fmt: skip
 LONG_SCALED = shapes_of(
@@ -283,7 +288,7 @@ LONG_SCALED = shapes_of(
 
 
 def half_here(shapes: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Ranks that hold half of the experts, in the middle."""
+    """Halves the local experts to the middle ones."""
     return {name: s | dict(experts=2 * s["E"], addend=True) for name, s in shapes.items()}
 
 

@@ -1,4 +1,4 @@
-"""Routed experts on Hopper, few tokens of wide experts and weights of a few bits: tables of cases for GPUs."""
+"""Cases of routed experts for GPUs: SM90, few tokens of wide experts, and low-bit weights."""
 
 from __future__ import annotations
 
@@ -24,47 +24,51 @@ from tests.kernels.suite import KERNEL, Mode, Op, shapes_of
 
 
 def make_wide(*, N: int, **shape: Any) -> Case:
-    """Cases of which copies are aligned; of one token there is no summand."""
+    """Makes cases with aligned copies; no addend with one token."""
     return make_experts(N=N, addend=N > 1, dtype=torch.bfloat16, apart=8, **shape)
 
 
 def fits_few(case: Case) -> bool:
+    """Whether the SM90 kernel for few tokens supports a case."""
     return experts_sm90.fits(case.x, case.gate_up, case.down)
 
 
 def fits_scaled(case: Case) -> bool:
+    """Whether the SM90 kernel for scaled weights supports a case."""
     return experts_scaled_sm90.fits(case.x, case.ids, case.gate_up, case.down)
 
 
 def fits_either(case: Case) -> bool:
+    """Whether either SM90 kernel supports a case."""
     return fits_few(case) or fits_scaled(case)
 
 
 def fits_many(case: Case) -> bool:
+    """Whether the SM90 kernel for many tokens supports a case."""
     return experts_many_sm90.fits(case.x, case.ids.numel(), len(case.gate_up), case.gate_up, case.down)
 
 
 def gigabytes(shape: Mapping[str, Any]) -> float:
-    """Of weights in bf16 and the numbers that they are made of; those that are rounded to e4m3 are in fp32."""
+    """Returns the GB of bf16 weights and their source values; those to be rounded to e4m3 are in fp32."""
     return 2 + 3e-9 * shape["E"] * shape["H"] * shape["F"] * (14 if "form" in shape else 6)
 
 
 WIDE = "k experts E H F clamped"
-# Qwen3-30B-A3B, gpt-oss-20b, DeepSeek-R1: experts of a token, in all and on a rank, H, the rank's F, biases and clamp.
+# Qwen3-30B-A3B, gpt-oss-20b, DeepSeek-R1: experts per token, in all and on a rank, H, the rank's F, biases and clamp.
 RANKS = shapes_of(
     (8, 128, 16, 2048, 768, False), (8, 128, 32, 2048, 384, False),
     (4, 32, 4, 2880, 2880, True), (4, 32, 8, 2880, 1440, True), (4, 32, 32, 2880, 360, True),
     (8, 256, 32, 7168, 2048, False), (8, 256, 64, 7168, 1024, False), (8, 256, 256, 7168, 512, False),
     names=WIDE,
 )  # fmt: skip
-# Columns that begin inside a group, of the least size, twice that, or all.
+# Columns that begin inside a group, which has the minimum size, twice that, or all columns.
 E4M3_RANKS = shapes_of(
     (8, 128, 16, 2048, 768, False, (False, 128, (0, 0))), (8, 256, 32, 7168, 2048, False, (False, 128, (0, 0))),
     (4, 32, 8, 2880, 1440, True, (False, 128, (0, 96))), (4, 32, 32, 2880, 336, True, (False, 128, (80, 16))),
     (8, 16, 16, 2048, 384, False, (False, 4096, (0, 384))), (8, 16, 16, 2048, 384, False, (False, 256, (128, 208))),
     names=WIDE + " form",
 )  # fmt: skip
-# Blocks of 8 to 32 pairs, experts of several; columns that begin inside a group.
+# Blocks of 8 to 32 pairs, several experts' pairs; columns that begin inside a group.
 FEW_BITS_RANKS = shapes_of(
     (40, 8, 128, 128, 2048, 768, False, (False, 128, (0, 0))),
     (17, 8, 256, 32, 7168, 2048, False, (False, 128, (0, 0))),
@@ -77,7 +81,7 @@ FEW_BITS_RANKS = shapes_of(
     (19, 3, 7, 5, 352, 224, False, (True, 32, (32, 96))), (128, 4, 8, 8, 288, 192, True, (True, 64, (0, 32))),
     names=f"N {WIDE} form",
 )  # fmt: skip
-# Tiles and blocks with odd ends; experts that all chose, or nobody.
+# Tiles and blocks with partial ends; experts that all or no tokens selected.
 MANY_PAIRS = shapes_of(
     (300, 2, 6, 4, 256, 112, (False, 128, (0, 0))), (256, 1, 2, 2, 320, 256, (False, 128, (0, 0))),
     (401, 3, 7, 5, 576, 400, (False, 256, (64, 208))), (333, 2, 4, 4, 1088, 144, (False, 2048, (0, 640))),

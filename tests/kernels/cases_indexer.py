@@ -1,4 +1,4 @@
-"""Scores of the tokens that an indexer chooses from: tables of cases, for decode steps, verified groups and prompts."""
+"""Cases of indexer scores, for decode steps, verification and prompts."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def make_scores(
     *, counts: list[int], lengths: list[int], heads: int, width: int, page_size: int, device: torch.device,
     dtype: torch.dtype = torch.float32, few: bool = False, chunks: bool = False, far: bool = False, nan: bool = False,
 ) -> Call:  # fmt: skip
-    """Queries at the ends of sequences over pages in no order; unused slots are NaN, unused pages far outside.
+    """Makes queries at the ends of sequences over shuffled pages; unused slots are NaN, unused pages out of range.
 
-    With `few`, keys are in e4m3; pages of numbers are strided, those of scales are not. Where no score belongs 7 stays.
+    With `few`, keys are in e4m3; value pages are strided, scale pages are not. Entries without a score keep 7.
     """
     gen = torch.Generator().manual_seed(heads)
     needed = [-(-length // page_size) for length in lengths]
@@ -41,7 +41,7 @@ def make_scores(
     scales = None
     if few:
         numbers, scales = quantize_fp8(cache)
-        scales *= 2.0 ** (torch.arange(page_size) % 3)  # of its own for each slot
+        scales *= 2.0 ** (torch.arange(page_size) % 3)  # different for each slot
         cache = torch.full((pages, 2, page_size, width), torch.nan).to(torch.float8_e4m3fn)[:, 1]
         cache.copy_(numbers)
     else:
@@ -53,10 +53,10 @@ def make_scores(
         at = torch.arange(int(hi[n]))
         products = (keys[tables[i, at // page_size].long(), at % page_size] @ q[n].double().T).relu()
         scores[n, : len(at)] = products @ weights[n].double()
-    # Products of up to 128 terms of size 1, of 64 heads, in fp32: sqrt(128 * 64) roundings of 2^-24 of partial sums up
-    # to 60, at most; four times as large with scales.
+    # fp32 sums of up to 128 terms of size 1, over 64 heads: at most sqrt(128 * 64) roundings of 2^-24 of partial sums
+    # up to 60; four times as large with scales.
     max_error = 3e-4 * (4 if few else 1)
-    if far:  # in a cache of 2^32 numbers
+    if far:  # in a cache of 2^32 elements
         begin = (1 << 32) // cache[0].numel() + 1
         whole = torch.empty(begin + pages, page_size, width, dtype=dtype, device=device)
         whole[begin:] = cache.to(device)
@@ -71,7 +71,7 @@ def make_scores(
 
 
 def rectified_sum(case: Call) -> None:
-    """A rectifier over the sum of all heads instead of each: the queries' weights have the other sign."""
+    """Plants a fault that equals a rectifier over the sum of heads instead of each: negates the weights' signs."""
     case.given["weights"] = case.given["weights"].abs()
 
 
@@ -80,6 +80,7 @@ SCORES = Op("index_scores", make_scores, index_scores, mistakes={"weights": (ONE
 
 
 def steps(*shapes: tuple[int, list[int], int, int, int]) -> dict[str, dict[str, Any]]:
+    """Returns decode shapes by name."""
     return {
         f"{each}-each-of-{len(lengths)}-heads-{heads}-width-{width}-page-{page}": dict(
             counts=[each] * len(lengths), lengths=lengths, heads=heads, width=width, page_size=page
@@ -94,7 +95,7 @@ STEPS = steps(
     (3, [200], 32, 128, 128),
     (17, [90, 17], 64, 32, 1),
     (2, [33, 300], 1, 8, 7),
-    (5, [130, 64, 3], 16, 24, 64),  # in two products each
+    (5, [130, 64, 3], 16, 24, 64),  # in two GEMMs each
     (6, [90, 0], 12, 16, 16),
     (9, [70], 5, 8, 16),
 )

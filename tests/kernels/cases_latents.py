@@ -1,4 +1,4 @@
-"""Attention of decode steps and prompts over latents, also of tokens that an indexer chose: tables of cases."""
+"""Cases of attention over latents, for decode steps and prompts, also of indexer-selected tokens."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ from tests.kernels.suite import FEW_BITS, FLOATS, KERNEL, PLAIN, Call, Mode, Op,
 
 
 def without_rotated_part(case: Case) -> None:
+    """Drops the rope part of queries."""
     case.q = case.q.clone()
     case.q[..., case.values[0].shape[-1] :] = 0
 
@@ -88,7 +89,7 @@ WIDE: Shapes = {
     "a-ragged-group": dict(counts=[2, 2], lengths=[90, 33], latent=136, heads=20, page_size=48),
     "three-groups-page-64": dict(counts=[1], lengths=[130], latent=384, heads=2, page_size=64),
 }
-# What Hopper's kernels take: latents of 512 + 64, pages of whole tiles of 64 keys. Up to 32 rows are few.
+# What the SM90 kernels support: latents of 512 + 64, pages of whole tiles of 64 keys. Few rows are up to 32.
 MIXED = [5000, 0, 333, 1]
 LATENTS_ON_HOPPER: Shapes = {
     **{f"{heads}-heads": dict(counts=[1] * 4, lengths=MIXED, heads=heads) for heads in (1, 16, 32, 33)},
@@ -134,6 +135,7 @@ FAR = {
 
 
 def latents_on_hopper(case: Case) -> bool:
+    """Whether the SM90 decode kernels support a case."""
     return decode_common_sm90.fits(*rows_of(case))
 
 
@@ -186,7 +188,7 @@ LATENT_PROMPTS: Shapes = some(PROMPTS, *IN_PIECES, "empty-shard") | {
     "odd-dims": dict(counts=[17], lengths=[70], heads=3, latent=40, rope=24),
     "many-segments": dict(counts=SEVERAL[:70], lengths=SEVERAL[:70], heads=4, latent=16, rope=8),
 }
-# Attention over tokens that an indexer chose for each query: pages of one token.
+# Attention over indexer-selected tokens of each query: pages of one token.
 COUNTS = [0, 1, 33, 64, 150]
 CHOSEN: Shapes = {
     f"{latent}-{rope}-page-{page}": dict(
@@ -194,7 +196,7 @@ CHOSEN: Shapes = {
     )
     for latent, rope, page in ((32, 8, 16), (136, 64, 7), (512, 64, 64))
 }
-# Programs take several queries, one after the other, of no keys up to five tiles.
+# Programs with several queries in turn, from no keys to five tiles.
 CHOSEN_ON_HOPPER = dict(
     counts=[1] * 180, lengths=[0, 300, 1, 64, 65, 127, 128, 0, 0, 256, 200, 63, 129, 320, 5] * 12,
     page_size=64, layout="tokens", **DEEPSEEK,
@@ -202,6 +204,7 @@ CHOSEN_ON_HOPPER = dict(
 
 
 def chosen_on_hopper(case: Case) -> bool:
+    """Whether the SM90 kernel for selected tokens supports a case."""
     return prefill_selected_sm90.fits(case.q, case.paged(), len(case.counts))
 
 
@@ -238,14 +241,14 @@ PREFILL_ROWS = [
     *PREFILL.rows(FAR, which=KERNEL, gpu=True, gb=12, kv=("fp8",), far=(True,)),
 ]  # fmt: skip
 
-# ---- prompts over latents that were expanded to keys and values
+# ---- prompts over latents that are expanded to keys and values
 
 
 def make_expanded(
     *, counts: list[int], lengths: list[int], heads: int, dims: tuple[int, int, int], device: torch.device,
     dtype: torch.dtype = torch.float32,
 ) -> Call:  # fmt: skip
-    """Queries at the ends of sequences, and a segment of padding; keys that nobody may read are NaN."""
+    """Makes queries at the ends of sequences, and a segment of padding; keys that must not be read are NaN."""
     gen, (nope, rope, value) = torch.Generator().manual_seed(sum(counts)), dims
     room = max(lengths) + 5
     keys = torch.full((len(counts), room, heads, nope + value), torch.nan, dtype=dtype)
@@ -268,7 +271,7 @@ def make_expanded(
                 scores = (scores + q[n, :, nope:].double() @ ropes[i, :length].double().T) * 0.1
                 out[n], lse[n] = torch.einsum("ht,thd->hd", scores.softmax(-1), v[:length]), scores.logsumexp(-1)
     # Outputs are means of values of size 1, in fp32 of sums of up to 192 products. In 16 bits, weights and the output
-    # are rounded, each by half a unit of 2^-8 (bf16): errors of some hundred weights add up like a random walk.
+    # are rounded by half an ulp of 2^-8 (bf16): errors of some hundred weights add up like a random walk.
     max_error = {torch.float32: 2e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]
     given = [x.to(device) for x in (q, keys, ropes, cu_q)]
     arguments = dict(enumerate([*given, max(counts), torch.cat(reads).int().to(device), 0.1]))

@@ -1,4 +1,4 @@
-"""What verification leaves of each key beside attention: tables of cases, with scores in float64."""
+"""Cases of the key scores that verification writes next to attention, with scores in float64."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tests.kernels.suite import FEW_BITS, KERNEL, Mode, Op, sms
 
 @dataclass
 class Scored(Case):
-    """Attention that scores keys, beside the same without; queries that read nothing are NaN.
+    """Attention with key scores, and the same without; queries that read nothing are NaN.
 
     Attributes:
-        rows: the queries that count, see `KeyScores`.
-        table: pages of scores, which are others than those of the keys.
-        planes: how many a key's score is the sum of.
+        rows: which queries count, see `KeyScores`.
+        table: pages of scores, which differ from the keys' pages.
+        planes: number of terms of a key's score.
     """
 
     rows: str = "any"
@@ -36,7 +36,7 @@ class Scored(Case):
     planes: int = 1
 
     def run(self, function: Any, **options: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
-        """Returns output and LSE, those of attention alone, and planes of a layer among others, which were NaN."""
+        """Returns output and LSE, those of attention alone, and one layer's planes among others, which were NaN."""
         assert self.table is not None
         plain, q = super().run(function, **options), self.q
         page_size, heads = self.store.k.shape[1:3]
@@ -53,7 +53,7 @@ class Scored(Case):
         return [self.of_sequence(b) for b in range(len(self.counts))]
 
     def of_sequence(self, b: int) -> Tensor:
-        """[Hkv, n] float64, base 2: of keys that a query reads the best, or the mean over the queries that count."""
+        """Returns [Hkv, n] float64, base 2: the maximum over queries that read a key, or the mean over some of them."""
         T, keys, factor = self.counts[b], self.keys[b].double().cpu(), self.store.scale * math.log2(math.e)
         live = [n for n in range(b * T, (b + 1) * T) if self.lo[n] < self.hi[n]]
         heads = keys.shape[1]
@@ -64,7 +64,7 @@ class Scored(Case):
             each = torch.einsum("thgd,nhd->hntg", q, seen)
             counts = torch.tensor([n in live for n in range(b * T, (b + 1) * T)])[:, None].expand(each.shape)
             bests = [
-                part.masked_fill(~mask, -torch.inf).amax(2).nan_to_num(neginf=0)  # none may count in a tile
+                part.masked_fill(~mask, -torch.inf).amax(2).nan_to_num(neginf=0)  # a tile may have no counted row
                 for part, mask in zip(each.flatten(2).split(tile, 2), counts.flatten(2).split(tile, 2), strict=True)
             ]
             return torch.stack(bests).sum(0) * factor / (T * q.shape[2])
@@ -75,9 +75,9 @@ class Scored(Case):
         return total
 
     def check(self, *found: Tensor) -> None:
-        """Attention with scores is attention, and finds nothing where nothing is read, also among whole tiles."""
+        """Checks that attention is unchanged by scores, and that empty queries score nothing, also in whole tiles."""
         out, lse, plain, plain_lse, planes = found
-        # Compiled beside scores, sums may be of another order: the last digit of out, 1e-5 of fp32.
+        # With scores, compilation may reorder sums: the last digit of out, 1e-5 in fp32.
         digit = max(1e-5, torch.finfo(out.dtype).eps) if out.is_cuda else 0.0
         torch.testing.assert_close(out, plain, atol=digit, rtol=digit)
         torch.testing.assert_close(lse, plain_lse, atol=min(digit, 1e-5), rtol=min(digit, 1e-6))
@@ -91,8 +91,8 @@ class Scored(Case):
             of_places = planes.cpu()[:, table[b, places // page_size], :, places % page_size].double()
             scores = of_places[: wanted.shape[1]].permute(1, 2, 0)  # [planes, Hkv, n]
             assert scores.isfinite().all()
-            # fp16 keeps 2^-11 of what each plane holds, and sums in fp32 (of products of low precision exactly) hold on
-            # to 1e-5. Queries whose sum stands for many rows are two numbers of low precision, which hold on to 5e-5.
+            # fp16 keeps 2^-11 of each plane, and fp32 sums (of exact 16-bit products) are within 1e-5. A query sum over
+            # many rows is two 16-bit values, within 5e-5.
             sizes, off = scores.abs().sum(0), (scores.sum(0) - wanted).abs()
             assert (off <= 2**-10 * sizes + 1e-4).all(), off.max()
             assert of_places[len(self.keys[b]) :].isnan().all(), "scores of keys that nobody has"
@@ -101,7 +101,7 @@ class Scored(Case):
 def make_scored(
     counts: list[int], lengths: list[int], *, rows: str = "any", dropped: int = 0, **options: Any
 ) -> Scored:
-    """Cases of `make_case`, in which the last queries of the first sequence are no tokens: they read nothing."""
+    """Makes cases whose first sequence's last queries are not tokens: they read nothing."""
     case = make_case(counts, lengths, **options)
     T, group = counts[0], case.q.shape[1] // case.store.k.shape[2]
     if dropped:
@@ -121,7 +121,7 @@ SHAPES: Shapes = {
     "84-rows": dict(counts=[12, 12], lengths=[141, 30], heads=(7, 1), dim=128, page_size=128, dropped=2),
     "pages-of-100-two-tiles": dict(counts=[20], lengths=[133], heads=(8, 1), dim=96, page_size=100, dropped=10),
     "sinks": dict(counts=[2, 2], lengths=[75, 9], heads=(8, 2), dim=128, sinks=True, dropped=1),
-    # A group of drafts that passes on to a rank which held nothing: its first queries read no key there.
+    # Drafts that cross over to a rank without earlier keys: their first queries read no key there.
     "first-queries-without-keys": dict(counts=[4, 4, 4], lengths=[2, 1, 40], heads=(6, 2), dim=64),
     "first-tile-without-keys": dict(counts=[12], lengths=[5], heads=(8, 2), dim=64),
     "few-bits": dict(counts=[3, 3], lengths=[66, 20], kv="fp8"),
@@ -135,13 +135,14 @@ LONG: Shapes = {
 
 
 def swap_queries(case: Scored, dest: slice, source: slice) -> None:
-    """Attention of these is right, their scores are not those of all."""
+    """Replaces queries: their attention is right, but scores are not those of all queries."""
     case.q = case.q.clone()
     case.q[dest] = case.q[source]
     case.__dict__.pop("wanted")
 
 
 def other_lengths(case: Scored) -> Iterator[None]:
+    """Yields with other lengths."""
     for _ in other_bounds(case, [[9000, 12, 1333], [12, 0, 64], [4096, 5, 700]]):
         case.__dict__.pop("wanted_scores", None)
         yield
@@ -152,7 +153,7 @@ SCORES = Op(
     "key_scores", make_scored, flash_decode,
     mistakes={
         f"{half}-of-the-rows-alone-{rows}": (HALVES | dict(rows=rows), partial(swap_queries, dest=dest, source=source))
-        for half, dest, source in (  # 64 rows, and what is left of the tenth query
+        for half, dest, source in (  # 64 rows, and the rest of the tenth query
             ("first-half", slice(9, 12), slice(0, 1)),
             ("second-half", slice(0, 10), slice(11, 12)),
         )
@@ -182,7 +183,7 @@ ROWS = [
         modes=sms(3), dim=(128,), rows=ENDS_AND_ANY, dtype=FEW_BITS,
     ),
 ]  # fmt: skip
-# Runs begin and end within items, on all SMs; early, as in a step.
+# Runs begin and end inside items, on all SMs; early, as in a step.
 GRAPHS = SCORES.rows(
     {
         "early": dict(
@@ -196,8 +197,8 @@ HEAD_DIMS = (8, 16, 64, 80, 96, 128, 256)
 
 
 def straddling(seed: int, n: int, rows: str, device: torch.device) -> Scored:
-    """Groups of drafts of three sequences on one rank of a layout: shape by `seed`, lengths and bounds by `n` too."""
-    max_tokens, max_rows = (40, 40) if device.type == "cpu" else (3000, 130)  # tokens before a group, rows of a KV head
+    """Makes drafts of three sequences on one rank of a layout: shape by `seed`, lengths and bounds also by `n`."""
+    max_tokens, max_rows = (40, 40) if device.type == "cpu" else (3000, 130)  # tokens before the drafts, rows
     rng = random.Random(seed)
     kv_heads, group = rng.choice((1, 1, 2)), rng.choice((1, 2, 3, 5, 7, 8, 16))
     T = rng.randint(1, min(32, max_rows // group))
@@ -209,10 +210,10 @@ def straddling(seed: int, n: int, rows: str, device: torch.device) -> Scored:
     reads = []
     for _ in range(3):
         start = rng.randrange(layout.kvp)
-        # Mostly such that the rank's first keys are the group's own.
+        # Mostly the rank's first keys are the drafts' own.
         first = (rank - start) % layout.kvp * append_block
         before = max(0, first - rng.randint(0, T)) if rng.random() < 0.6 else rng.randint(0, max_tokens)
-        tokens = rng.randint(1, T)  # of the group, the rest are no drafts
+        tokens = rng.randint(1, T)  # the rest are not drafts
         hi = [layout.local_length(before + t + 1, rank, append_block, start) for t in range(tokens)]
         reads.append(hi + [0] * (T - tokens))
     return make_scored(

@@ -1,10 +1,9 @@
-"""Compiles kernels for sm_90 without a GPU, as their ops launch them; prints what each takes, a kernel a line.
+"""Compiles kernels for sm_90 without a GPU, as their ops launch them; prints resources, one kernel per line.
 
-`python -m tests.kernels.compile_sm90 PART PARTS` takes one of so many parts of the launches. A line has the launch's
-name, the kernel's, registers of a thread, programs that fit an SM, stack in bytes, and warps. Of no parts, it compiles
-nothing and prints which kernels are launched.
-
-A program of its own: the tests' process runs kernels under the interpreter, and cannot compile them.
+`python -m tests.kernels.compile_sm90 PART PARTS` takes one of PARTS parts of the launches. A line has the launch's
+name, the kernel's, registers per thread, programs per SM, stack bytes, and warps. With PARTS=0 it compiles
+nothing and prints the launched kernels.
+A separate program: the tests' process runs kernels in the interpreter, and cannot compile them.
 """
 
 from __future__ import annotations
@@ -35,18 +34,19 @@ SMS = 132  # of an H100
 
 
 class Unlaunched:
-    """What a launch returns: a kernel that whoever keeps it may launch again, to no effect."""
+    """The result of a launch: a kernel that can be launched again, without effect."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return lambda *args: None
 
 
 def launches() -> list[Launch]:
+    """Returns all launches."""
     return [*launches_attention.all_of_them(), *launches_dense.all_of_them(), *launches_tokens.all_of_them()]
 
 
 def run(some: list[Launch], tell: Callable[[Launch, JITFunction, Any], None], compiles: bool = True) -> None:
-    """Runs ops that take this host's tensors for those of an H100, and tells each kernel that they launch."""
+    """Runs ops on CPU tensors as if on an H100, and calls `tell` with each kernel they launch."""
     prepare, now = JITFunction.run, some[0]
 
     def launched(self: JITFunction, *args: Any, **options: Any) -> Unlaunched:
@@ -63,6 +63,7 @@ def run(some: list[Launch], tell: Callable[[Launch, JITFunction, Any], None], co
 
 
 def as_on_an_h100(patch: pytest.MonkeyPatch) -> None:
+    """Patches Triton and torch to see an H100."""
     driver.set_active(NoGPU())
     patch.setattr(dispatch, "on_gpu", lambda t: True)
     patch.setattr(torch.Tensor, "is_cuda", True, raising=False)
@@ -73,7 +74,7 @@ def as_on_an_h100(patch: pytest.MonkeyPatch) -> None:
 
 
 def registers_and_stack(kernel: Any) -> tuple[int, int]:
-    """Registers of a thread, and its stack in bytes."""
+    """Returns registers per thread, and stack bytes."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -83,19 +84,20 @@ def registers_and_stack(kernel: Any) -> tuple[int, int]:
 
 
 def adds_a_constant_to_halves(ptx: str) -> bool:
-    """Returns whether ptxas 12.8 makes 0 of the constant that is added to two halves of a register."""
+    """Returns whether ptxas 12.8 would turn a constant added to two 16-bit halves of a register into 0."""
     constants = set(re.findall(r"mov\.b32\s+(%r\d+), -?\d", ptx))
     operands = {operand for pair in re.findall(r"add\.s16x2\s+%r\d+, (\S+), (\S+);", ptx) for operand in pair}
     return any(operand in constants or not operand.startswith("%") for operand in operands)
 
 
 def programs_on_an_sm(kernel: Any, registers: int) -> int:
-    """Computes how many programs fit an SM: 64K registers, allocated by eights per thread, 228 KiB of shared memory."""
+    """Returns how many programs fit an SM: 64K registers, allocated by eights per thread, 228 KiB of shared memory."""
     by_registers = 65536 // (triton.cdiv(registers, 8) * 8 * 32 * kernel.metadata.num_warps)
-    return min(by_registers, (228 << 10) // (kernel.metadata.shared + 1024))  # a KiB of each is the system's
+    return min(by_registers, (228 << 10) // (kernel.metadata.shared + 1024))  # a KiB of each is reserved by the system
 
 
 def main(part: int, parts: int) -> None:
+    """Compiles a part of the launches and prints their resources."""
     found: dict[int, tuple[str, str, Any]] = {}
     if not parts:
         run(launches(), lambda of, function, kernel: print(function.__name__), compiles=False)

@@ -1,4 +1,4 @@
-"""Device of kernels in these tests: the GPU, or Triton's interpreter on CPU tensors."""
+"""The device of kernel tests: the GPU, or Triton's interpreter on CPU tensors."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from tests.kernels.quick_interpreter import quick
 
 @pytest.fixture(scope="module", autouse=True)
 def interpreter() -> Iterator[None]:
-    with quick() if knobs.runtime.interpret else nullcontext():  # what is compiled makes its types differently
+    """Speeds up the interpreter."""
+    with quick() if knobs.runtime.interpret else nullcontext():  # compiled kernels need Triton's own types
         yield
 
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """The GPU where there is one; else the CPU, with the ops sent to their Triton kernels all the same."""
+    """Returns the GPU if there is one; else the CPU, with ops sent to their Triton kernels."""
     if torch.cuda.is_available():
         return torch.device("cuda")
     monkeypatch.setattr(dispatch, "on_gpu", lambda t: True)

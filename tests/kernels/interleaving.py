@@ -1,12 +1,12 @@
-"""Ranks whose kernels run at once under Triton's interpreter, one access to shared memory at a time.
+"""Runs ranks' kernels concurrently in Triton's interpreter, one access to shared memory at a time.
 
-Each rank has a stream of launches, and each program of a launch is a thread. One thread runs, until its next store,
-atomic addition or look at a box; which one then goes on is drawn at random. As on a GPU:
+Each rank has a stream of launches, and each program of a launch is a thread. One thread runs until its next store,
+atomic addition or poll of an LL buffer; the next one is picked at random. As on a GPU:
 
-- the programs of a launch run at once, in any order;
+- the programs of a launch run concurrently, in any order;
 - a launch begins once all programs of the one before it have called `start_successor` or ended, and
   `wait_for_predecessor` returns once all of those have ended;
-- of a store of several words, some may be seen before the others.
+- of a store of several words, some may be visible before the others.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ import pytest
 from triton.runtime import interpreter
 
 BUILDER = interpreter.interpreter_builder
-SPEEDS = 1, 1, 10, 1000  # of which each rank draws one: its chance to go on, beside those of the others
+SPEEDS = 1, 1, 10, 1000  # each rank has one of these as its weight in the random pick
 
 
 class _Abandoned(BaseException):
-    """Ends the programs of a run that has failed."""
+    """Ends the programs of a failed run."""
 
 
 @dataclass
@@ -38,7 +38,7 @@ class _Launch:
     fn: Callable[..., None]
     grid: tuple[int, ...]
     args: dict[str, Any]
-    tensors: tuple[Any, ...]  # kept, since `args` has their addresses
+    tensors: tuple[Any, ...]  # keeps alive the memory that `args` points to
     programs: list[_Program] = field(default_factory=list)
 
     @property
@@ -53,25 +53,25 @@ class _Program(threading.Thread):
         super().__init__(name=name, daemon=True)
         self.ended = self.lets_start = False
         self.error: BaseException | None = None
-        self.ready: Callable[[], bool] = lambda: True  # whether going on can change anything
+        self.ready: Callable[[], bool] = lambda: True  # whether running it can have an effect
         self._streams, self._launch, self._before, self._index = streams, launch, before, index
         self._looked: tuple[int, int] | None = None
         self._go, self._paused = threading.Semaphore(0), threading.Semaphore(0)
         self.start()
 
     def step(self) -> None:
-        """Runs it up to its next pause, or its end; for another thread to call."""
+        """Runs it to its next pause or its end; called by another thread."""
         self._go.release()
         self._paused.acquire()
 
     def pause(self, ready: Callable[[], bool] = lambda: True) -> None:
-        """Lets others run; for itself to call, as `look` and `wait`."""
+        """Lets others run; called by itself, like `look` and `wait`."""
         self.ready = ready
         self._paused.release()
         self._resume()
 
     def look(self, address: int) -> None:
-        """A look is not repeated before something has been stored."""
+        """Polls; not again before something has been stored."""
         self.pause(lambda: (address, self._streams.stores) != self._looked)
         self._looked = address, self._streams.stores
 
@@ -110,7 +110,7 @@ class Streams:
 
     @contextmanager
     def of(self, rank: int) -> Iterator[None]:
-        """Within it, kernels join the stream of a rank instead of running."""
+        """Makes kernels join a rank's stream instead of running."""
 
         def launch(executor: interpreter.GridExecutor, *args: Any, **kwargs: Any) -> None:
             known = inspect.signature(executor.fn).parameters
@@ -127,7 +127,7 @@ class Streams:
         """Runs everything.
 
         Raises:
-            AssertionError: no program can go on.
+            AssertionError: deadlock.
         """
         live: list[list[_Program]] = [[] for _ in self._launches]
         with pytest.MonkeyPatch.context() as patch:
@@ -154,7 +154,6 @@ class Streams:
                     program.step()
 
     def _begin(self, rank: int, live: list[_Program]) -> None:
-        """Starts the programs of launches that may begin."""
         before = None
         for number, launch in enumerate(self._launches[rank]):
             if not launch.programs:

@@ -1,4 +1,4 @@
-"""Tensors for launches that only compile: views of one memory, which holds zeros and is never touched."""
+"""Tensors for compile-only launches: views of one zeroed memory that is never touched."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from kernels.scaled import ScaledMatrix, groups
 
 BF16, FP32, FP64, E4M3 = torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn
-MEMORY = torch.from_numpy(np.zeros(3 << 30, dtype=np.uint8))  # no page of it is there before it is read
+MEMORY = torch.from_numpy(np.zeros(3 << 30, dtype=np.uint8))  # pages are not allocated before they are read
 HOPPER, OLDER = (9, 0), (8, 0)
 
 
@@ -21,7 +21,7 @@ class Launch(NamedTuple):
     """A call of an op.
 
     Attributes:
-        capability: of the GPU that the op sees, by which it chooses its kernel; all are compiled for sm_90.
+        capability: compute capability that the op sees when it selects a kernel; all are compiled for sm_90.
     """
 
     name: str
@@ -30,36 +30,42 @@ class Launch(NamedTuple):
 
 
 def launch(name: str, op: Callable[..., Any], *given: Any, capability: tuple[int, int] = HOPPER, **more: Any) -> Launch:
+    """Makes a launch."""
     return Launch(name, capability, partial(op, *given, **more))
 
 
 def general(name: str, op: Callable[..., Any], *given: Any, **more: Any) -> Launch:
-    """A launch of what other GPUs take."""
+    """Makes a launch as on older GPUs."""
     return launch(name, op, *given, capability=OLDER, **more)
 
 
 def numbers(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    """Returns a tensor of this shape."""
     return MEMORY[: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
 
 
 def fp32(*shape: int) -> Tensor:
+    """Returns an fp32 tensor."""
     return numbers(*shape, dtype=FP32)
 
 
 def i32(*shape: int) -> Tensor:
+    """Returns an int32 tensor."""
     return numbers(*shape, dtype=torch.int32)
 
 
 def i64(*shape: int) -> Tensor:
+    """Returns an int64 tensor."""
     return numbers(*shape, dtype=torch.int64)
 
 
 def flags(*shape: int) -> Tensor:
+    """Returns a bool tensor."""
     return numbers(*shape, dtype=torch.bool)
 
 
 def scaled(*shape: int, group: int = 128, begin: int = 0) -> ScaledMatrix:
-    """Matrices in e4m3, or by groups of 32 in e2m1, two of them a byte."""
+    """Returns matrices in e4m3, or with groups of 32 in packed e2m1."""
     *experts, rows, columns = shape
     scale_args = *experts, groups(begin, columns, group), rows
     if group == 32:

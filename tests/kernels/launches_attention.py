@@ -1,4 +1,4 @@
-"""Launches of `compile_sm90` that attend, append keys, choose blocks and tokens, and bring blocks of host memory."""
+"""Launches of `compile_sm90` that attend, append keys, select blocks and tokens, and fetch blocks from host memory."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ PAGES = 64
 
 
 def all_of_them() -> Iterator[Launch]:
+    """Yields all launches."""
     yield from decodes()
     yield from merges()
     yield from prefills()
@@ -58,7 +59,7 @@ def paged(
     heads: tuple[int, int], dim: int, page: int, bounds: tuple[int, ...], *, kv: str = "auto", sinks: bool = False,
     holes: bool = False,
 ) -> PagedKeys:  # fmt: skip
-    """Keys in bf16 or e4m3 (kv=fp8), values in e4m3 with kv=k16v8; holes: a KV head has pages of its own."""
+    """Returns keys in bf16 or e4m3 (kv=fp8), values in e4m3 with kv=k16v8; with `holes` one table per KV head."""
     Hq, Hkv = heads
     tables = (bounds[0], Hkv, 40) if holes else (bounds[0], 40)
     cache, words = (PAGES, page, Hkv, dim), (PAGES, Hkv, max(page, 64))
@@ -70,7 +71,7 @@ def paged(
 
 
 def decodes() -> Iterator[Launch]:
-    """Head dim, group, queries, page, kv and scores that are collected, of eight KV heads and two."""
+    """Yields decode attention by head dim, group, queries, page, kv and collected scores, with 8 KV heads and 2."""
     for dim, group, tokens, page, kv, collect in (
         (128, 4, 1, 64, "auto", ""), (128, 8, 16, 64, "auto", ""), (96, 8, 9, 100, "auto", ""),
         (64, 8, 16, 64, "auto", ""), (256, 16, 32, 16, "auto", ""), (128, 8, 8, 128, "auto", "ends"),
@@ -101,11 +102,12 @@ def decodes() -> Iterator[Launch]:
 
 
 def scores_of(heads: int, page: int, rows: str) -> KeyScores:
+    """Returns planes of key scores."""
     return KeyScores(numbers(2, PAGES, heads, page, dtype=torch.float16), i32(4, 40), rows)
 
 
 def merges() -> Iterator[Launch]:
-    """Attention of four sequences of 64 heads, before its merge."""
+    """Yields merges of four sequences' attention over 64 heads."""
     for dim in (128, 256):
         out, part = numbers(4, 1, 64, dim), numbers(264, 2, 64, dim, dtype=BF16 if dim == 256 else FP32)
         bounds = i32(4, 1), i32(4, 1), None
@@ -123,6 +125,7 @@ def merges() -> Iterator[Launch]:
 
 
 def prefills() -> Iterator[Launch]:
+    """Yields prefill attention."""
     for dim, group, page, kv, op in (
         (128, 8, 64, "auto", general), (64, 8, 64, "auto", general), (128, 7, 64, "auto", launch),
         (128, 16, 128, "auto", launch), (256, 6, 64, "auto", launch), (128, 4, 64, "fp8", launch),
@@ -134,7 +137,7 @@ def prefills() -> Iterator[Launch]:
 
 
 def paged_latents(bounds: tuple[int, ...], few: bool = False, page: int = 64) -> PagedKeys:
-    """Latents of DeepSeek's models: 512 values, and 64 that are rotated; few: in e4m3."""
+    """Returns DeepSeek's latents: 512 values, and 64 rope dims; with `few` in e4m3."""
     table, bound = i32(bounds[0], 40), i32(*bounds)
     if few:
         latent, rope = numbers(PAGES, page, 512, dtype=E4M3), numbers(PAGES, page, 64)
@@ -145,6 +148,7 @@ def paged_latents(bounds: tuple[int, ...], few: bool = False, page: int = 64) ->
 
 
 def latents() -> Iterator[Launch]:
+    """Yields decode and prefill over latents."""
     for few, kv in ((False, ""), (True, "-fp8")):
         for heads, tokens in ((16, 1), (32, 4), (128, 2)):
             q, keys = numbers(4, tokens, heads, 576), paged_latents((4, tokens), few)
@@ -171,6 +175,7 @@ def latents() -> Iterator[Launch]:
 
 
 def appends() -> Iterator[Launch]:
+    """Yields appends of heads and latents."""
     yield launch("head-squares", head_squares, numbers(4, 64, 128), 8, (1.0, 1.0))
     norms = numbers(128), numbers(128), 1e-6
     over_all = numbers(8, 128), numbers(2, 128), 1e-6
@@ -184,7 +189,7 @@ def appends() -> Iterator[Launch]:
 
 
 def indexers() -> Iterator[Launch]:
-    """Indexers of GLM-5.2 (32 heads) and DeepSeek-V3.2 (64)."""
+    """Yields indexers of GLM-5.2 (32 heads) and DeepSeek-V3.2 (64)."""
     for few in (False, True):
         dtype, scales = (E4M3, fp32(PAGES, 64)) if few else (BF16, None)
         cache = numbers(PAGES, 64, 128, dtype=dtype)
@@ -207,7 +212,7 @@ def indexers() -> Iterator[Launch]:
 
 
 def blocks() -> Iterator[Launch]:
-    """One query and five drafted ones of a group of seven; candidates, stretches, and parts of pages."""
+    """Yields block selection with one query and with five drafts; candidates, stretches, subblocks."""
     for queries, how in ((1, {}), (5, {}), (1, {"stretches": True}), (5, {"stretches": True}), (1, {"parts": 8})):
         N, parts = 4 * queries, how.pop("parts", 0)
         table = i32(N, 4, 4096) if parts else i32(4, 4096)
@@ -244,6 +249,7 @@ def blocks() -> Iterator[Launch]:
 
 
 def tiers() -> Iterator[Launch]:
+    """Yields lookups in the resident cache, and fetches of blocks."""
     grid = {"kvp": 2, "kvp_rank": 1, "append_block": 128, "page_size": 128}
     cpu = torch.device("cpu")
     for places, guess, parts in ((600, False, 1), (600, True, 1), (4000, False, 8)):
@@ -252,7 +258,7 @@ def tiers() -> Iterator[Launch]:
         readers = QueryRanges(i32(4), i32(4), i64(4), i64(4), 1)
         given = i32(4, 4, 64), readers, hot, misses
         yield launch(f"resolve-{places}-{guess}", resolve, *given, **grid, parts=parts, part_stride=2 * parts)
-    for words in (16384, 8448, 12416):  # of a page of 128 tokens of a head of 128: bf16, e4m3, and values alone in it
+    for words in (16384, 8448, 12416):  # pages of 128 tokens of a head of 128: bf16, e4m3, and only values in e4m3
         listed = BlockList(i32(4, 64), i32(4, 64), i32(4))
         yield launch(f"copy-blocks-{words}", copy_blocks, i32(2, PAGES, words), i32(2, PAGES, words), listed)
     memory = numbers(2, PAGES, 2, 128, 128)

@@ -1,4 +1,4 @@
-"""Launches of `compile_sm90` that project rows, route them to experts, keep states, and meet other ranks."""
+"""Launches of `compile_sm90` that project rows, route them to experts, update states, and communicate."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from tests.kernels.launches import BF16, Launch, fp32, general, i32, i64, launch
 
 
 def all_of_them() -> Iterator[Launch]:
+    """Yields all launches."""
     yield from rows()
     yield from projections()
     yield from experts()
@@ -38,6 +39,7 @@ def all_of_them() -> Iterator[Launch]:
 
 
 def rows() -> Iterator[Launch]:
+    """Yields norms and other ops on rows."""
     yield launch("norm", rms_norm, numbers(4, 4096), numbers(4096), 1e-6, numbers(4, 4096))
     yield launch("angles", angles, i64(4), fp32(64), 1.0, BF16)
     yield launch("embedding", embedding, i64(4), numbers(1000, 4096), 0)
@@ -47,11 +49,12 @@ def rows() -> Iterator[Launch]:
 
 
 def target(two_shot: bool = False) -> SumTarget:
+    """Returns the target of a split-K all-reduce."""
     return SumTarget(i64(8), i64(1), rank=3, pieces=512, slice_words=256, two_shot=two_shot)
 
 
 def projections() -> Iterator[Launch]:
-    """Projections of N rows; on Hopper with one, two and several programs that share the columns."""
+    """Yields projections of N rows; on SM90 with one, two and several programs that split the columns."""
     cache, scaled_heads = numbers(64, 64, 2, 128), scaled(1536, 4096, begin=64)
     for N in (1, 4):
         x, heads = numbers(N, 4096), (numbers(N, 64), numbers(N, 64), cache, cache, i64(N))
@@ -77,7 +80,7 @@ def projections() -> Iterator[Launch]:
 
 
 def routed(tokens: int, E: int, H: int, F: int, k: int, clamped: bool, group: int) -> RoutedExperts:
-    """E experts of width F on a rank, k a token; in e4m3, in e2m1 by groups of 32, or (group 0) in bf16."""
+    """Returns E experts of width F on a rank, k per token; in e4m3, in e2m1 with groups of 32, or (group 0) in bf16."""
     gate_up, down = (scaled(E, *shape, group=group) if group else numbers(E, *shape) for shape in ((2 * F, H), (H, F)))
     biases = dict(gate_up_bias=numbers(E, 2 * F), down_bias=numbers(E, H), clamp_at=7.0) if clamped else {}
     given = numbers(tokens, H), i32(tokens, k), fp32(tokens, k), gate_up, down, 0
@@ -85,6 +88,7 @@ def routed(tokens: int, E: int, H: int, F: int, k: int, clamped: bool, group: in
 
 
 def experts() -> Iterator[Launch]:
+    """Yields routing and experts."""
     how = dict(groups=8, top_groups=4, group_score=2, scoring="sigmoid", normalise=True, shared_count=1)
     yield launch("route", route, fp32(4, 256), 8, bias=fp32(256), **how)
     # Ranks of Qwen3-30B-A3B and gpt-oss-20b; of DeepSeek-R1 in e4m3; of gpt-oss-120b in e2m1.
@@ -109,7 +113,7 @@ def experts() -> Iterator[Launch]:
 
 
 def states() -> Iterator[Launch]:
-    """Six value heads of Qwen3.5-27B over eight ranks, and all of them; one row and several, prompts."""
+    """Yields state updates for six of Qwen3.5-27B's value heads over eight ranks, and all; rows and prompts."""
     for keys, values, most in ((2, 6, 1), (2, 6, 5), (16, 48, 5), (2, 6, 32)):
         C = 2 * keys * 128 + values * 128
         gated_delta = GatedDelta(numbers(4, C), fp32(values), fp32(values), numbers(128), 1e-6, keys, 3, 0)
@@ -128,6 +132,7 @@ def states() -> Iterator[Launch]:
 
 
 def collectives() -> Iterator[Launch]:
+    """Yields collectives over LL buffers and peer memory."""
     epoch, sizes = (i64(1), i32(1)), dict(rank=1, pieces=1024, spins=1000)
     x, weight, peers = numbers(4, 3584), numbers(3584), i64(2, 8)
     out = numbers(4, 8, 128), fp32(4, 8), numbers(4, 1, 128), i32(9)

@@ -1,4 +1,4 @@
-"""Launches of `compile_sm90` from logits to tokens: draws, acceptance, commit, lookup, and the papers' verification."""
+"""Launches of `compile_sm90` from logits to tokens: sampling, acceptance, commit, lookup, papers' verification."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from kernels.tokens.suffix import SuffixPool, suffix
 from kernels.tokens.top_tokens import top_of_rank, top_of_ranks
 from tests.kernels.launches import FP64, Launch, flags, fp32, i32, i64, launch, numbers
 
-B, G = 4, 8  # sequences, drafts of each
+B, G = 4, 8  # sequences, drafts per sequence
 
 
 def all_of_them() -> Iterator[Launch]:
+    """Yields all launches."""
     yield from draws()
     yield from commits()
     yield from lookups()
@@ -28,11 +29,12 @@ def all_of_them() -> Iterator[Launch]:
 
 
 def distribution(T: int, V: int) -> Distribution:
+    """Returns a distribution over a vocabulary shard."""
     return Distribution(fp32(B, T, V), numbers(B, T, dtype=FP64), i64(B, T), fp32(B), fp32(B))
 
 
 def draws() -> Iterator[Launch]:
-    """A vocabulary of which a rank has much; and a rank's only column, if kernels are compiled for such numbers."""
+    """Yields sampling with a large vocabulary shard, and with a single column, for which kernels are specialised."""
     slots = LogitsState(flags(B), fp32(B), fp32(B), fp32(B), i64(B), fp32(B, 20_000), i32(B, 20_000), i32(B, 5_000))
     for V, first in ((20_000, 40_000), (1, 1)):
         column = "-column" * (V == 1)
@@ -54,7 +56,7 @@ def draws() -> Iterator[Launch]:
 
 
 def commits() -> Iterator[Launch]:
-    """Candidates of one rank and of eight; without drafts, with some, and with some that rejection sampling accepts."""
+    """Yields commits of one rank's candidates and of eight ranks'; with and without drafts, and rejection sampling."""
     state = i64(B), i64(B), i64(B), flags(B)
     for slices in (8, 64):
         plain = Candidates(numbers(slices, B, 2, dtype=FP64))
@@ -68,14 +70,14 @@ def commits() -> Iterator[Launch]:
 
 
 def lookups() -> Iterator[Launch]:
-    """In a sequence of a million tokens, and in 2^18 of others."""
+    """Yields lookups in a sequence of a million tokens, and in 2^18 tokens of others."""
     others = SuffixPool(i64(1 << 18), i64(1), i64(B))
     for texts, longest in ((None, 3), (others, 8)):
         yield launch(f"suffix-{longest}", suffix, i32(B, 1 << 20), i64(B), texts, 4, longest)
 
 
 def verifications() -> Iterator[Launch]:
-    """128 drafted tokens, of few rows and of many; the paper's own kernels."""
+    """Yields verification of 128 drafts with narrow and wide rows, and the paper's own kernels."""
     draft, target = i64(B, 128), i64(B, 129)
     for columns in (64, 8192):
         kv, out = numbers(B, 128, columns), Verified(i64(B), flags(B), i64(B))

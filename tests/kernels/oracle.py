@@ -1,4 +1,4 @@
-"""Attention over paged caches full of traps, and by the textbook in float64."""
+"""Attention over paged caches with traps in unused memory, and a textbook reference in float64."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from kernels.paged_keys import PagedKeys
 from kernels.scaled_keys import quantize_latents, scales_of
 
 E4M3 = torch.float8_e4m3fn
-ELSEWHERE = 2**30  # pages that are none: following such an entry would fault
+ELSEWHERE = 2**30  # invalid pages: following such an entry would fault
 PART = {"keys": "k", "values": "v", "key_scales": "k_scale", "value_scales": "v_scale"}
 
 
 @dataclass
 class Case:
-    """Queries of several sequences over a paged cache; what nobody may read is NaN or points nowhere sensible.
+    """Queries of several sequences over a paged cache; memory that must not be read is NaN or out of range.
 
     Attributes:
         q: [N, Hq, D], sequence after sequence, counts[i] queries of sequence i.
-        store: the cache, as kernels take it; bounds are those of `lo` and `hi`.
+        store: the cache as kernels take it, without the bounds `lo` and `hi`.
         lo, hi: [N] int32.
-        keys, values: the plain [S_i, Hkv, D] of each sequence, as the oracle reads them.
-        present: of each sequence, which KV head reads which key, [Hkv, S_i], instead of bounds; None: as these say.
-        prefill: whether the op takes queries one after the other, or as many of each sequence.
-        size: what values are up to, in units of a few.
+        keys, values: plain [S_i, Hkv, D] of each sequence, for the reference.
+        present: per sequence, which KV head reads which key, [Hkv, S_i], instead of bounds; None: the bounds apply.
+        prefill: whether the op takes concatenated queries, or the same number per sequence.
+        size: magnitude of values, relative to about 4.
     """
 
     q: Tensor
@@ -46,12 +46,12 @@ class Case:
     size: float = 1.0
 
     def paged(self, B: int | None = None) -> PagedKeys:
-        """Returns the kernels' input, with bounds [B, T] of `B` sequences' queries, or [N] of all."""
+        """Returns the kernels' input, with bounds [B, T] for `B` sequences, or [N]."""
         lo, hi = (self.lo, self.hi) if B is None else (self.lo.view(B, -1), self.hi.view(B, -1))
         return replace(self.store, lo=lo, hi=hi)
 
     def run(self, function: Any, room: tuple[int, int] | None = None, **options: Any) -> tuple[Tensor, Tensor]:
-        """Attends; with `room` into a slice of so many more heads and numbers, around which nothing may be written."""
+        """Attends; with `room` into a slice of a tensor with that many more heads and dims, which must not change."""
         B = len(self.counts)
         rows = self.q if self.prefill else self.q.unflatten(0, (B, -1))
         if room is not None:
@@ -74,9 +74,9 @@ class Case:
 
     @cached_property
     def wanted(self) -> tuple[Tensor, Tensor]:
-        """Output [N, Hq, V] and natural-log LSE [N, Hq], float64; 0 and -inf where a query reads nothing.
+        """Expected output [N, Hq, V] and natural-log LSE [N, Hq], float64; 0 and -inf if a query reads nothing.
 
-        A sink is a column of scores beside those of the keys, whose weight goes nowhere.
+        A sink is a further column of scores, without a value.
         """
         out = torch.zeros(*self.q.shape[:2], self.values[0].shape[-1], dtype=torch.float64)
         lse = torch.full(self.q.shape[:2], -torch.inf, dtype=torch.float64)
@@ -104,13 +104,13 @@ class Case:
         return out, lse
 
     def check(self, out: Tensor, lse: Tensor) -> None:
-        """Compares with the oracle.
+        """Compares with the reference.
 
-        Tolerances: fp32 sums of a few hundred terms of size 1 keep 1e-5 (2^-24 x sqrt(terms), and Triton's exp2 adds
-        its own 2^-22). Below fp32 the weights are rounded to the dtype before the second product, large parts before
-        they are merged, and the output once more, each by half a unit in the last place, 2^-9 for bf16 and 2^-12 for
+        Tolerances: fp32 sums of a few hundred terms of size 1 are within 1e-5 (2^-24 x sqrt(terms), plus Triton's exp2
+        with 2^-22). Below fp32 the weights are rounded to the dtype before the second product, large partials before
+        they are merged, and the output once more, each by half an ulp, 2^-9 for bf16 and 2^-12 for
         fp16, of values up to about 4. Two of the three count: a row as large as that is nearly one key's, whose weight
-        is 1 and stays so. LSE stays fp32.
+        is exactly 1. LSE stays fp32.
         """
         wanted, wanted_lse = self.wanted
         tolerance = {torch.float32: 1e-5, torch.bfloat16: 4 * 2**-8, torch.float16: 4 * 2**-11}[out.dtype]
@@ -140,23 +140,23 @@ def make_case(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> Case:
-    """Sequences of `lengths` keys with `counts` causal queries at their end: the last one reads all, or its window.
+    """Makes sequences of `lengths` keys with `counts` causal queries at the end: the last reads all, or its window.
 
     Args:
-        reads: how many of a sequence's first keys each of its queries reads.
-        shrunk: the size of the queries of most heads, beside 1.
-        latent: so many numbers of a key are its value; there is no other cache.
+        reads: number of first keys that each query of a sequence reads.
+        shrunk: scale of most heads' queries.
+        latent: number of key dims that are also the value; there is no other cache.
         kv: what is in e4m3 with scales: nothing (auto), values (k16v8) or all (fp8).
-        decades: tokens' values, or groups of latents, have sizes over decades.
-        layout: how pages lie, see `LAYOUTS`.
-        far: in caches of more than 2^32 numbers.
+        decades: sizes of tokens' values, or of groups of latents, span decades.
+        layout: page layout, see `LAYOUTS`.
+        far: use caches of more than 2^32 elements.
     """
     gen = torch.Generator().manual_seed(seed)
     q_heads, kv_heads = heads
     needed = [-(-length // page_size) for length in lengths]
     columns, pages = max([*needed, 1]) + 2, sum(needed) + 3
     order = torch.randperm(pages, generator=gen).tolist()
-    # Pages are rows of a wider tensor, as the layers of one cache are, and unused slots are NaN.
+    # Pages are rows of a wider tensor, like the layers of a cache, and unused slots are NaN.
     wide = torch.full((2, pages, 2, page_size, kv_heads, dim), torch.nan, dtype=dtype)
     k_cache, v_cache = wide[0, :, 1], wide[1, :, 1]
     table = torch.full((len(lengths), columns), ELSEWHERE, dtype=torch.int32)
@@ -177,7 +177,7 @@ def make_case(
         los.append((hi - window).clamp(min=0) if window else torch.zeros_like(hi))
     q = torch.randn(sum(counts), q_heads, 2 * dim, generator=gen).to(dtype)[..., :dim]  # strided
     q[1:, 2:] *= shrunk
-    # Some far below every score, some far above, most among them.
+    # Some far below all scores, some far above, most in between.
     sink = (torch.randn(q_heads, generator=gen) * 4).to(device) if sinks else None
     wide, lo, hi = wide.to(device), torch.cat(los).int().to(device), torch.cat(his).int().to(device)
     store = PagedKeys(wide[0, :, 1], wide[1, :, 1], table.to(device), lo, hi, dim**-0.5, sink)
@@ -193,17 +193,17 @@ def make_case(
 def make_latents(
     counts: list[int], lengths: list[int], *, heads: int = 4, latent: int = 32, rope: int = 8, **options: Any
 ) -> Case:
-    """Sequences as `make_case` makes them, of one KV head, whose values are the first `latent` dims of its keys."""
+    """Makes sequences like `make_case`, with one KV head whose values are the first `latent` dims of its keys."""
     return make_case(counts, lengths, heads=(heads, 1), dim=latent + rope, latent=latent, **options)
 
 
 def few_bits(case: Case, kv: str, decades: bool) -> Case:
-    """Rounds a case's values, or all, to e4m3 with scales; what is absent is NaN in numbers and scales."""
+    """Rounds a case's values, or all, to e4m3 with scales; unused values and scales are NaN."""
     if case.store.k.dim() == 3:
         return _few_bits_of_latents(case, decades)
     store = case.store
     values, size = store.v.float(), 1.0
-    if decades:  # from 1e-6 to 1e2 times as large
+    if decades:  # scaled by 1e-6 to 1e2
         factor = 10 ** (torch.rand(values.shape[:3], generator=torch.Generator().manual_seed(1)) * 8 - 6)
         values, size = values * factor[..., None].to(values), 400.0
     v, v_scale, stood = _few(values)
@@ -216,7 +216,7 @@ def few_bits(case: Case, kv: str, decades: bool) -> Case:
 
 
 def _few(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Pages [pages, page_size, Hkv, D] in e4m3, their scales [pages, Hkv, page_size], and what they stand for."""
+    """Pages [pages, page_size, Hkv, D] in e4m3, their scales [pages, Hkv, page_size], and the dequantized values."""
     scales = torch.where(x.isnan().any(-1), torch.nan, scales_of(x.nan_to_num()))
     few = (x.float() / scales[..., None]).to(E4M3)
     apart = scales.transpose(1, 2).clone(memory_format=torch.contiguous_format)
@@ -224,7 +224,6 @@ def _few(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _sequences(case: Case, pages: Tensor) -> list[Tensor]:
-    """The entries [S_i, ...] of each sequence, out of pages [pages, page_size, ...]."""
     found = []
     for i, k in enumerate(case.keys):
         at = torch.arange(len(k), device=pages.device)
@@ -233,7 +232,7 @@ def _sequences(case: Case, pages: Tensor) -> list[Tensor]:
 
 
 def _few_bits_of_latents(case: Case, decades: bool) -> Case:
-    """Rounds latents in groups of 128; with `decades`, groups of a token are from 1e-3 to 1 times as large."""
+    """Rounds latents in groups of 128; with `decades`, groups of a token are scaled by 1e-3 to 1."""
     latent, cache = case.values[0].shape[-1], case.store.k.float()
     if decades:
         gen = torch.Generator().manual_seed(1)
@@ -244,7 +243,7 @@ def _few_bits_of_latents(case: Case, decades: bool) -> Case:
     absent = cache[..., :1].isnan()
     latents = latents.float().masked_fill(absent, torch.nan).to(E4M3)
     scales = scales.masked_fill(absent, torch.nan).mT.contiguous()
-    # Pages lie apart, as in one cache of several layers.
+    # Pages are not adjacent, as in a cache of several layers.
     latents, ropes = (torch.stack((x, x), 1)[:, 1] for x in (latents, case.store.k[..., latent:]))
     keys = [k[:, None] for k in _sequences(case, torch.cat((stood, ropes.float()), -1))]
     store = replace(case.store, k=latents, v=latents, k_scale=scales, rope=ropes)
@@ -252,13 +251,14 @@ def _few_bits_of_latents(case: Case, decades: bool) -> Case:
 
 
 def block_shape(store: PagedKeys, dtype: torch.dtype) -> BlockLayout:
+    """Returns the block layout of a cache."""
     _, page_size, heads, dim = store.k.shape
     kv = "fp8" if store.k_scale is not None else "auto" if store.v_scale is None else "k16v8"
     return BlockLayout.of([keys_and_values(heads, dim, dtype_name(dtype), kv, None)], page_size)
 
 
 def _in_blocks(case: Case) -> tuple[BlockLayout, Tensor, PagedKeys]:
-    """Blocks of bytes with the same numbers, NaN in between, and views of them."""
+    """Blocks of bytes with the same values, NaN elsewhere, and views of them."""
     store, block = case.store, block_shape(case.store, case.q.dtype)
     memory = torch.full((len(store.k) * block.heads, block.words), -1, dtype=torch.int32, device=store.k.device)
     views = block.pages(memory)
@@ -269,12 +269,11 @@ def _in_blocks(case: Case) -> tuple[BlockLayout, Tensor, PagedKeys]:
 
 
 def _blocks(case: Case, gen: torch.Generator) -> Case:
-    """Each page a block of bytes for each head."""
     return replace(case, store=_in_blocks(case)[2])
 
 
 def _places(case: Case, gen: torch.Generator) -> Case:
-    """Such blocks under every head; tables say which is a head's, and name no page behind the last key."""
+    """Blocks shared by heads; tables select a head's blocks, and have no page after the last key."""
     block, memory, store = _in_blocks(case)
     lanes = torch.arange(block.heads, device=memory.device)
     found: dict[str, Any] = {PART[name]: x for name, x in block.shared_by_heads(memory).items()}
@@ -284,7 +283,7 @@ def _places(case: Case, gen: torch.Generator) -> Case:
 
 
 def _tokens(case: Case, gen: torch.Generator) -> Case:
-    """Pages of one token, in any order, over the same scales; of keys, a table for each KV head."""
+    """Pages of one token in random order, over the same scales; for keys and values, one table per KV head."""
     store, size = case.store, case.store.page_size
     slots = torch.arange(store.table.shape[1] * size, device=store.table.device)
     table = store.table[:, slots // size].clamp(max=ELSEWHERE // size) * size + slots % size
@@ -303,9 +302,9 @@ def _tokens(case: Case, gen: torch.Generator) -> Case:
 
 
 def _heads(case: Case, gen: torch.Generator) -> Case:
-    """Some of a sequence's pages for each KV head, in order, the last one among them; one query reads these alone.
+    """Some of a sequence's pages for each KV head, in order and with the last one; the only query reads these.
 
-    Entries below 0, wherever they stand, are no pages. A page that no head of a sequence reads holds NaN.
+    Entries below 0, at any place, are not pages. A page that no head of a sequence reads is NaN.
     """
     (page_size, kv_heads), store = case.store.k.shape[1:3], case.store
     counts = [-(-len(keys) // page_size) for keys in case.keys]
@@ -319,7 +318,7 @@ def _heads(case: Case, gen: torch.Generator) -> Case:
         hi[b] = max(0, columns * page_size - (-len(keys) % page_size))
         for h in range(kv_heads):
             selected = read[h].nonzero()[:, 0]
-            # Pages that are none stand anywhere before the last one.
+            # Invalid pages are anywhere before the last one.
             places = torch.randperm(max(columns - 1, 0), generator=gen)[: max(len(selected) - 1, 0)].sort().values
             places = torch.cat([places, torch.tensor([columns - 1])])[: len(selected)]
             table[b, h, places] = store.table[b, selected].cpu()
@@ -338,7 +337,7 @@ LAYOUTS: dict[str, Callable[[Case, torch.Generator], Case]] = {
 
 
 def _far_away(case: Case) -> Case:
-    """The same pages as the last ones of caches of more than 2^32 numbers."""
+    """The same pages, at the end of caches of more than 2^32 elements."""
     store, begin = case.store, (1 << 32) // case.store.k[0].numel() + 1
 
     def last(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Ranks that share one device, with what the kernels between GPUs need of each: boxes, counters and a status."""
+"""Ranks on one device, with what inter-GPU kernels need of each: LL buffers, counters and a status."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from kernels.peers.all_reduce_norm_rows import all_reduce_norm_rows
 from kernels.peers.exchange import PIECE_WORDS, exchange
 
 PIECES = 64
-Sum = tuple[Tensor, Tensor]  # normalised, and before that
+Sum = tuple[Tensor, Tensor]  # normalised, and before the norm
 
 
 class SimulatedRanks:
-    """The boxes of one collective.
+    """The LL buffers of one collective.
 
     Args:
-        words: of a rank's boxes, int64.
-        spins: looks at a box before a rank gives up.
+        words: int64 words of a rank's buffer.
+        spins: polls before a rank gives up.
     """
 
     def __init__(self, count: int, words: int, device: torch.device, spins: int = 3) -> None:
@@ -38,7 +38,7 @@ class SimulatedRanks:
         return [int(s) for s in self.status]
 
     def given(self, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-        """A rank's peers, count and status, as collectives of one count take them."""
+        """Returns a rank's peers, count and status, for collectives with one count."""
         return self.peers, self.counts[rank][0], self.status[rank]
 
 
@@ -51,7 +51,7 @@ class Exchange(SimulatedRanks):
         self.shares, self.starts = shares, torch.tensor([0, *shares]).cumsum(0).to(device, torch.int32)
 
     def run(self, rank: int, parts: tuple[Any, ...], like: Tensor, op: Any = exchange, **phase: bool) -> Tensor:
-        """A rank's heads [N, share, D] of all ranks' parts, in the dtype and with the rows of `like` [N, heads, D]."""
+        """Returns a rank's heads [N, share, D] of all ranks' partials, with the dtype and rows of `like`."""
         result = torch.full((len(like), self.shares[rank], like.shape[2]), torch.nan).to(like)
         counts = self.counts[rank][0], self.counts[rank][1]
         options = dict(rank=rank, lanes=max(self.shares), pieces=PIECES, spins=self.spins)
@@ -60,7 +60,7 @@ class Exchange(SimulatedRanks):
 
 
 class Sums(SimulatedRanks):
-    """Sums of rows, in one of the ways of `summed`."""
+    """All-reduces of rows by one of the algorithms of `summed`."""
 
     def __init__(
         self, algorithm: str, count: int, device: torch.device, spins: int = 3, pieces: int = PIECES, size: int = 64
@@ -68,7 +68,7 @@ class Sums(SimulatedRanks):
         words = {"rows": 4 * pieces * size, "long": pieces * (size + 4) // 4}
         super().__init__(count, words.get(algorithm, (2 * count + 2) * pieces * size), device, spins)
         self.algorithm, self.pieces, self.size = algorithm, pieces, size
-        # Where the boxes of sums begin, behind those of parts; of long chunks flags of both come behind them.
+        # Offsets of the buffers of sums, after those of partials; for long chunks the flags of both come last.
         begins = {
             "rows": (0, 16 * pieces * size),
             "long": (0, pieces * size, 2 * pieces * size, 2 * pieces * size + 4 * pieces),
@@ -83,7 +83,7 @@ class Sums(SimulatedRanks):
         return summed(self.algorithm, x, residual, weight, self.tables, *rest, **sizes)
 
     def run_phases(self, parts: list[Tensor], residual: Tensor | None, weight: Tensor) -> list[Sum]:
-        """Each phase runs for all ranks, before the next one does."""
+        """Runs each phase on all ranks before the next one."""
         for phase in (1, 2, 4):
             got = [self.run(r, part, residual, weight, phase) for r, part in enumerate(parts)]
         return got
@@ -93,7 +93,7 @@ def summed(
     algorithm: str, x: Tensor, residual: Tensor | None, weight: Tensor, tables: Tensor, own: Tensor, count: Tensor,
     status: Tensor, *, rank: int, pieces: int, size: int, spins: int, phases: int = 7,
 ) -> Sum:  # fmt: skip
-    """The sum over ranks in one shot, in two shots, by rows (`pieces` of `size` words), or of long chunks (bytes)."""
+    """Sums over ranks in one shot, in two shots, by rows (`pieces` of `size` words), or in long chunks (bytes)."""
     given = x, residual, weight, 1e-5, tables
     if algorithm == "long":
         return all_reduce_norm_long(
@@ -107,10 +107,10 @@ def summed(
 
 
 def check_sums(got: list[Sum], parts: Tensor, residual: Tensor | None, weight: Tensor, terms: int = 4) -> None:
-    """Each rank's rows and sums are the same, and those of the reference, for sums of up to so many terms."""
+    """Checks that all ranks have equal rows and sums, close to the reference for sums of up to `terms` terms."""
     dtype = weight.dtype
     wanted = rms_norm(parts.float().sum(0).to(dtype), weight, 1e-5, residual)
-    # The reference rounds the sum once more before it adds the residual: a unit of values up to 8, or 16 for 8 terms.
+    # The reference rounds the sum once more before it adds the residual: an ulp of values up to 8, or 16 for 8 terms.
     unit = {torch.float32: 0.0, torch.float16: 2**-6, torch.bfloat16: 2**-3}[dtype]
     for mine in got:
         torch.testing.assert_close(mine, wanted, atol=max(1e-5, unit * terms / 4), rtol=0)
@@ -118,9 +118,9 @@ def check_sums(got: list[Sum], parts: Tensor, residual: Tensor | None, weight: T
 
 
 def emulated_sums(x: list[Tensor], ranks: tuple[int, int], world: int) -> list[Tensor]:
-    """Sums over a world of which two processes emulate a rank each.
+    """Emulates sums over a world with two processes, one rank each.
 
-    Of every `world` rows, an owner adds its own to all but the other's own, and sends that to all.
+    Of every `world` rows, an owner adds its own to all but the other's, and sends that to all.
     """
     rows = [part.view(-1, world, part.shape[-1]) for part in x]
     owned, found = [], []
@@ -135,10 +135,10 @@ def emulated_sums(x: list[Tensor], ranks: tuple[int, int], world: int) -> list[T
 
 
 class ThreadRendezvous:
-    """Gathers of ranks that are threads, of which one runs at a time: the interpreter is one for all of them.
+    """Gathers of ranks that are threads and run one at a time: they share the interpreter.
 
     Attributes:
-        turn: held by the one that runs.
+        lock: held by the running rank.
     """
 
     def __init__(self, ranks: int) -> None:

@@ -1,6 +1,6 @@
-"""Compiles kernels ahead for sm_90 without a GPU; prints how many there are before and after, and what they wrote.
+"""Precompiles kernels for sm_90 without a GPU; prints their number before and after, and the sum of what they wrote.
 
-A program of its own: the tests' process runs kernels under the interpreter, and cannot compile them.
+A separate program: the tests' process runs kernels in the interpreter, and cannot compile them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kernels.precompile import precompile
 
 
 class NoGPU:
-    """A driver for compiling alone."""
+    """A compile-only driver."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -30,6 +30,7 @@ class NoGPU:
 
 
 def compiled(*kernels: JITFunction) -> int:
+    """Counts compiled kernels."""
     found = (kernel for function in kernels for kernel in function.device_caches[0][0].values())
     return sum(isinstance(kernel, CompiledKernel) for kernel in found)
 

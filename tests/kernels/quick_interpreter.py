@@ -1,7 +1,7 @@
-"""Triton's interpreter, without what it does again and again: a kernel's time there is that of types, not of numbers.
+"""Speeds up Triton's interpreter, whose time goes into types rather than values.
 
-Results are the same to the last bit, but for what it rounds to e4m3 wrongly. Each change names what it takes away; all
-are undone by the end of the context.
+Results are bit-identical, except that rounding to e4m3 is corrected. Each change says what it avoids; all
+are undone at the end of the context.
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ from triton.runtime import interpreter
 
 @contextmanager
 def quick() -> Iterator[None]:
+    """Patches the interpreter."""
     with pytest.MonkeyPatch.context() as patch:
-        # Patching the language at each call of a device function, which takes as long again as the call.
+        # Patching the language at each call of a device function takes as long as the call.
         patch_for = interpreter._patch_lang
 
         @cache
         def patched_for(fn: Any) -> interpreter._LangPatchScope:
             patch_for(fn)
-            return interpreter._LangPatchScope()  # which restores nothing
+            return interpreter._LangPatchScope()  # restores nothing
 
         patch.setattr(interpreter, "_patch_lang", patched_for)
-        # A check of each integer operation in 64 bits, whose result is dropped unless assertions are on.
+        # A 64-bit check of each integer operation, whose result is dropped unless assertions are on.
         options = interpreter.InterpreterOptions(sanitize_overflow=False)
         patch.setattr(interpreter.interpreter_builder, "options", options)
-        # A table of all types for each look at it.
+        # Each lookup of a type builds a table of all types.
         numpy_type = cache(interpreter._get_np_dtype)
         pointers = np.dtype(np.uint64)
         patch.setattr(interpreter, "_get_np_dtype", lambda t: pointers if t.scalar.is_ptr() else numpy_type(t.scalar))
-        # Checks that what is called stands in a kernel, and that each result's numbers are of its type's size.
+        # Checks that calls are inside a kernel, and that each result has its type's item size.
         patch.setattr(interpreter, "_patch_attr", _call_at_once)
         patch.setattr(interpreter.TensorHandle, "__post_init__", lambda self: None)
         _share_types(patch)
@@ -49,7 +50,7 @@ def quick() -> Iterator[None]:
 
 
 def _round_to_e4m3(patch: pytest.MonkeyPatch) -> None:
-    """Rounds to e4m3 as GPUs do: the interpreter loses a carry into the exponent, and cuts subnormal numbers off."""
+    """Rounds to e4m3 as GPUs do: the interpreter loses a carry into the exponent, and truncates subnormals."""
     convert = interpreter._convert_float
 
     def rounded(x: Any, from_type: Any, to_type: Any, rounding: Any) -> Any:
@@ -71,14 +72,14 @@ def _call_at_once(obj: Any, name: str, member: Any, builder: Any, scope: interpr
 
 
 def _decide_once(patch: pytest.MonkeyPatch) -> None:
-    """Keeps which types the two sides of an operation become, and numbers as such; numpy itself broadcasts data."""
+    """Caches the common type of two operands, and scalars as tensors; numpy broadcasts data itself."""
     decide = tl.semantic.TritonSemantic.binary_op_type_checking_impl
     decided: dict[Any, list[Any]] = {}
 
     def kind(side: Any) -> Any:
         if not isinstance(side, core.tensor):
             return side, type(side)
-        return id(side.type) if side.type.is_block() else side.type.name  # blocks are shared
+        return id(side.type) if side.type.is_block() else side.type.name  # block types are shared
 
     def sides(self: Any, left: Any, right: Any, *options: Any, **more: Any) -> Any:
         key = kind(left), kind(right), options, *more.items()
@@ -103,7 +104,6 @@ def _decide_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def _share_types(patch: pytest.MonkeyPatch) -> None:
-    """Makes each type of a block once, and each shape of tensors."""
     blocks: dict[Any, Any] = {}
     make = core.block_type.__init__
 
@@ -114,7 +114,7 @@ def _share_types(patch: pytest.MonkeyPatch) -> None:
             make(made, element, shape)
             sizes = [core.constexpr(size) for size in made.shape]
             made.of_tensors = core.tuple(sizes), core.constexpr(made.numel)
-            found = blocks.setdefault(key, made)  # whole: ranks are threads
+            found = blocks.setdefault(key, made)  # atomic: ranks are threads
         return found
 
     patch.setattr(core.block_type, "__new__", block)
@@ -128,7 +128,7 @@ def _share_types(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(core.tensor, "__init__", tensor)
 
     broadcast = tl.semantic.TritonSemantic.broadcast_impl_value
-    together: dict[Any, list[Any]] = {}  # types that two blocks become
+    together: dict[Any, list[Any]] = {}  # common types of two blocks
 
     def broadcast_together(self: Any, left: Any, right: Any) -> Any:
         if left.shape is right.shape:

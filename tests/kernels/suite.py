@@ -1,4 +1,4 @@
-"""Tables of tests of kernels: ops, rows of cases of each, and mistakes that have to show.
+"""Framework of kernel tests: ops, rows of cases, and faults that must show.
 
 `tests/kernels/test_suite.py` runs the tables in `tests/kernels/cases_*.py`, which derive the tolerances.
 """
@@ -23,28 +23,28 @@ KERNEL = ("kernel",)
 
 
 class Case(Protocol):
-    """Arguments of an op, and what it has to make of them; what nobody may read is NaN, or lies far outside."""
+    """Arguments of an op, and its expected results; memory that must not be read is NaN, or out of range."""
 
     def run(self, function: Any, **options: Any) -> Sequence[Tensor]:
-        """Calls the op, and returns all that it wrote; a second call finds what the first one did."""
+        """Calls the op, and returns all that it wrote; repeatable."""
 
     def check(self, *found: Tensor) -> None:
-        """Compares with what is right, which is computed in float64 at the first call and then stays.
+        """Compares with the expected results, which are computed in float64 at the first call and cached.
 
         Raises:
-            AssertionError: also where something is written that should not be.
+            AssertionError: they differ, or something else was written.
         """
 
 
 @dataclass
 class Call:
-    """A case of tensors that are compared number by number.
+    """A case of tensors that are compared elementwise.
 
     Attributes:
-        given: arguments by name. Each call has copies of the tensors, of whose memory nothing else may be written.
-        wanted: of the arguments that are written, and of what is returned ("0", "1"), numbers and their largest error.
-        dtype: of what is returned.
-        call: calls the op with such arguments; None: by their names.
+        given: arguments by name. Each call gets copies of the tensors; nothing else in their memory may be written.
+        wanted: expected values and maximum error of written arguments, and of results ("0", "1").
+        dtype: of results.
+        call: calls the op with these arguments; None: by name.
     """
 
     given: dict[str, Any]
@@ -76,7 +76,7 @@ class Call:
 
 
 def copied(given: dict[str, Any], device: torch.device | None = None) -> tuple[dict[str, Any], list[Any]]:
-    """Copies tensors with all the memory that they view, once for all views of it; returns this memory, too."""
+    """Copies tensors with all memory that they view, once per storage; also returns the memory."""
     memory: dict[int, tuple[Tensor, Tensor]] = {}
 
     def bytes_of(x: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ def copied(given: dict[str, Any], device: torch.device | None = None) -> tuple[d
 
 
 def check_in_a_graph(layers: Callable[[Callable[[], None]], None], ys: Tensor) -> None:
-    """Each layer reads what the one before wrote, in one workspace: however they overlap, the bits are the same.
+    """Checks that layers, each of which reads the one before in one workspace, give the same bits however they overlap.
 
     Args:
         layers: launches all of them, which write `ys`, and calls its argument between them.
@@ -117,8 +117,8 @@ class Mode:
     """How a kernel is run.
 
     Attributes:
-        options: arguments beside those of the case.
-        settings: values of modules' names meanwhile, by the dotted name.
+        options: further arguments.
+        settings: values to patch, by dotted name.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -129,7 +129,7 @@ PLAIN = {"": Mode()}
 
 
 def shapes_of(*shapes: tuple[Any, ...], names: str) -> dict[str, dict[str, Any]]:
-    """Arguments of a case by the names, of each shape."""
+    """Returns arguments by name for each shape."""
     return {
         "-".join(str(value).replace(" ", "") for value in shape): dict(zip(names.split(), shape, strict=True))
         for shape in shapes
@@ -137,7 +137,7 @@ def shapes_of(*shapes: tuple[Any, ...], names: str) -> dict[str, dict[str, Any]]
 
 
 def sms(*counts: int) -> dict[str, Mode]:
-    """A way for each number of multiprocessors that take part."""
+    """Returns a mode for each number of SMs."""
     return {f"sms={count}": Mode({"sms": count}) for count in counts}
 
 
@@ -165,13 +165,13 @@ class Op:
     """An op with its tables.
 
     Attributes:
-        function: what launches the kernel on a GPU, and calls the reference on a CPU.
+        function: launches the kernel on a GPU, and calls the reference on a CPU.
         make: makes a case of a row's shape, on `device`.
-        mistakes: by name a shape and a mistake in the case, made once it is known what is right: the check has to fail.
-        nan: by name a shape, and what puts NaN among what is read: it has to come out.
-        replays: changes a case's tensors in place, and what is right with them, one time after the other.
-        gpu: whether mistakes and NaN are looked at on a GPU alone.
-        needs_hopper: whether nothing else serves the function.
+        mistakes: by name, a shape and a fault to plant in the case after its results are computed: the check must fail.
+        nan: by name, a shape, and what puts NaN into the inputs: it must propagate.
+        replays: changes a case's tensors and results in place, repeatedly.
+        gpu: whether faults and NaN are only tested on a GPU.
+        needs_hopper: whether the function is an SM90 kernel without fallback.
     """
 
     name: str
@@ -196,16 +196,17 @@ class Op:
         repeats: int = 1,
         **axes: Sequence[Any],
     ) -> list[Any]:
-        """Makes parameters of a test, each a `Row`: every shape in every way, with every value of the axes.
+        """Makes parameters of a test, each a `Row`: every shape in every mode, with every value of the axes.
 
         Args:
-            which: the kernel, or its reference, which is what the op calls on a CPU.
-            ways: of the kernel; the reference is run once.
-            pairs: all but rows that hold every pair of values are slow; of kernel and reference, with bf16 and without.
-            gpu: for a GPU alone. So are kernels in bf16, whose bit patterns the interpreter multiplies.
-            gb: what a row that is for a GPU alone holds of it, or tells that of a shape.
-            hopper: tells of a case whether a kernel for Hopper takes it, which has to be so where there is one.
-            repeats: runs more on a GPU, which have to leave the same bits.
+            which: the kernel, or its reference, which the op calls on a CPU.
+            modes: of the kernel; the reference is run once.
+            pairs: mark rows as slow except a pairwise covering; separately for kernel and reference, with bf16 and
+                without.
+            gpu: GPU only. So are kernels in bf16, which the interpreter multiplies as bit patterns.
+            gb: GB that a GPU-only row needs, or a function of its shape.
+            hopper: whether the SM90 kernel takes a case, which must be true on such a GPU.
+            repeats: runs on a GPU, which must give the same bits.
             axes: further arguments of `make`.
         """
         reference_mode = next(iter(modes))

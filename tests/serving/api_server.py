@@ -1,4 +1,4 @@
-"""A front end in this process, over a job that a test writes in a few lines."""
+"""A front end in this process, over a scripted job."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ DEADLINE_S = 60.0
 
 
 def text_of(name: str) -> str:
+    """Reads a file of texts/."""
     return (Path(__file__).parent / "texts" / name).read_text(encoding="utf-8")
 
 
 def changed(directory: Path, files: dict[str, Any], of: Path = DEMO) -> Path:
-    """A model's directory with other files, texts or JSON."""
+    """Makes a copy of a model's directory with some files replaced, by text or JSON."""
     directory.mkdir()
     for file in of.iterdir():
         if file.name not in files:
@@ -47,23 +48,24 @@ def changed(directory: Path, files: dict[str, Any], of: Path = DEMO) -> Path:
 
 
 def without_template(directory: Path) -> Path:
+    """Makes a demo model without chat template."""
     settings = json.loads((DEMO / "tokenizer_config.json").read_text())
     return changed(directory / "demo-model", {"tokenizer_config.json": settings | {"chat_template": None}})
 
 
 Script = Callable[["FakeJob", Request], Awaitable[None]]
-Serve = Callable[..., Awaitable["ApiServer"]]  # of `api_server`, without a directory: the fixture `serve`
+Serve = Callable[..., Awaitable["ApiServer"]]  # the fixture `serve`: `api_server` without its directory
 
 
 async def counting(job: FakeJob, submit: Request) -> None:
-    """Token n of a sequence is n: what comes depends on the position alone, as an engine's draws do."""
+    """Emits token n at position n: output depends on the position only, like an engine's sampling."""
     begin = len(submit.prompt)
     for n in range(begin, begin + submit.max_tokens):
         await job.emit(submit, [100 + n], "length" if n == begin + submit.max_tokens - 1 else None)
 
 
 async def silent(job: FakeJob, submit: Request) -> None:
-    """Nothing ever comes."""
+    """Emits nothing."""
 
 
 @dataclass
@@ -91,7 +93,7 @@ class FakeJob:
         self.server = await asyncio.start_unix_server(self._serve, path)
 
     async def listen_again(self) -> None:
-        """Comes back at the same place, after `close`."""
+        """Listens at the same path again, after `close`."""
         self.path.unlink(missing_ok=True)
         await self.listen(self.path)
 
@@ -111,7 +113,7 @@ class FakeJob:
             self.writers[-1].write(frame)
 
     def die(self) -> None:
-        """Ends the connection, as a job's death does; the next one is another job."""
+        """Aborts the connection, as when a job dies; the next one is another job's."""
         self.writers.pop().transport.abort()
 
     async def close(self) -> None:
@@ -137,6 +139,8 @@ class FakeJob:
 
 @dataclass
 class ApiServer:
+    """A running front end, with an HTTP client and its engine client."""
+
     url: str
     client: httpx.AsyncClient
     engine_client: EngineClient
@@ -160,7 +164,7 @@ class ApiServer:
         return await self.client.get(path, **more)
 
     async def connect(self, path: str, body: Any, **more: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A connection on which a request has been sent; its bytes are the test's to read."""
+        """Sends a request; returns the connection, for the test to read."""
         where = () if "sock" in more else ("127.0.0.1", self.port)
         reader, writer = await asyncio.open_connection(*where, **more)
         content = json.dumps(body).encode()
@@ -174,7 +178,7 @@ class ApiServer:
 
 @asynccontextmanager
 async def api_server(directory: Path, job: Any = None, **settings: Any) -> AsyncIterator[ApiServer]:
-    """A front end over a job, ready."""
+    """Runs a front end over a job, and waits until it is ready."""
     job = job or FakeJob()
     path = Path(tempfile.mkdtemp(dir=directory)) / "job.sock"
     serve = replace(ServeConfig(), attach=str(path), **{"port": 0, **settings})
@@ -200,7 +204,7 @@ async def api_server(directory: Path, job: Any = None, **settings: Any) -> Async
 
 
 def pieces(answer: httpx.Response) -> list[dict[str, Any]]:
-    """What a stream tells one after the other, or the whole answer."""
+    """Returns the chunks of a stream, or the whole response as one."""
     if not answer.headers["content-type"].startswith("text/event-stream"):
         return [answer.json()]
     return [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
@@ -208,11 +212,11 @@ def pieces(answer: httpx.Response) -> list[dict[str, Any]]:
 
 @dataclass
 class ReceivedChoice:
-    """A choice as its client puts it together.
+    """A choice, as assembled by a client.
 
     Attributes:
         calls: names and arguments.
-        ends: why it ended.
+        ends: finish reason.
     """
 
     thinking: str = ""
@@ -222,7 +226,7 @@ class ReceivedChoice:
 
 
 def read(answer: httpx.Response, index: int = 0) -> ReceivedChoice:
-    """A choice of a completion or a chat, whole or streamed."""
+    """Assembles a choice of a completion or a chat, whole or streamed."""
     assert answer.status_code == 200, answer.text
     found = ReceivedChoice()
     for choice in (choice for piece in pieces(answer) for choice in piece["choices"] if choice["index"] == index):
@@ -238,11 +242,12 @@ def read(answer: httpx.Response, index: int = 0) -> ReceivedChoice:
 
 @cache
 def tokens_of(text: str, model: str) -> list[int]:
+    """Tokenizes a text."""
     return load_tokenizer(model).encode(text, add_special_tokens=False)
 
 
 def scripted_reply(text: str, finish: str | None = "stop", end: int = 0) -> Script:
-    """A job that says a text, a token at a time, and how it ends: by a token of the model, at a limit, or failing."""
+    """Returns a script that emits a text token by token, and ends by EOS, at a limit, or with an error."""
 
     async def script(job: FakeJob, submit: Request) -> None:
         for token in tokens_of(text, job.ready.model):
@@ -255,13 +260,13 @@ def scripted_reply(text: str, finish: str | None = "stop", end: int = 0) -> Scri
 
 
 def metrics_of(text: str) -> dict[str, float]:
-    """Values of Prometheus's text, by their names without the prefix `helix:`."""
+    """Parses Prometheus text into values by name without the prefix `helix:`."""
     lines = (line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("helix:"))
     return {name.removeprefix("helix:"): float(value) for name, value in lines}
 
 
 class Clock:
-    """A clock that a test owns, in place of a module's `time`."""
+    """A settable clock that replaces a module's `time`."""
 
     now = 1000.0
 
@@ -272,6 +277,7 @@ class Clock:
 
 
 async def until(holds: Callable[[], Any]) -> None:
+    """Polls until a condition holds."""
     async with asyncio.timeout(DEADLINE_S):
         while not holds():
             await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""The server's page in a real browser, and a job behind it that says what a test wants."""
+"""The server's page in a real browser, with a job under the test's control."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ KNOWN = r"status of (400|401|502|503)|ERR_(CONNECTION|INCOMPLETE_CHUNKED_ENCODIN
 
 
 class ScriptedJob(FakeJob):
-    """A job that says texts, each when the test wants it."""
+    """A job that emits texts when the test says so."""
 
     def __init__(self, model: Path) -> None:
         super().__init__(self._tell)
         self.end = tokens_of(END, str(model))
         self.ready = replace(READY, model=str(model))
-        if len(self.end) == 1:  # a model for chats
+        if len(self.end) == 1:  # a chat model
             self.ready = replace(self.ready, vocab=4100, eos=(0, *self.end))
 
     async def _tell(self, job: FakeJob, submit: Request) -> None:
-        """Sends to the last request what the test says."""
+        """The test emits by `write`."""
 
     async def write(self, text: str, finish: str | None = None) -> None:
-        """Says a text, a token at a time."""
+        """Emits a text to the last request, token by token."""
         for token in tokens_of(text, self.ready.model):
             await self.emit(self.submits[-1], [token])
         if finish is not None:
@@ -48,24 +48,23 @@ class ScriptedJob(FakeJob):
 
 @dataclass
 class PageDriver(ApiServer):
-    """A front end, and a page of it with what its user does there."""
+    """A front end with a page of it, and a user's actions there."""
 
     job: ScriptedJob
     page: Page
 
     @property
     def prompt(self) -> str:
-        """Of the last request."""
+        """Prompt text of the last request."""
         return self.session.tokenizer.backend.decode(self.job.submits[-1].prompt)
 
     async def new_tab(self, url: str = "") -> PageDriver:
-        """Another page of the same browser."""
         page = await self.page.context.new_page()
         await page.goto(url or self.url)
         return replace(self, page=page)
 
     async def expect_status(self, what: str | re.Pattern[str]) -> None:
-        """Waits until the page says this of itself."""
+        """Waits until the page shows this status."""
         await expect(self.page.locator("#state")).to_have_text(what)
 
     async def ready(self) -> None:
@@ -75,30 +74,27 @@ class PageDriver(ApiServer):
         await expect(self.page.locator("#talk")).to_contain_text(text)
 
     async def expect_request(self, act: Awaitable[Any]) -> None:
-        """Does something, and waits for the request that it makes."""
+        """Acts, and waits for the request that this sends."""
         before = len(self.job.submits)
         await act
         await until(lambda: len(self.job.submits) == before + 1)
 
     async def send(self, text: str | None = None, keys: str = "Enter") -> None:
-        """Writes a text, presses Enter, and waits for the request."""
         if text is not None:
             await self.page.fill("#text", text)
         await self.expect_request(self.page.press("#text", keys))
 
     async def begin(self, question: str, text: str) -> None:
-        """A question, and the beginning of its answer."""
+        """Sends a question, and emits the beginning of its answer."""
         await self.send(question)
         await self.job.write(text)
         await self.expect_text(text.strip())
 
     async def answer(self, text: str, finish: str = "stop") -> None:
-        """Says the rest of an answer."""
         await self.job.write(text, finish)
         await expect(self.page.locator("#stop")).to_be_hidden()
 
     async def turn(self, question: str, message: str) -> None:
-        """A question with its answer."""
         await self.send(question)
         await self.answer(message)
 
@@ -110,10 +106,11 @@ class PageDriver(ApiServer):
         await self.ready()
 
 
-Browse = Callable[..., Awaitable[tuple[PageDriver, Page]]]  # of `opened`, without a browser and a directory
+Browse = Callable[..., Awaitable[tuple[PageDriver, Page]]]  # the fixture `browse`
 
 
 async def started(driver: Playwright) -> Browser:
+    """Starts Chromium."""
     expect.set_options(timeout=DEADLINE_MS)
     return await driver.chromium.launch(executable_path=BINARY, args=["--no-sandbox"])
 
@@ -122,7 +119,7 @@ async def started(driver: Playwright) -> Browser:
 async def opened(
     browser: Browser, directory: Path, job: ScriptedJob, look: Any = None, **settings: Any
 ) -> AsyncIterator[PageDriver]:
-    """A page of a server; in the end it has wanted nothing of others and complained of nothing."""
+    """Opens a page of a server; checks at the end that it made no external requests and logged no errors."""
     requests: list[str] = []
     complaints: list[str] = []
     async with api_server(directory, job, **settings) as made:

@@ -1,4 +1,4 @@
-"""A model for chats: the demo model's tokenizer with a template of the kind that Qwen's models have."""
+"""A chat model: the demo model's tokenizer with a template like Qwen's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.serving.api_server import DEMO, ApiServer, text_of
 Talk = Callable[..., Awaitable[ApiServer]]  # the fixture `talk`
 BEGIN, END = SPECIAL = ["<|im_start|>", "<|im_end|>"]
 TEMPLATE = text_of("chat.jinja")
-# As families have them: of thoughts that a switch turns off, of an effort, of texts that are trimmed.
+# Templates of other families: with a thinking switch, with an effort, with trimmed texts.
 SWITCHED, EFFORT, TRIMMED = text_of("switched.jinja"), text_of("of-effort.jinja"), text_of("trimmed.jinja")
 TEMPLATES = {"switched": SWITCHED, "of effort": EFFORT, "trimmed": TRIMMED}
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -28,6 +28,7 @@ REFUSALS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("refusals.yam
 
 
 def chat_model(directory: Path, template: str = TEMPLATE) -> Path:
+    """Writes the model."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
     tokenizer.chat_template = template
@@ -36,4 +37,5 @@ def chat_model(directory: Path, template: str = TEMPLATE) -> Path:
 
 
 def tool(name: str) -> dict[str, Any]:
+    """Returns a tool without parameters."""
     return {"type": "function", "function": {"name": name}}

@@ -1,4 +1,4 @@
-"""Servers of a test, which end with it."""
+"""Fixtures of servers, which end with their test."""
 
 from __future__ import annotations
 
@@ -27,17 +27,19 @@ from tests.serving.chats import END, Talk, chat_model
 
 @pytest.fixture(scope="session")
 def anyio_backend() -> tuple[str, dict[str, Any]]:
-    return "asyncio", {"use_uvloop": True}  # as the server
+    """Selects asyncio with uvloop."""
+    return "asyncio", {"use_uvloop": True}  # like the server
 
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("launch.client.grammar_compiler.COMPILE_S", 60.0)  # this machine may be busy
+    """Extends the grammar compiler's timeout."""
+    monkeypatch.setattr("launch.client.grammar_compiler.COMPILE_S", 60.0)  # the machine may be busy
 
 
 @pytest.fixture
 async def serve(tmp_path: Path) -> AsyncIterator[Serve]:
-    """`await serve(job, **settings)` is a front end over a job."""
+    """A factory of front ends, which end with the test; await it with a job and settings."""
     async with AsyncExitStack() as servers:
 
         async def start(job: Any = None, **settings: Any) -> ApiServer:
@@ -48,13 +50,13 @@ async def serve(tmp_path: Path) -> AsyncIterator[Serve]:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo model's tokenizer with special tokens of a chat, and a template."""
+    """The demo model's tokenizer with a chat's special tokens and template."""
     return chat_model(tmp_path_factory.mktemp("chat-model"))
 
 
 @pytest.fixture
 def talk(serve: Serve, model: Path) -> Talk:
-    """`await talk(says)` is a front end over a job that says a text and ends the turn."""
+    """A factory of front ends whose job emits a text and EOS; await it with the text."""
     (end,) = tokens_of(END, str(model))
 
     async def start(says: str) -> ApiServer:
@@ -75,7 +77,7 @@ async def _guided(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Asyn
 
 @pytest.fixture
 def guided(_guided: ApiServer) -> Iterator[ApiServer]:
-    """A front end that compiles forms, whose processes take a second to start: one for all tests of a file."""
+    """A front end for structured output, whose compiler processes take a second to start: one per test file."""
     tokenizer, dialect = _guided.session.tokenizer.backend, _guided.session._chat_format
     template = tokenizer.chat_templates
     _guided.job.received.clear()
@@ -85,13 +87,14 @@ def guided(_guided: ApiServer) -> Iterator[ApiServer]:
 
 @pytest.fixture(scope="session")
 async def chromium() -> AsyncIterator[Browser]:
+    """Starts a browser."""
     async with async_playwright() as driver, await started(driver) as browser:
         yield browser
 
 
 @pytest.fixture
 async def browse(chromium: Browser, model: Path, tmp_path: Path) -> AsyncIterator[Browse]:
-    """`await browse(look, **settings)` is a front end and a page of it, for chats or to continue text."""
+    """A factory of front ends with a page, for chats or completions; await it with a look and settings."""
     async with AsyncExitStack() as pages:
 
         async def start(

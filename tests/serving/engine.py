@@ -1,4 +1,4 @@
-"""A job of one rank in this process: an engine behind a socket, as a front end finds it."""
+"""A job of one rank in this process: an engine behind a socket, as a front end sees it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.e2e.parity import build_engine
 
 
 def alone(family: str, eos: int | None = None, **options: Any) -> Engine:
-    """An engine of one rank; `eos` ends its answers in place of its model's own tokens."""
+    """Makes an engine of one rank; `eos` replaces the model's own."""
     layout = HelixLayout.create()
     comm = LoopbackWorld(1).communicator(0, layout.kvp_group(0))
     engine = build_engine(checkpoint(family), layout, comm, 4, page_size=4, **options)
@@ -36,11 +36,11 @@ def alone(family: str, eos: int | None = None, **options: Any) -> Engine:
 
 
 class Died(Exception):
-    """Planted."""
+    """A planted failure."""
 
 
 class DyingEngineServer(EngineServer):
-    """A link whose job dies after `lives` messages, counted once `among` requests have come; None: it lives."""
+    """An engine server that dies after `lives` messages, counted once `among` requests have come; None: never."""
 
     def __init__(self, path: Path, inbox: Inbox, lives: int | None, among: int) -> None:
         super().__init__(path, inbox)
@@ -48,7 +48,7 @@ class DyingEngineServer(EngineServer):
         self._came: set[str | int] = set()
 
     def send_update(self, update: RequestUpdate) -> None:
-        self._came.update(list(self._request_ids))  # copied at once: another thread adds to them
+        self._came.update(list(self._request_ids))  # copy at once: another thread adds to it
         if self._lives == 0:
             with self._lock:
                 assert self._peer is not None
@@ -61,11 +61,11 @@ class DyingEngineServer(EngineServer):
 
 
 class EngineJob:
-    """An engine of one rank, and another one each time that it dies.
+    """An engine of one rank, restarted each time that it dies.
 
     Args:
-        deaths: of each engine, after how many messages it dies; those behind them live.
-        among: requests that have to come before messages are counted: whoever asks later finds no engine.
+        deaths: number of messages after which each engine dies; engines after these live.
+        among: requests that must arrive before messages are counted; later ones find no engine.
     """
 
     def __init__(self, make: Callable[[], Engine], model: Path, deaths: tuple[int, ...] = (), among: int = 1) -> None:
@@ -95,7 +95,7 @@ class EngineJob:
 
 
 def name_tokens(directory: Path, vocab: int) -> Path:
-    """A tokenizer under which token 7 is the text `t7`, and spaces stand between tokens: texts tell tokens."""
+    """Writes a tokenizer in which token 7 is `t7`, separated by spaces, so that texts show tokens."""
     tokenizer = Tokenizer(WordLevel({f"t{i}": i for i in range(vocab)}, unk_token="t0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.save(str(directory / "tokenizer.json"))
@@ -104,4 +104,5 @@ def name_tokens(directory: Path, vocab: int) -> Path:
 
 
 def ids_of(text: str) -> tuple[int, ...]:
+    """Parses such a text into token ids."""
     return tuple(int(word[1:]) for word in text.split())

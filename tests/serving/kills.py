@@ -1,10 +1,10 @@
-"""Kills processes of a server while it is idle, reads a prompt, decodes or ends, and looks at what its clients see.
+"""Kills processes of a server that is idle, prefills, decodes or drains, and checks what its clients see.
 
     python -m tests.serving.kills [times=20] [record=FILE]
 
-Ranks die in turn. Each time the server has to refuse new requests within 2 s, and to be back within 15 s beyond the
-time that new ranks take to load. The request under way goes on: its text is that of an undisturbed run, in fp32. Where
-the front end dies, no rank is left after 15 s.
+Ranks are killed in turn. Each time the server must refuse new requests within 2 s, and be back within 15 s plus the
+time that new ranks take to load. The running request continues: its text equals that of an undisturbed run, in fp32.
+If the front end is killed, all ranks exit within 15 s.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from tests.serving.load import append_row
 from tests.serving.test_server import Server, served
 
 RANKS = 2
-REFUSED_S, BACK_S, GONE_S = 2.0, 15.0, 15.0  # what is promised
-DEADLINE_S = 120.0  # of whatever is waited for
-STATES = {"idle": 24, "prefill": 24, "decode": 200, "drain": 200}  # and tokens of answers
+REFUSED_S, BACK_S, GONE_S = 2.0, 15.0, 15.0  # limits to check
+DEADLINE_S = 120.0  # for any wait
+STATES = {"idle": 24, "prefill": 24, "decode": 200, "drain": 200}  # states, and output tokens of the request
 SETTINGS = f"layout.kvp={RANKS}", "serve.restarts=1000", "decode.prefill_chunk=128", "serve.drain_s=60"
 Row = dict[str, Any]
 
 
 class Reader(Thread):
-    """A client that reads an answer to its end: of a request that is in a state for seconds.
+    """A client that reads an answer to its end, from a request that stays in a state for seconds.
 
     Attributes:
-        reads, writes: set once a part of the prompt has been read, and with the first text.
-        text: so far.
-        wrong: what went wrong; None where nothing did.
+        reads, writes: set once part of the prompt is prefilled, and at the first text.
+        text: received so far.
+        wrong: the error, if any.
     """
 
     def __init__(self, server: Server, state: str, number: int) -> None:
         super().__init__(daemon=True)
-        more = {"return_progress": True, "ignore_eos": True, "cache_salt": f"{state} {number}"}  # nothing is cached
+        more = {"return_progress": True, "ignore_eos": True, "cache_salt": f"{state} {number}"}  # no prefix hits
         prompt = "# A line that is read, again and again.\n" * 100 if state == "prefill" else "def f"
         options = {"max_tokens": STATES[state], "temperature": 0.9, "seed": 5, "stream": True}
         self._answer = lambda: server.complete(prompt, **options, extra_body=more)
@@ -77,7 +77,7 @@ class Reader(Thread):
 
 
 def reader_in(server: Server, state: str, number: int) -> Reader | None:
-    """A request in a state, and a server that refuses others where it ends."""
+    """Starts a request in a state; in drain the server refuses others."""
     reader = None if state == "idle" else Reader(server, state, number)
     if reader is not None:
         reader.is_in(state)
@@ -88,7 +88,7 @@ def reader_in(server: Server, state: str, number: int) -> Reader | None:
 
 
 def kill_rank(server: Server, state: str, number: int, expected: str) -> Row:
-    """Kills a rank; what became of the server and of the request."""
+    """Kills a rank; returns what happened to the server and the request."""
     victim = server.rank(number % RANKS)
     reader = reader_in(server, state, number)
     begin = time.monotonic()
@@ -110,7 +110,7 @@ def kill_rank(server: Server, state: str, number: int, expected: str) -> Row:
 
 
 def kill_front(server: Server, state: str) -> Row:
-    """Kills the front end; how long its ranks live."""
+    """Kills the front end; returns how long its ranks lived."""
     reader_in(server, state, 0)
     begin = time.monotonic()
     server.process.kill()
@@ -120,7 +120,7 @@ def kill_front(server: Server, state: str) -> Row:
 
 
 def tried(killed: str, state: str, times: int, kill: Callable[[Server, int], Row], directory: Path) -> Row:
-    """The worst of some kills, and what was wrong with the first that failed; some end their server."""
+    """Returns the worst of some kills, and the error of the first that failed; some end their server."""
     rows: list[Row] = []
     summary: Row = {"killed": killed, "state": state}
     each = 1 if killed == "front end" or state == "drain" else times
@@ -135,6 +135,7 @@ def tried(killed: str, state: str, times: int, kill: Callable[[Server, int], Row
 
 
 def kills(times: int, directory: Path) -> Iterator[Row]:
+    """Yields the row of each process and state."""
     with served(directory, *SETTINGS) as server:
         texts = {state: Reader(server, state, -1).ended() for state in STATES}
     for state, text in texts.items():
@@ -145,7 +146,7 @@ def kills(times: int, directory: Path) -> Iterator[Row]:
 
 
 def main(times: str = "20", record: str | None = None) -> int:
-    """Returns 1 where a promise is broken."""
+    """Prints and records rows; returns 1 if a limit is exceeded."""
     failed = False
     with tempfile.TemporaryDirectory(prefix="helix-kills-") as folder:
         for row in kills(int(times), Path(folder)):

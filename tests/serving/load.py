@@ -1,9 +1,9 @@
-"""Ten thousand connections to a server beside streams, and then nobody: how soon it answers, and what it takes.
+"""Opens ten thousand connections to a server with running streams, then none: measures latency, memory and idle CPU.
 
     python -m tests.serving.load [connections=10000] [record=FILE]
 
-`/health` has to answer within 50 ms (p99) while 32 answers stream, and the front end has to stay below 1 GiB. Left
-alone for 20 deadlines of a collective, it has to be alive, and no process of the server may use more than 1% of a core.
+`/health` must answer within 50 ms (p99) while 32 answers stream, and the front end must stay below 1 GiB. After
+20 collective timeouts without requests, it must be alive, and no process of the server may use more than 1% of a core.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from launch.job.report import provenance
 from tests.serving.test_server import Server, served
 
 STREAMS = 32
-TOKENS = 1500  # of a stream: more than it gets
+TOKENS = 1500  # per stream: more than it gets
 PROBES, BETWEEN_S = 1000, 0.02
 TIMEOUT_S, TIMEOUTS = 5, 20
-MAX_MS, MAX_MIB, MAX_SHARE = 50.0, 1024.0, 0.01  # what is promised
+MAX_MS, MAX_MIB, MAX_SHARE = 50.0, 1024.0, 0.01  # limits to check
 SETTINGS = "layout.kvp=2", f"decode.max_batch={STREAMS}", "kv.tokens=65536", f"comm.timeout_s={TIMEOUT_S}"
 
 
 class Streams(Thread):
-    """Clients that read answers as they come.
+    """Clients that read streams.
 
     Attributes:
-        texts: pieces of text that each has got.
-        left: ends it.
+        texts: number of texts that each has received.
+        left: set it to end them.
     """
 
     def __init__(self, host: str) -> None:
@@ -61,7 +61,7 @@ class Streams(Thread):
             one.close()
 
     def all_write(self, seconds: float = 120.0) -> None:
-        """Waits until each has got a text from now on."""
+        """Waits until each stream has received a new text."""
         before, deadline = [*self.texts], time.monotonic() + seconds
         while any(now == then for now, then in zip(self.texts, before, strict=True)):
             assert time.monotonic() < deadline, f"streams got {self.texts}"
@@ -69,6 +69,7 @@ class Streams(Thread):
 
 
 def asked(connection: HTTPConnection, path: str) -> HTTPConnection:
+    """Sends a GET and checks the response; returns the connection."""
     connection.request("GET", path)
     answer = connection.getresponse()
     assert answer.status == 200 and answer.read(), answer
@@ -76,7 +77,7 @@ def asked(connection: HTTPConnection, path: str) -> HTTPConnection:
 
 
 def health_ms(host: str) -> list[float]:
-    """Measures the latencies of `/health`, sorted; every other connection is new."""
+    """Returns sorted latencies of `/health` in ms; every other connection is new."""
     times, kept = [], HTTPConnection(host, timeout=30)
     for number in range(PROBES):
         begin = time.perf_counter()
@@ -89,21 +90,22 @@ def health_ms(host: str) -> list[float]:
 
 
 def worked_s(pids: list[int]) -> list[float]:
-    """Seconds that processes have had a core."""
+    """Returns the CPU seconds of processes."""
     return [sum(map(int, status(pid)[11:13])) / os.sysconf("SC_CLK_TCK") for pid in pids]
 
 
 def measured(server: Server, connections: int) -> dict[str, Any]:
+    """Runs the measurement; returns its row."""
     api_server, host = server.process.pid, server.url.removeprefix("http://")
     streams = Streams(host)
     streams.all_write()
     with ExitStack() as stack:
-        for _ in range(connections):  # of use once, and kept
+        for _ in range(connections):  # used once, then kept open
             stack.enter_context(closing(asked(HTTPConnection(host, timeout=30), "/livez")))
         begin, texts = time.monotonic(), sum(streams.texts)
         times = health_ms(host)
         rate = (sum(streams.texts) - texts) / (time.monotonic() - begin)
-        streams.all_write()  # none has ended
+        streams.all_write()  # all streams still run
         lines = Path(f"/proc/{api_server}/status").read_text().splitlines()
         peak_mib = next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 1024
     row: dict[str, Any] = {"connections": connections, "streams": STREAMS, "pieces_per_s": round(rate, 1)}
@@ -111,7 +113,7 @@ def measured(server: Server, connections: int) -> dict[str, Any]:
     row |= {"health_most_ms": round(times[-1], 1), "front_peak_mib": round(peak_mib)}
     streams.left.set()
     streams.join()
-    server.complete("x", max_tokens=1)  # the engine has given the streams up
+    server.complete("x", max_tokens=1)  # the engine has dropped the streams
     time.sleep(2 * TIMEOUT_S)
     pids = [api_server, *(pid for pid in server.members() if pid != api_server)]
     before = worked_s(pids)
@@ -122,14 +124,14 @@ def measured(server: Server, connections: int) -> dict[str, Any]:
 
 
 def append_row(record: str | None, name: str, row: dict[str, Any]) -> None:
-    """Adds a row to a file of measurements, if there is one."""
+    """Appends a row to the record, if given."""
     if record is not None:
         with Path(record).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"name": name, **provenance(torch.device("cpu")), **row}) + "\n")
 
 
 def main(connections: str = "10000", record: str | None = None) -> int:
-    """Returns 1 where a promise is broken."""
+    """Prints and records a row; returns 1 if a limit is exceeded."""
     with tempfile.TemporaryDirectory(prefix="helix-load-") as directory, served(Path(directory), *SETTINGS) as server:
         row = measured(server, int(connections))
     for name, value in row.items():

@@ -1,4 +1,4 @@
-"""Takes the pictures of the page in docs/images: `python -m tests.serving.pictures`. The job behind it is scripted."""
+"""Takes the screenshots in docs/images with a scripted job: `python -m tests.serving.pictures`."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ LOOKS: dict[str, dict[str, Any]] = {
 
 
 async def converse(tab: PageDriver, name: str) -> None:
+    """Plays a conversation and takes its screenshots."""
     page = tab.page
     await tab.ready()
     await tab.press("Settings")
@@ -46,6 +47,7 @@ async def converse(tab: PageDriver, name: str) -> None:
 
 
 async def take() -> None:
+    """Takes all screenshots."""
     async with async_playwright() as driver, await started(driver) as browser:
         for name, look in LOOKS.items():
             with tempfile.TemporaryDirectory() as directory:
@@ -55,6 +57,7 @@ async def take() -> None:
 
 
 def main() -> None:
+    """Runs the program."""
     argparse.ArgumentParser("python -m tests.serving.pictures", description=__doc__).parse_args()
     asyncio.run(take())
 

@@ -47,7 +47,7 @@ async def test_anthropic(model: Path, talk: Talk) -> None:
     turn = [USER, {"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
     await client.messages.create(**wanted | {"messages": turn})
     assert "<|im_start|>tool\nsunny" in api_server.session.tokenizer.backend.decode(api_server.job.submits[-1].prompt)
-    with pytest.raises(anthropic.NotFoundError, match="is not served here"):
+    with pytest.raises(anthropic.NotFoundError, match="is not served"):
         await client.messages.create(**wanted | {"model": "x"})
 
 

@@ -151,11 +151,11 @@ BODY = json.dumps({"prompt": [1, 2, 3], "max_tokens": 1}).encode()
     [
         ("gzip", gzip.compress(BODY), 200, "choices"),
         ("identity", BODY, 200, "choices"),
-        ("gzip", BODY, 400, "content-encoding is gzip, and the body is not"),
-        ("gzip", gzip.compress(BODY)[:-3], 400, "the body ends early"),
-        ("gzip", gzip.compress(BODY) * 2, 400, "the body goes on behind its end"),
+        ("gzip", BODY, 400, "content-encoding is gzip, but the body is not"),
+        ("gzip", gzip.compress(BODY)[:-3], 400, "the body is truncated"),
+        ("gzip", gzip.compress(BODY) * 2, 400, "the body has data after its end"),
         ("gzip", gzip.compress(bytes(1 << 25)), 413, "larger than 1 MiB"),
-        ("zstd", BODY, 415, "content-encoding='zstd' is not read here"),
+        ("zstd", BODY, 415, "content-encoding='zstd' is not supported"),
     ],
     ids=["whole", "plain", "none", "cut", "twice", "large", "other"],
 )

@@ -71,10 +71,10 @@ ATTACKS: list[tuple[str, Callable[[], bytes], int, str]] = [
     ("biases", lambda: completion(b'"prompt":"x","logit_bias":{' + b'"7":1,' * (4 * MIB) + b'"7":1}'), 400, "values"),
     ("stop ids", lambda: completion(b'"prompt":[1],"min_tokens":1,"stop_token_ids":[' + b"7," * (4 * MIB) + b"7]"),
      400, "values"),
-    ("texts", lambda: completion(b'"prompt":[' + b'"a",' * (4 * MIB) + b'"a"]'), 400, "names and texts"),
+    ("texts", lambda: completion(b'"prompt":[' + b'"a",' * (4 * MIB) + b'"a"]'), 400, "names and strings"),
     ("fields", lambda: completion(b'"prompt":"x",' + b",".join(b'"u%d":1' % i for i in range(MIB))), 400, "names and"),
     ("text", lambda: completion(b'"prompt":"' + text(8 * MIB) + b'"'), 400, "characters"),
-    ("schema", lambda: schema(16 * MIB), 400, f"may have {MAX_SCHEMA}"),
+    ("schema", lambda: schema(16 * MIB), 400, f"at most {MAX_SCHEMA}"),
     ("bytes", lambda: completion(b'"prompt":"' + b"x" * (65 * MIB) + b'"'), 413, "64 MiB (serve.body_mib)"),
     ("ids to text", lambda: post("/detokenize", b'{"tokens":[' + b"7," * (8 * MIB) + b"7]}"), 400, "values"),
     ("text to ids", lambda: post("/tokenize", b'{"prompt":"' + text(MIB // 2) + b'"}'), 200, '"count": '),
@@ -90,9 +90,9 @@ SAID = {"messages": [{"role": "assistant", "content": WORDS * 6_000}], "continue
 CHAT_ATTACKS: list[tuple[str, Callable[[], bytes], int, str]] = [
     ("text", lambda: chat({}, WORDS * 250_000), 400, "characters are more than"),
     ("documents", lambda: chat({"documents": [{"text": WORDS * 250_000}]}), 400, "characters are more than"),
-    ("variables", lambda: chat({"chat_template_kwargs": {"thinking": "x" * (1 << 24)}}), 400, "and may have 65536"),
-    ("schema as a text", lambda: chat(form(json='{"enum":[' + "[]," * (1 << 22) + "[]]}")), 400, "may have 524288"),
-    ("marks", lambda: chat(form(structural_tag={"structures": [], "triggers": ["x" * MIB]})), 400, "may have 524288"),
+    ("variables", lambda: chat({"chat_template_kwargs": {"thinking": "x" * (1 << 24)}}), 400, "at most 65536"),
+    ("schema as a text", lambda: chat(form(json='{"enum":[' + "[]," * (1 << 22) + "[]]}")), 400, "at most 524288"),
+    ("marks", lambda: chat(form(structural_tag={"structures": [], "triggers": ["x" * MIB]})), 400, "at most 524288"),
     ("a text for each choice", lambda: chat(form(choice=["x" * 100] * 600)), 200, '"choices"'),
     ("an expression", lambda: chat(form(regex="(a|b)" * 13_000)), 200, '"choices"'),
     ("texts of arguments", lambda: chat(called(FLAT)), 200, '"choices"'),
@@ -253,7 +253,7 @@ async def test_a_process_that_fails_is_another_one_for_the_next() -> None:
         await reader.run(LARGE + 1, os._exit, 3)
     assert refused.value.status == 500 and reader.workers.processes == set() and first.returncode == 3
     reader.workers._work_s = 0.5
-    with pytest.raises(ApiError, match="could not be read within 60 s") as refused:
+    with pytest.raises(ApiError, match="could not be processed within 60 s") as refused:
         await reader.run(LARGE + 1, time.sleep, 60)
     assert refused.value.status == 413 and reader.workers.processes == set()
     await reader.close()

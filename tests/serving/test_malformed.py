@@ -49,7 +49,7 @@ COMPUTED = {
     "4096 tokens": {"prompt": [1] * 4096},
     "not a token id": {"prompt": "x", "logit_bias": {"0" * 5000: 1}},
     "301 keys": {"prompt": "x", "logit_bias": {str(i): "x" for i in range(301)}},
-    "300 continuations": {"prompt": [[1]] * 300},
+    "300 completions": {"prompt": [[1]] * 300},
 }
 
 

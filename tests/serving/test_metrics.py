@@ -184,7 +184,7 @@ def test_a_fall_of_acceptance_is_told_once() -> None:
         received.append(watch.add(400, 400 * share, 60.0 * minute))
     first = next(i for i, line in enumerate(received) if line)
     assert 34 <= first <= 40, "within two shares of five minutes"
-    assert received[first].startswith("drafts: 55% of first drafts are kept, and 90% were"), received[first]
+    assert received[first].startswith("drafts: 55% of first drafts are accepted, 90% were"), received[first]
     assert [i for i, line in enumerate(received) if line] == [first]
     # It rises, and falls again.
     again = [watch.add(400, 400 * share, 3600.0 + 60 * m) for m, share in enumerate([0.9] * 20 + [0.5] * 20)]
@@ -213,4 +213,4 @@ def test_a_server_tells_it(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCa
         engine_client._handle_message(
             Stats({"drafts": drafts, "drafts_kept_0": accepted, "drafts_kept_1": accepted // 2})
         )
-    assert [line[:49] for line in caplog.messages] == ["drafts: 55% of first drafts are kept, and 90% wer"]
+    assert [line[:49] for line in caplog.messages] == ["drafts: 55% of first drafts are accepted, 90% wer"]

@@ -46,7 +46,7 @@ async def test_a_text_is_continued_and_taken_back(browse: Browse) -> None:
     await tab.send(keys="Control+Enter")
     assert tab.prompt == first and len(job.submits) == 2
     await tab.answer("x" * 3, "length")
-    await tab.expect_status(re.compile("the most it may"))
+    await tab.expect_status(re.compile("the limit"))
     await expect(text).to_have_value(f"{first}xxx")
     for expected in (first, f"{begin}\n"):
         await tab.press("Undo")
@@ -178,7 +178,7 @@ async def test_settings_are_sent_and_kept(browse: Browse) -> None:
     await tab.press("Settings")
     await expect(page.get_by_label("System prompt")).to_be_focused()
     await page.get_by_label("System prompt").fill("Speak like a sailor. " * 20 + "\nAnd no more.")
-    for label, value in {"Temperature": "0.3", "Top-p": "0.9", "Seed": "7", "Most tokens": "33"}.items():
+    for label, value in {"Temperature": "0.3", "Top-p": "0.9", "Seed": "7", "Max tokens": "33"}.items():
         await page.get_by_label(label).fill(value)
     await page.keyboard.press("Escape")
     for _ in range(2):
@@ -267,12 +267,12 @@ async def test_a_server_that_still_loads_is_waited_for(browse: Browse) -> None:
     tab, page = await browse(chat=False)
     tab.engine_client._state, tab.engine_client._why, known = (
         "starting",
-        "the model is being loaded",
+        "the model is loading",
         tab.engine_client.ready,
     )
     tab.engine_client.ready = None
     await page.reload()
-    await tab.expect_status(re.compile("^The server is starting: the model is being loaded"))
+    await tab.expect_status(re.compile("^The server is starting: the model is loading"))
     await expect(page.locator("#send")).to_be_disabled()
     tab.engine_client._state, tab.engine_client.ready = "ready", known
     await tab.ready()
@@ -297,18 +297,18 @@ async def test_a_key_is_wanted(tmp_path: Path, browse: Browse) -> None:
     keys.write_text("ada key-1\n")
     tab, page = await browse(chat=False, api_keys=str(keys))
     key = page.get_by_label("API key")
-    await tab.expect_status("The server needs a key.")
+    await tab.expect_status("The server needs an API key.")
     await expect(key).to_be_focused()
     await key.fill("key-2")
     await key.press("Enter")
-    await tab.expect_status("The server does not take this key.")
+    await tab.expect_status("The server rejects this API key.")
     await key.fill("key-1")
     await key.press("Enter")
     await tab.ready()
     await expect(key).to_be_hidden()
     await tab.send(keys="Control+Enter")
     await tab.reload()  # it lasts as long as the tab
-    await (await tab.new_tab()).expect_status("The server needs a key.")
+    await (await tab.new_tab()).expect_status("The server needs an API key.")
 
 
 @pytest.mark.parametrize("chat", [False, True])

@@ -250,7 +250,7 @@ async def test_a_server_that_ends_is_looked_for_and_the_answer_goes_on(
     tab, page = await browse()
     await tab.begin("Count", "one")
     tab.engine_client.draining = True  # as a server does, from its signal to its end
-    tab.engine_client.fail("the server has ended")
+    tab.engine_client.fail("the server has shut down")
     await tab.expect_status(re.compile("^The server is draining: .* The answer goes on once it is back"))
     tab.server.should_exit = True
     await tab.expect_status(re.compile("^The server does not answer. The answer goes on once it is back"))

@@ -134,14 +134,14 @@ MANY = json.dumps({"enum": [1] * (1 << 18)})
 LARGE_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"const": "x" * (1 << 20)}}}
 LARGE_FORMAT = {"type": "json_schema", "json_schema": {"schema": {"const": "x" * (1 << 20)}}}
 COMPUTED = [
-    ({"structured_outputs": {"choice": ["a" * 40000, "b" * 40000]}}, "has 80000 characters, and may have 65536"),
+    ({"structured_outputs": {"choice": ["a" * 40000, "b" * 40000]}}, "has 80000 characters; at most 65536"),
     ({"structured_outputs": {"regex": "a" * 65537}}, "structured_outputs.regex="),
     ({"guided_grammar": "a" * 65537}, "guided_grammar="),
     ({"guided_choice": ["a"] * 65537}, "guided_choice="),
-    ({"guided_json": {"description": "x" * (1 << 24)}}, "guided_json is too large: it may have 524288 char"),
-    ({"structured_outputs": {"json": MANY}}, "structured_outputs.json is too large: it may have 524288"),
-    ({"guided_json": MANY}, "guided_json is too large: it may have 524288"),
-    ({"chat_template_kwargs": {"a": "x" * 40000, "b": "y" * 40000}}, "has texts of 80000 characters, and may have"),
+    ({"guided_json": {"description": "x" * (1 << 24)}}, "guided_json is too large: at most 524288 char"),
+    ({"structured_outputs": {"json": MANY}}, "structured_outputs.json is too large: at most 524288"),
+    ({"guided_json": MANY}, "guided_json is too large: at most 524288"),
+    ({"chat_template_kwargs": {"a": "x" * 40000, "b": "y" * 40000}}, "has 80000 characters of text; at most"),
     ({"guided_json": '{"not":' * 200 + "{}" + "}" * 200}, "guided_json has more than 128 levels"),
     ({"guided_json": '{"not":' * 9000 + "{}" + "}" * 9000}, "is not a JSON object"),
     ({"response_format": LARGE_FORMAT}, "response_format.json_schema is too large"),

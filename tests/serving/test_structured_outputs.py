@@ -102,7 +102,7 @@ async def test_an_answer_that_leaves_its_form_is_an_error(served: Serve) -> None
     dead = {"structured_outputs": {"grammar": 'start: "a" X\nX: /[^\\s\\S]/'}}
     made = await served()
     answer = await made.post(COMPLETIONS, PROMPTS[COMPLETIONS] | dead)
-    assert answer.status_code == 500 and "its form cannot be followed further: no text follows it" in answer.text
+    assert answer.status_code == 500 and "the grammar cannot be followed further: no text matches it" in answer.text
     assert await sample_answers(made, COMPLETIONS, False, 1, {"guided_choice": ["a"]}) == ["a"]
 
 

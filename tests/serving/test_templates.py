@@ -43,7 +43,7 @@ def test_earlier_answers_are_in_the_prompt(row: dict[str, Any], model: Path) -> 
 def test_a_template_that_cannot_show_all_calls_is_told(model: Path) -> None:
     last = "{{ messages[1].tool_calls[0].function.arguments.a if messages|length == 2 else raise_exception('two') }}"
     turns = next(row["turns"] for row in PROMPTS["earlier"] if row["template"] == "several" and len(row["turns"]) == 3)
-    with pytest.raises(ApiError, match="several calls, and it reads the first alone"):
+    with pytest.raises(ApiError, match="several calls, but the template renders only the first"):
         render_turns(ChatTokenizer(str(model)), last, turns[:1])
 
 
@@ -73,7 +73,7 @@ COMPUTED = [
     {
         "template": "{% for m in messages %}{{ m.role }}{% endfor %}",
         "body": {"messages": [USER, BEGUN], "continue_final_message": True},
-        "says": "the chat template refuses the messages",
+        "says": "the chat template rejects the messages",
     },
     {"template": "{% if %}", "body": {}, "says": "the chat template cannot be read"},
     {"body": with_arguments("{"), "says": "arguments of 'f' are not JSON"},
@@ -97,8 +97,8 @@ async def test_what_no_template_reads_is_refused(talk: Talk) -> None:
 
 async def test_what_cannot_be_followed_is_400(guided: ApiServer) -> None:
     for body, words in (
-        (FORMAT, "response_format cannot be followed"),
-        (IN_NONSENSE | {"tool_choice": "required"}, "tool_choice cannot be followed"),
+        (FORMAT, "response_format is not usable"),
+        (IN_NONSENSE | {"tool_choice": "required"}, "tool_choice is not usable"),
     ):
         answer = await guided.post(CHATS, {"messages": [USER]} | body)
         message = answer.json()["error"]["message"]
@@ -177,7 +177,7 @@ async def test_a_text_with_a_token_beyond_the_logits_is_refused(larger: Path, se
     api_server = await serve(FakeJob(ready=replace(READY, model=str(larger), guided=True)))
     for path, body in ASKED:
         answer = await api_server.post(f"/v1/{path}", body)
-        what = f"contains '{MORE}', token 4096 of the tokenizer, and the model's vocabulary is [0, 4096)"
+        what = f"contains '{MORE}' (token 4096 of the tokenizer), but the model's vocabulary is [0, 4096)"
         assert answer.status_code == 400 and what in answer.json()["error"]["message"], answer.text
     # What the model has no token for may be in a form: as text, or not at all.
     answer = await api_server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1} | FORM)

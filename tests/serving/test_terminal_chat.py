@@ -127,7 +127,7 @@ def test_a_conversation(
 def test_an_answer_that_breaks_off_is_said_to(how: str, fake_server: FakeServer) -> None:
     """The chat goes on, without the words of a server that was killed."""
     chat = ChatClient(fake_server.url, None, {})
-    with pytest.raises(ValueError, match="the answer broke off"):
+    with pytest.raises(ValueError, match="before the answer was complete"):
         list(chat.ask(how))
     assert chat.turns == [] and list(chat.ask("one")) == ["one "]
 
@@ -155,7 +155,7 @@ def test_thoughts_are_shown_and_not_told_again(fake_server: FakeServer) -> None:
 
 
 def test_what_is_said_where_nobody_answers() -> None:
-    with pytest.raises(ValueError, match=r"http://127.0.0.1:9 does not answer: .*refused"):
+    with pytest.raises(ValueError, match=r"http://127.0.0.1:9 does not respond: .*refused"):
         ChatClient("http://127.0.0.1:9", None, {})
 
 

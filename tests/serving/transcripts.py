@@ -1,4 +1,4 @@
-"""The table of answers in transcripts.yaml, which the parser, the reader and the server read."""
+"""The answers in transcripts.yaml, for tests of parser, reader and server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOOLS: list[dict[str, Any]] = [
 
 @dataclass(frozen=True)
 class Transcript:
-    """An answer of a model, and what reaches a client of it."""
+    """A model's answer, and what a client receives of it."""
 
     id: str
     dialect: ChatFormat
@@ -55,9 +55,10 @@ TRANSCRIPTS = [*map(_transcript, yaml.safe_load(Path(__file__).with_suffix(".yam
 
 
 def validated(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Tools as a request's are, once it has been read."""
+    """Returns tools as in a parsed request."""
     return [Tool.model_validate(tool).model_dump(exclude_none=True) for tool in tools]
 
 
 def text_of(parts: list[AnswerPart], kind: str) -> str:
+    """Joins the text of parts of a kind."""
     return "".join(part.text for part in parts if part.kind == kind)

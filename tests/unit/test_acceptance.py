@@ -134,7 +134,7 @@ class Planted(Drafter):
 
 def test_drafts_that_change_tokens_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(DRAFTERS, "ngram", lambda config, runner: Planted(config.gamma, True))
-    with pytest.raises(RuntimeError, match="ngram with gamma=3 changed what 2 of 2 prompts say"):
+    with pytest.raises(RuntimeError, match="ngram with gamma=3 changed the output of 2 of 2 prompts"):
         rows(policies=["ngram"])
 
 
@@ -216,10 +216,10 @@ def test_prompts(tokenizer: Any) -> None:
         ({"prompts": 1}, "prompts=1 must be at least 2"),
         ({"new_tokens": 8}, "new_tokens=8 from 16"),
         ({"length": [40000]}, "length=40000 must be within"),
-        ({"policies": ["quest"], "sparsity": [0.3], "length": [32768]}, "are more than the 128 that a query chooses"),
+        ({"policies": ["quest"], "sparsity": [0.3], "length": [32768]}, "more than the 128 that a query can select"),
         ({"prompts": 50, "task": ["copy"]}, "50 files of 16 lines to copy are more than"),
         ({"policies": ["eagle3"]}, "policies=eagle3 needs layer=DIR"),
-        ({"policies": ["mtp", "any"]}, "beside mtp only ngram and suffix can be"),
+        ({"policies": ["mtp", "any"]}, "mtp can only be combined with ngram and suffix"),
     ],
 )
 def test_what_cannot_be_measured(more: dict[str, Any], words: str) -> None:

@@ -97,9 +97,9 @@ def test_a_failed_job_is_a_result_and_an_interrupted_one_is_none(monkeypatch: py
         ("hopb", "models=gpt-oss-20b,gpt", 8, "gpt is unknown; known: deepseek-r1, "),
         ("kernels", "models=qwen2.5-7b", 8, "models is unknown; known: output"),
         ("kernels", "ranks=8", 2, "ranks is unknown; known: output"),
-        ("step", "models=qwen2.5-7b", 0, "without a GPU the demo model runs"),
+        ("step", "models=qwen2.5-7b", 0, "without a GPU only the demo model runs"),
         ("step", "--models", 8, "did you mean models=VALUE"),
-        ("step", "ranks=8", 8, "one or two GPUs emulate more ranks than there are GPUs; there are 8"),
+        ("step", "ranks=8", 8, "ranks=8 must exceed the 8 GPUs here"),
         ("step", "ranks=two", 8, "ranks=two must be an integer of at most 64 bits"),
     ],
 )

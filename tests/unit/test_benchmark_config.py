@@ -54,7 +54,7 @@ def test_its_help_and_config_are_its_own() -> None:
 
 @pytest.mark.parametrize("text", ["bench=decode", "bench.points=[1x64]", "bench.pints=3", "++bench.kind=decode"])
 def test_a_run_names_the_command_that_times(text: str) -> None:
-    with pytest.raises(ValueError, match=r"command of their own: helix bench \+*bench") as caught:
+    with pytest.raises(ValueError, match=r"to run benchmarks use helix bench \+*bench") as caught:
         compose.compose_config([text])
     assert "\n" not in str(caught.value)
 
@@ -64,7 +64,7 @@ def test_a_missing_laboratory_is_said(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(cli, "ROOT", tmp_path)
     for name in cli.LABORATORY:
         monkeypatch.setattr(sys, "argv", ["helix", name])
-        error = rf"error: helix {name} is in the package benchmarks, .* take Helix's checkout"
+        error = rf"error: helix {name} needs the package benchmarks, .* run it from a checkout"
         with pytest.raises(SystemExit, match=error):
             cli.main()
 
@@ -86,7 +86,7 @@ def test_every_command_is_a_module() -> None:
         ("bench.pints=3", ["bench.pints is unknown; known: bench.kind, bench.points"]),
         ("bench=all", ["bench has no option all; known: comm, decode"]),
         ("bench=decode bench.gpu_bytes=0", ["bench.gpu_bytes=0.0 must be positive"]),
-        ("bench=comm bench.gpu_bytes=1e9", ["goes with decode and prefill"]),
+        ("bench=comm bench.gpu_bytes=1e9", ["needs bench.kind=decode or prefill"]),
         ("speculation=ngram speculation.gamma=7 bench.gammas=[0,8]", ["bench.gammas has 8", "proposes 7 at most"]),
     ],
 )

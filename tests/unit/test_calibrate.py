@@ -229,6 +229,6 @@ def test_what_calibration_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     few.write_text(next(line for line in FILES[0].read_text().splitlines() if "superseded" not in line) + "\n")
     assert "1 recorded steps are too few" in refused(f"fit={few}")
     few.write_text('{"device": "x", "ttl_p50_us": 1}\n')
-    assert "line 1: no recorded step, it lacks 'model'" in refused(f"fit={few}")
+    assert "line 1: not a recorded step: 'model' is missing" in refused(f"fit={few}")
     monkeypatch.setenv("RANK", "0")
     assert "run it without torchrun" in refused()

@@ -48,4 +48,4 @@ def test_bash_completes(tmp_path: Path) -> None:
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([bash, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
     assert done.stdout.splitlines() == ["complete -o default -F _helix helix", "layout=tp"], done
-    assert done.returncode == 1 and done.stderr == "error: --shell-completion csh: take one of bash, zsh, fish\n"
+    assert done.returncode == 1 and done.stderr == "error: --shell-completion csh: must be one of bash, zsh, fish\n"

@@ -76,7 +76,7 @@ def test_groups_of_one_s_own(tmp_path: Path) -> None:
     for wrong, said in (
         (["--config-dir", str(tmp_path / "none")], "none is not a directory"),
         (["--config-name", "day"], "no day.yaml in"),
-        (["--config-path", "x"], "--config-path is not taken: another folder of groups is --config-dir DIR"),
+        (["--config-path", "x"], "--config-path is not supported: use --config-dir DIR for more config groups"),
     ):
         with pytest.raises(ValueError, match=said):
             printed("--info", *wrong)

@@ -419,8 +419,8 @@ def test_keys_that_would_be_left_out_are_refused(
 @pytest.mark.parametrize(
     "kind, change, words",
     [
-        ("llama", tensor("rope_freqs.weight"), "the factors in rope_freqs.weight are not those of a Llama 3.1"),
-        ("llama 3.1", linear, "rope.scaling.type=linear beside rope_freqs.weight is not supported"),
+        ("llama", tensor("rope_freqs.weight"), "the factors in rope_freqs.weight do not match Llama 3.1's"),
+        ("llama 3.1", linear, "rope.scaling.type=linear together with rope_freqs.weight is not supported"),
         ("llama", tensor("blk.0.attn_sinks.weight"), "the tensor blk.0.attn_sinks.weight is not supported"),
         ("llama", tensor("blk.0.attn_output.bias"), "LlamaForCausalLM: model.layers.0.self_attn.o_proj.bias is [96]"),
         ("llama", tensor("blk.2.attn_norm.weight"), "layers.2.input_layernorm.weight is [96] and should be absent"),
@@ -469,7 +469,7 @@ def test_files_and_directories_that_do_not_fit(tmp_path: Path, capsys: pytest.Ca
     writer.close()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
-    architectures = "has the architecture mamba; those that can be converted: llama, qwen2, qwen3, qwen3moe"
+    architectures = "has the architecture mamba, which is not supported; supported: llama, qwen2, qwen3, qwen3moe"
     for arguments, words in (
         ((tmp_path / "no-such.gguf", out), "no-such.gguf cannot be read: No such file"),
         ((tmp_path, out), "it is a directory"),
@@ -477,7 +477,7 @@ def test_files_and_directories_that_do_not_fit(tmp_path: Path, capsys: pytest.Ca
         ((file, tmp_path / "full"), "exists and is not an empty directory"),
         ((file, file), "exists and is not an empty directory"),
         ((file, file / "out"), "cannot be written: File exists"),
-        ((file,), "there have to be a FILE.gguf and a DIR"),
+        ((file,), "expected FILE.gguf DIR"),
         ((file, out, "dtype=int8"), "dtype=int8 must be one of auto, float32"),
         ((file, out, "dtyp=float32"), "dtyp is unknown"),
     ):
@@ -494,7 +494,7 @@ def test_a_disk_that_is_full(
     file, out = str(write(tmp_path / "x.gguf", "llama")), str(tmp_path / "out")
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 10**6))  # type: ignore[attr-defined]
-        assert "out needs 0.07 GB, and 0.00 GB are free on its disk" in refused(capsys, file, out)
+        assert "out needs 0.07 GB, but only 0.00 GB is free on its disk" in refused(capsys, file, out)
 
     def full(*arguments: Any) -> None:
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")

@@ -1,4 +1,4 @@
-"""The pages: links, paths and commands work, tables and figures are those of the records, words are plain."""
+"""The pages: links, paths and commands work, tables and figures are those of the records."""
 
 from __future__ import annotations
 

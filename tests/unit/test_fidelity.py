@@ -194,7 +194,7 @@ def test_hidden_lines(tokenizer: Any) -> None:
         ({"policies": ["bounds"]}, "policies: bounds is unknown"),
         ({"length": [8192, 40000]}, "length=40000 must be"),
         ({"length": [32768], "count": 99}, "99 texts of 32768 tokens are more than"),
-        ({"policies": ["bounds-32"], "length": [4000]}, "bounds-32 reads all of a text of length=4000"),
+        ({"policies": ["bounds-32"], "length": [4000]}, "bounds-32 reads the whole text at length=4000"),
         ({"model": "/nowhere"}, "nowhere"),
         ({"haystack": ["code"]}, "task=text does not read haystack"),
         ({"task": "needles", "haystack": ["hay"]}, "haystack: hay is unknown"),

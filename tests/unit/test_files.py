@@ -195,7 +195,7 @@ def test_a_file_that_was_replaced_while_it_was_claimed_is_not_taken_for_it(
     monkeypatch.setattr(fcntl, "flock", flock)
     with claim(path) as file:
         assert os.path.samestat(os.fstat(file.fileno()), path.stat())
-        with pytest.raises(BlockingIOError, match="another run writes it"):
+        with pytest.raises(BlockingIOError, match="another run is writing it"):
             claim(path)
     claim(path).close()
 

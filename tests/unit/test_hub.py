@@ -128,15 +128,15 @@ def test_what_cannot_be_had_is_said_in_a_line(hub: Hub, tmp_path: Path) -> None:
     for at, name, offline, error in (
         (none, "org/tiny", True, "hub lacks config.json of org/tiny, and HF_HUB_OFFLINE=1 forbids"),
         (none, "org/tiny", False, "hub lacks config.json of org/tiny, and http://127.0.0.1:9 cannot be reached"),
-        (hub.url, "org/nothing", False, "org/nothing is not a directory here, nor a model at"),
+        (hub.url, "org/nothing", False, "org/nothing is neither a local directory nor a model at"),
         (hub.url, "org/tiny@v9", False, "org/tiny has no revision v9"),
-        (hub.url, "org/gated", False, "org/gated is for those who agreed to its terms"),
+        (hub.url, "org/gated", False, "org/gated is gated: accept its terms at"),
     ):
         path, line = resolved(at, tmp_path, name, offline=offline)
         assert path is None and error in line, line
     hub.files = {name: data for name, data in hub.files.items() if not name.endswith("safetensors")}
     path, line = resolved(hub.url, tmp_path, "org/tiny")
-    assert path is None and "has no model" in line and "safetensors alone are read" in line, line
+    assert path is None and "has no model" in line and "only safetensors are supported" in line, line
 
 
 def test_a_cache_of_single_files_is_completed_or_refused(hub: Hub, tmp_path: Path) -> None:

@@ -249,6 +249,6 @@ def test_another_s_launch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     other.__file__ = "/opt/ros/launch/__init__.py"
     monkeypatch.setitem(sys.modules, "launch", other)
     with pytest.raises(
-        ImportError, match="a package 'launch', and this process has imported another one, from /opt/ros/"
+        ImportError, match="its package 'launch', but this process has imported another one from /opt/ros/"
     ):
         import_package("launch")

@@ -32,7 +32,7 @@ def test_whoever_sleeps_on_it_wakes() -> None:
 def test_what_was_submitted_before_it_was_closed_comes_out() -> None:
     inbox = Inbox.of([Request(0, (1,), 1)])
     assert not inbox.ended
-    with pytest.raises(RuntimeError, match="request 'late' comes after the inbox was closed"):
+    with pytest.raises(RuntimeError, match="cannot submit request 'late', the inbox is closed"):
         inbox.submit(Request("late", (1,), 1))
     inbox.abort(0)
     assert len(inbox.drain()) == 2 and inbox.ended

@@ -16,14 +16,14 @@ TYPOS = {
     "decode.max_new_tokns=3": "decode.max_new_tokns is unknown",
     "layout=helx": "layout has no option helx",
     "layout.kvp=x": "layout.kvp=x must be an integer",
-    "/no/model": "'/no/model' is no directory",
+    "/no/model": "'/no/model' is not a directory",
 }
 LINES: dict[str, dict[str, str]] = {  # by command, the words that refuse a line; what composes no config is apart
     **dict.fromkeys(("run", "serve", "sweep"), TYPOS),
     "chat": {line: TYPOS[line] for line in ("--frob", "/no/model")},  # the rest it leaves to `helix serve`
     "plan": TYPOS | {"demo gpus=x": "gpus=x must be an integer", "demo kv=fp8": "kv=fp8 is now kv.dtype=fp8"},
     "info": {"json=x": "json=x must be -"},
-    "convert": {"a.gguf": "there have to be", "a.gguf b dtype=x": "dtype=x must be one of"},
+    "convert": {"a.gguf": "expected FILE.gguf DIR", "a.gguf b dtype=x": "dtype=x must be one of"},
     "simulate": {"point demo hardware=h200 layout=x": "layout has no option x"},
     "demo": {},
 }

@@ -312,7 +312,7 @@ def test_fp8_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     bad = good.clone()
     bad[-1, -1] = torch.nan
     save_file(stored | {f"{name}_scale_inv": bad}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=f"{name} has scales that are not finite"):
+    with pytest.raises(ValueError, match=f"{name} has scales that are NaN or infinite"):
         load(tmp_path, HelixLayout.create(), 0, config)
 
 

@@ -53,9 +53,9 @@ def test_auto_is_the_first_that_can_be(place: RankInfo, found: list[dict[str, An
 @pytest.mark.parametrize(
     "backend, found, words",
     [
-        ("symm_mem", facts(4, 4, 4) + facts(4, peers=False), "reach each other's memory: use comm.backend=nccl"),
-        ("nccl", facts(4, 4, 4, 3), "comm.backend=nccl needs a GPU for each rank: a host has 3 for 4 ranks"),
-        ("symm_mem", facts(4, 4, 4, 3), "comm.backend=symm_mem needs a GPU for each rank: a host has 3 for 4 ranks"),
+        ("symm_mem", facts(4, 4, 4) + facts(4, peers=False), "peer access between their GPUs: use comm.backend=nccl"),
+        ("nccl", facts(4, 4, 4, 3), "comm.backend=nccl needs a GPU for each rank, but a host has 3 GPUs for 4 ranks"),
+        ("symm_mem", facts(4, 4, 4, 3), "symm_mem needs a GPU for each rank, but a host has 3 GPUs for 4 ranks"),
     ],
 )
 def test_backends_that_cannot_be(backend: str, found: list[dict[str, Any]], words: str) -> None:
@@ -86,7 +86,7 @@ class Ended(Exception):
 @pytest.mark.parametrize(
     "fate, turn, why",
     [
-        ("silent", 20 + 16, "rank 1 gave no sign of life"),
+        ("silent", 20 + 16, "rank 1 sent no heartbeat"),
         ("failed", 21, "rank 1 failed: RuntimeError: no"),
         ("left", 0, ""),
     ],
@@ -138,11 +138,11 @@ def test_a_store_that_cannot_be_is_said_in_a_line(monkeypatch: pytest.MonkeyPatc
         occupied.listen()
         for variable, text in (RANKS | {"RANK": "0", "MASTER_PORT": str(occupied.getsockname()[1])}).items():
             monkeypatch.setenv(variable, text)
-        with pytest.raises(RuntimeError, match=r"MASTER_PORT=\d+: this rank cannot listen there, set another port"):
+        with pytest.raises(RuntimeError, match=r"MASTER_PORT=\d+: this rank cannot listen there; set another port"):
             Job(RankInfo(0, 4, 0, 2))
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setattr(membership, "SILENCE_S", 0.5)
-    with pytest.raises(RuntimeError, match=r"the launcher did not answer there within 0 s"):
+    with pytest.raises(RuntimeError, match=r"the launcher did not respond within 0 s"):
         Job(RankInfo(0, 4, 0, 2))
 
 
@@ -197,7 +197,7 @@ def test_agents_do_not_wait_for_ever(
 ) -> None:
     monkeypatch.setattr(agent, "time", SimpleNamespace(monotonic=count(step=100).__next__, sleep=lambda seconds: None))
     assert [agent.main([], given) for given in agents(3, 3)] == [1, 1] and launched == []
-    assert "localhost:1: 2 of NODES=3 agents came within 300 s as RUN=helix" in capsys.readouterr().err
+    assert "localhost:1: 2 of NODES=3 agents joined within 300 s as RUN=helix" in capsys.readouterr().err
 
 
 def test_a_port_on_which_no_agent_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,4 +213,4 @@ def test_a_port_on_which_no_agent_answers_is_given_up(monkeypatch: pytest.Monkey
         sys.exit(agent.main([], {"ENDPOINT": endpoint, "NODES": "2", "RANKS": "1"}))
     """
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 1 and "no agent answered within 1 s" in ended.stderr, ended
+    assert ended.returncode == 1 and "no agent responded within 1 s" in ended.stderr, ended

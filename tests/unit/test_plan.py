@@ -61,7 +61,7 @@ def test_states_are_counted() -> None:
         for layers in (spec.layers, tuple(layer for layer in spec.layers if layer.mixer.is_attention))
     )
     assert tiered - without == pytest.approx(state_bytes)
-    with pytest.raises(ValueError, match="layers keep states"):
+    with pytest.raises(ValueError, match="recurrent states"):
         predict(spec, H200, Points.of("dp", 2, dp=2), 1, BF16)
 
 
@@ -155,10 +155,10 @@ def test_batches_and_limits() -> None:
         assert predicted(more, "qwen2.5-7b", M) > 0.020 or more.batch > choice.largest_batch
     late = ask(ttl_s=0.020)
     assert late.choices[-1].name == "tp tpa=8" and not late.meets_ttl(late.choices[-1])
-    assert "where 20.00 ms are allowed" in late.verdict and "No layout keeps" not in found.reason + late.reason
+    assert "where 20.00 ms are allowed" in late.verdict and "No layout meets" not in found.reason + late.reason
     for more in ({}, {"batch": None}):
         never = ask(ttl_s=1e-4, **more)
-        assert never.reason.startswith(f"No layout keeps to ttl_ms=0.1: the nearest, {never.choices[0].name}, takes ")
+        assert never.reason.startswith(f"No layout meets ttl_ms=0.1: the closest, {never.choices[0].name}, takes ")
 
 
 def test_drafts_where_they_are_accepted() -> None:
@@ -176,7 +176,7 @@ def test_helix_helps_where_kv_is_most_and_not_where_it_is_little() -> None:
     assert long.verdict.startswith("Helix helps here: helix kvp=") and "attention" in long.verdict
     assert short.choices[0].name == "tp tpa=8"
     assert short.verdict.startswith("Helix does not help here: tp tpa=8 is ") and "exchange" in short.verdict
-    assert "nobody to split KV with" in ask(gpus=1, batch=1).verdict
+    assert "a single GPU cannot split KV" in ask(gpus=1, batch=1).verdict
     # 8 x 2M tokens of KV that TP doubles: 240 GB a GPU.
     assert "without splitting KV (kvp=1) nothing fits" in ask(context=2 * M).verdict
     assert "no plain TP over 3 GPUs, 4 KV heads and 28 query heads cannot be split" in ask(gpus=3, batch=1).verdict
@@ -304,9 +304,9 @@ def test_auto_on_cpus_and_where_it_cannot_be() -> None:
     assert why.endswith("the largest tpa that divides 4 KV heads and 6 ranks; kvp is the rest")
     assert why.count("the rest") == 1
     for overrides, device, words in (
-        ((), "NVIDIA A100", r"no hardware profile is called 'NVIDIA A100'; there are .*NVIDIA H200 \(h200\)"),
+        ((), "NVIDIA A100", r"there is no hardware description of 'NVIDIA A100', only of .*NVIDIA H200 \(h200\)"),
         (("layout.kvp=2", "layout.ep=2"), H200.name, r"layout=auto chooses layout\.kvp, layout\.ep itself"),
-        (("model.dtype=float32",), H200.name, r"model\.dtype=float32 are not predicted"),
+        (("model.dtype=float32",), H200.name, r"does not predict model\.dtype=float32"),
     ):
         with pytest.raises(ValueError, match=words):
             auto(*overrides, device=device)

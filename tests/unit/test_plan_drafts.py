@@ -149,7 +149,7 @@ def test_the_command_runs_what_was_planned(capsys: pytest.CaptureFixture[str]) -
     preflight(compose_config("model=qwen2.5-7b", "model.load=random", "bench=decode", *settings), 8)
     main(question.split())
     shown = capsys.readouterr().out
-    assert "gamma" in shown and "Drafting pays here" in shown and "counted as free" not in shown
+    assert "gamma" in shown and "Drafting pays here" in shown and "assumed to be free" not in shown
 
 
 # ---- records
@@ -257,7 +257,9 @@ def test_the_planner_names_gain_and_command(
     shown, first = " ".join(capsys.readouterr().out.split()), json.loads(Path("plan.json").read_text())["choices"][0]
     assert first["gamma"] in (2, 3) and first["phases"]["drafts"] > 0
     assert "Drafting pays here, 1." in shown and "drafts by the layer" in shown and "speculation=mtp" in shown
-    assert "counted as free" not in shown and "below" not in shown.split("Drafting pays here")[1].split("To serve")[0]
+    assert (
+        "assumed to be free" not in shown and "below" not in shown.split("Drafting pays here")[1].split("To serve")[0]
+    )
 
 
 def test_a_layer_by_its_spec_is_the_model_s_own_last_one() -> None:
@@ -265,5 +267,5 @@ def test_a_layer_by_its_spec_is_the_model_s_own_last_one() -> None:
     spec = make_spec(config)
     layer = layer_drafts(config.speculation, spec)
     assert layer is not None and layer.spec.layers == (spec.layers[-1],) and layer.shared_head
-    with pytest.raises(ValueError, match="a layer that drafts needs acceptance"):
+    with pytest.raises(ValueError, match="a draft layer needs acceptance"):
         plan(PlanQuery(spec, MEASURED, 8, K, layer=layer))

@@ -239,7 +239,7 @@ def test_pictures() -> None:
         at = int((abs(line.get_xdata() - choice.tokens_per_s_user)).argmin())  # type: ignore[operator, union-attr]
         assert line.get_ydata()[at] == pytest.approx(choice.tokens_per_s_gpu) == star.get_ydata()[0]  # type: ignore[index]
     few = plots.fronts(answered("qwen3-30b-a3b gpus=8 context=64K ttl_ms=40 modes=tp,helix,dp")[0], "qwen3-30b-a3b")
-    assert {"dp dp=8 (and 3 level)", "tp tpa=8 (and 3 level)"} <= {*_legend(few)}
+    assert {"dp dp=8 (and 3 equal)", "tp tpa=8 (and 3 equal)"} <= {*_legend(few)}
     for figure in (bars, fronts, few):
         assert not illegible(figure)
         plots.plt.close(figure)
@@ -278,5 +278,5 @@ def test_where_nothing_fits_it_is_said_what_would(monkeypatch: pytest.MonkeyPatc
     assert max(map(len, message.splitlines())) <= 80 and f"{message}\n".endswith(shown_as("plan-fit"))
     assert " ".join(message.split()).startswith("error: no layout of 1 x NVIDIA H200 (149 GB each) has memory for 8 ")
     monkeypatch.delenv("COLUMNS")
-    with pytest.raises(SystemExit, match="Neither FP8, more GPUs, host memory nor less work would do"):
+    with pytest.raises(SystemExit, match="FP8, more GPUs, host memory or less work would not help either"):
         main(["deepseek-r1", "gpus=8", "context=1M", "hardware=h100"])

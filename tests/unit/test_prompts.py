@@ -146,7 +146,7 @@ def test_a_batch_is_resumed_as_other_prompts_are(tmp_path: Path) -> None:
     assert [line.get("custom_id", line["id"]) for line in kept] == ["a", "b", "d"]
     assert list(kept[0]) == ["custom_id", "id", "response", "error"]
     others = PromptFile(write(tmp_path, *lines[:1], lines[1] | {"body": {"prompt": "y"}}, lines[2]))
-    with pytest.raises(ValueError, match="holds a result 'b' of another prompt"):
+    with pytest.raises(ValueError, match="has a result 'b' of another prompt"):
         ResultFile(again, [*others, *prompts("d")])
 
 
@@ -160,9 +160,9 @@ def test_what_a_run_would_lose_is_refused(tmp_path: Path) -> None:
     results.close()
     held = path.read_text()
     for config, wanted, error in (
-        (asked, prompts("a", "b"), "exists: decode.resume=true keeps"),
-        (again, prompts("b"), "holds a result 'a', which decode.prompts has not"),
-        (again, [PromptLine("a", "another", None, {})], "holds a result 'a' of another prompt"),
+        (asked, prompts("a", "b"), "exists: set decode.resume=true to keep"),
+        (again, prompts("b"), "has a result 'a', but decode.prompts has no such id"),
+        (again, [PromptLine("a", "another", None, {})], "has a result 'a' of another prompt"),
         (shorter, prompts("a", "b"), "decoded with other settings"),
         (replace(again, model=ModelConfig(path="b")), prompts("a", "b"), "or another model:"),
         (replace(again, model=ModelConfig(path="a", load="random")), prompts("a", "b"), "or another model:"),
@@ -232,7 +232,7 @@ def test_one_run_at_a_time_writes_a_file(tmp_path: Path) -> None:
     first = begun(config, prompts("a", "b"))
     for moment in range(2):
         for other in (config, by_link):
-            with pytest.raises(ValueError, match=r"decode\.output=.* cannot be written: another run writes it"):
+            with pytest.raises(ValueError, match=r"decode\.output=.* cannot be written: another run is writing it"):
                 ResultFile(other, prompts("a", "b"))
         first.add(*output("ab"[moment]))
     first.close()
@@ -251,7 +251,7 @@ def test_a_full_disk_says_how_many_results_are_safe(tmp_path: Path) -> None:
     results.add(*output("a", "error"))
     results.add(*output("b"))
     held = path.read_bytes()
-    error = r"out\.jsonl cannot be written: File too large; 2 of 4 results are safe in it, and decode\.resume=true runs"
+    error = r"out\.jsonl cannot be written: File too large; 2 of 4 results are complete; decode\.resume=true runs"
     with largest_file(len(held) + 9), pytest.raises(RankError, match=error):
         results.add(*output("d"))
     torn = path.read_bytes()

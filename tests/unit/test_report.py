@@ -119,7 +119,7 @@ def test_a_record_is_known_for_one_and_a_full_disk_is_a_line(tmp_path: Path) -> 
         write_record(path, plan, job, Phases(), {"measured": 1})
     held = path.read_text()
     assert json.loads(held)["measured"] == 1
-    messages = rf"record={path} cannot be written: File too large; decode\.output={output} has all results"
+    messages = rf"record={path} cannot be written: File too large; all results are in decode\.output={output}"
     with largest_file(100), pytest.raises(RankError, match=messages):
         write_record(path, plan, job, Phases(), {"measured": 2})
     assert path.read_text() == held and list(tmp_path.iterdir()) == [path]

@@ -478,14 +478,14 @@ def test_what_never_fits_is_refused_with_both_numbers() -> None:
     engine = SimulatedEngine(16)  # 64 tokens
     assert engine.scheduler.submit(Request(0, words(50), 14), 0.0) is None
     reason = engine.scheduler.submit(Request(1, words(50), 15), 0.0)
-    assert reason is not None and "65 tokens" in reason and "64, 16 pages" in reason and "kv.tokens" in reason
+    assert reason is not None and "65 tokens" in reason and "64 (16 pages)" in reason and "kv.tokens" in reason
 
 
 def test_two_under_way_have_different_names() -> None:
     engine = SimulatedEngine(16)
     assert engine.scheduler.submit(Request("a", words(5), 3), 0.0) is None
     reason = engine.scheduler.submit(Request("a", words(5), 3), 0.0)
-    assert reason is not None and "id='a' is under way" in reason
+    assert reason is not None and "id='a' is in use" in reason
     assert engine.scheduler.end("a") and not engine.scheduler.end("a")
     assert engine.scheduler.submit(Request("a", words(5), 3), 0.0) is None
 

@@ -126,14 +126,14 @@ def test_the_bill_of_the_source_comes_out_of_its_table() -> None:
 @pytest.mark.parametrize(
     "change, words",
     [
-        ({"blocks_read_per_rank": [64.0]}, r"line 2: no block-sparse step, everything was read: .*=64 of some 64"),
+        ({"blocks_read_per_rank": [64.0]}, r"line 2: a block-sparse step read everything: .*=64 of some 64"),
         ({"blocks_read_per_rank": None}, None),
     ],
 )
 def test_a_sparse_row_that_read_everything_is_none(change: dict[str, Any], words: str | None, tmp_path: Path) -> None:
     dense, sparse = (row(ONE, 1, 8 * K, kind, 1.0) for kind in BUDGETS[:2])
     changed = {key: value for key, value in (sparse | change).items() if value is not None}
-    with pytest.raises(ValueError, match=words or "line 2: no recorded step, it lacks 'blocks_read_per_rank'"):
+    with pytest.raises(ValueError, match=words or "line 2: not a recorded step: 'blocks_read_per_rank' is missing"):
         read_cells([write(tmp_path / "steps.jsonl", [dense, changed])])
     short = row(ONE, 1, 4 * K, Sparse(32), 1.0) | {"blocks_read_per_rank": [32.0]}  # fewer than are allowed
     assert read_cells([write(tmp_path / "steps.jsonl", [short])])[0].sparse == Sparse(32)

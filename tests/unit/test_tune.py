@@ -49,20 +49,20 @@ def config_of(tmp_path: Path, *more: str) -> Config:
 @pytest.mark.parametrize(
     "more, error",
     [
-        ([f"speculation.policy={FULL}"], "need not know a sparsity to tune"),
-        (["bench.gammas=[]"], "bench.gammas=[] must be a rising list"),
-        (["bench.gammas=[4,2]"], "bench.gammas=[4, 2] must be a rising list"),
-        (["bench.gammas=[0,2]"], "bench.gammas=[0, 2] must be a rising list of at least one number above 0"),
+        ([f"speculation.policy={FULL}"], "has no sparsity to tune"),
+        (["bench.gammas=[]"], "bench.gammas=[] must be an ascending list"),
+        (["bench.gammas=[4,2]"], "bench.gammas=[4, 2] must be an ascending list"),
+        (["bench.gammas=[0,2]"], "bench.gammas=[0, 2] must be an ascending list of at least one positive number"),
         (["bench.gammas=[8]"], "bench.gammas has 8, more than speculation.gamma=4"),
         (["bench.sparsities=[0.5,2]"], "bench.sparsities=[0.5, 2.0]: a share of the keys is at most 1"),
-        (["bench.sparsities=[0.1,0.1]"], "bench.sparsities=[0.1, 0.1] must be a rising list"),
-        (["decode.output=o.jsonl"], "decode.output=o.jsonl: tuning keeps no texts"),
+        (["bench.sparsities=[0.1,0.1]"], "bench.sparsities=[0.1, 0.1] must be an ascending list"),
+        (["decode.output=o.jsonl"], "decode.output=o.jsonl: tuning writes no texts"),
         (["bench.acceptance=0.9"], "leave out bench.acceptance, model.load=random and comm.backend=emulated"),
         (["decode.max_tokens=1"], "max_tokens of at least 2"),
-        (["decode.prompts=null"], "nothing to tune on: set decode.prompts=FILE.jsonl, or bench.acceptance=0.9"),
+        (["decode.prompts=null"], "nothing to tune on: set decode.prompts=FILE.jsonl, or set bench.acceptance=0.9"),
         (["decode.prompts=null", "bench.acceptance=0.9", "bench.points=[1x8,2x8]"], "tuning takes one point"),
         (["speculation=ngram"], "bench=tune tunes speculation=sparse, not speculation.drafter=suffix"),
-        (["attention=block_sparse"], "speculation.drafter=sparse is verified over all keys"),
+        (["attention=block_sparse"], "speculation.drafter=sparse verifies drafts with full attention"),
     ],
 )
 def test_what_cannot_be_tuned_is_refused(tmp_path: Path, more: list[str], error: str) -> None:
@@ -100,11 +100,11 @@ def test_the_file_goes_on_after_an_interruption(tmp_path: Path) -> None:
     again.close()
     head, rows = read_measured(config, prompts)
     assert rows == [first, second] and head["device"] == "CPU"
-    with pytest.raises(ValueError, match="was measured on CPU, and this is H200: take another file"):
+    with pytest.raises(ValueError, match="was measured on CPU, and this is H200: use another file"):
         MeasuredFile(config, prompts, ABOUT | {"device": "H200"})
     # What the search tries may change; what figures depend on may not.
     read_measured(config_of(tmp_path, "bench.gammas=[1]", "speculation.gamma=9", "bench.grid=true"), prompts)
-    with pytest.raises(ValueError, match=r"mine.jsonl was measured with speculation.policy=any, not c2q: take another"):
+    with pytest.raises(ValueError, match=r"mine.jsonl was measured with speculation.policy=any, not c2q: use another"):
         preflight(config_of(tmp_path, "speculation.policy=c2q"), 1)
     (tmp_path / "p.jsonl").write_text('{"prompt_ids": [1, 2, 9]}\n')
     with pytest.raises(ValueError, match="was measured with prompts="):

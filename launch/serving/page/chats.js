@@ -1,5 +1,5 @@
-// Chats, and how the browser keeps them. A chat is a tree of messages: a question that is changed and an answer that is
-// given anew become another version next to the old one, so that nothing is lost. `leaf` is the end of what is shown.
+// Chats and their storage in the browser. A chat is a tree of messages: an edited question and a regenerated answer
+// become another version next to the old one, so that nothing is lost. `leaf` is the last message shown.
 import {$} from "./dom.js";
 
 const TITLE = 80;  // characters
@@ -23,11 +23,11 @@ async function transact(mode, act) {
   });
 }
 
-// The browser may forbid storage, or be full: the page works without, and says so.
+// Storage may be forbidden or full: the page works without it, and says so.
 const write = (act) => transact("readwrite", act).catch(() => { $("unkept").hidden = false; });
 
 let count = 0;
-// Ids sort as they were made: this is the order in which the browser returns them.
+// Ids sort by creation time: the browser returns records in the order of ids.
 const newId = () => [Date.now(), count++, Math.floor(Math.random() * 36 ** 5)].map((part, i) => part.toString(36).padStart([9, 4, 5][i], "0")).join("");
 
 export class Chat {
@@ -41,7 +41,7 @@ export class Chat {
 
   find(id) { return this.messages.find((message) => message.id === id); }
 
-  // What is shown: from the first question to the leaf.
+  // The messages shown: from the first question to the leaf.
   get path() {
     const path = [];
     for (let at = this.find(this.record.leaf); at; at = this.find(at.parent)) path.unshift(at);
@@ -60,13 +60,13 @@ export class Chat {
     return message;
   }
 
-  // Makes a message part of what is shown, with the newest that follows it.
+  // Shows a message, and after it the newest ones that follow it.
   show(message) {
     for (let next = message; next; next = this.messages.findLast((one) => one.parent === next.id)) this.record.leaf = next.id;
     this.save();
   }
 
-  // Takes out messages that nothing follows, and shows what was shown before.
+  // Removes messages at the end, and shows what was shown before.
   drop(messages, leaf) {
     this.messages = this.messages.filter((one) => !messages.includes(one));
     this.record.leaf = leaf;
@@ -92,7 +92,7 @@ export class Chat {
     });
   }
 
-  // The shown conversation to read, or all of the tree.
+  // Exports the conversation shown as Markdown, or the whole tree as JSON.
   markdown(model) {
     const turns = this.path.map(({role, content}) => `## ${role === "user" ? "Question" : model}\n\n${content.trim()}\n`);
     return [`# ${this.record.title}\n`, ...turns].join("\n");
@@ -104,7 +104,7 @@ export class Chat {
   }
 }
 
-// The records of all chats, the latest first.
+// The records of all chats, latest first.
 export async function records() {
   const all = await transact("readonly", (chats) => chats.getAll()).catch(() => {
     $("unkept").hidden = false;

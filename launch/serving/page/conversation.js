@@ -1,16 +1,16 @@
-// The conversation as it is shown: a box for each question and answer, with its buttons.
+// Shows the conversation: a box with buttons for each question and answer.
 import {$, button, copy, make} from "./dom.js";
 import {painter} from "./markdown.js";
 
-const FOLLOW = 48;  // pixels from the end within which a reader is taken to read along
-const boxes = new WeakMap();  // of messages, so that a box stays as it is while its message is shown
+const FOLLOW = 48;  // pixels: a reader this close to the end follows the answer
+const boxes = new WeakMap();  // by message, so that a box stays while its message is shown
 
 // What the buttons do; the page sets it: ask(question text, parent), regenerate(answer), resume(answer), choose(version).
 export const actions = {};
 
 export const atEnd = (box) => box.scrollHeight - box.scrollTop - box.clientHeight < FOLLOW;
 
-// Calls `put` at most once a frame, and less often where it takes long; it scrolls along unless its reader has scrolled away.
+// Calls `put` at most once per frame, less often if it is slow; scrolls along unless the reader has scrolled away.
 export function writer(scroller, put) {
   let due = 0, free = 0;
   const flush = () => {
@@ -56,7 +56,7 @@ function shownAs(message) {
 
 export const paint = (message) => shownAs(message).paint();
 
-// Shows a chat; boxes that stay are not touched.
+// Shows a chat; reuses the boxes that stay.
 export function show(chat) {
   const path = chat.path, wanted = path.map((message) => shownAs(message).box), turns = $("turns");
   const same = wanted.findIndex((box, i) => box !== turns.children[i]);
@@ -80,7 +80,7 @@ function showVersions(chat, message) {
     : [step("Previous version", "‹", -1), `${at + 1}/${versions.length}`, step("Next version", "›", 1)]);
 }
 
-// Sets what can be pressed, and marks the answer that is being written.
+// Enables the buttons, and marks the answer that is being written.
 export function setButtons(chat, answering) {
   const last = chat.path.at(-1);
   for (const {box, message} of chat.path.map((message) => ({...shownAs(message), message}))) {
@@ -89,10 +89,10 @@ export function setButtons(chat, answering) {
     const resume = box.querySelector(".resume");
     if (resume) resume.hidden = message !== last || message.finish_reason === "stop" || !message.content;
   }
-  $("talk").ariaBusy = last !== undefined && last === answering;  // what is spoken is the whole answer, not each token
+  $("talk").ariaBusy = last !== undefined && last === answering;  // screen readers read the whole answer, not each token
 }
 
-// Changes a question: it becomes another version, which is answered.
+// Edits a question: it becomes another version, which is answered.
 export function edit(message, content = message.content) {
   const {box} = shownAs(message);
   const area = Object.assign(make("textarea", ""), {value: content, ariaLabel: "Question"});

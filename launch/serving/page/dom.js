@@ -1,4 +1,4 @@
-// Elements, formats, and what the browser keeps in small.
+// Elements, formats and small values in the browser's storage.
 
 export const $ = (id) => document.getElementById(id);
 export const number = (n) => n.toLocaleString("en");
@@ -24,7 +24,7 @@ export function say(text, bad = false) {
 
 // Storage is "localStorage", which lasts, or "sessionStorage", which ends with the tab.
 export function keep(storage, key, value) {
-  try { window[storage].setItem(key, JSON.stringify(value)); } catch { /* forbidden, or full: the page works without */ }
+  try { window[storage].setItem(key, JSON.stringify(value)); } catch { /* forbidden or full: the page works without it */ }
 }
 
 export function kept(storage, key) {
@@ -34,7 +34,7 @@ export function kept(storage, key) {
 export async function copy(text, pressed) {
   try {
     await navigator.clipboard.writeText(text);
-  } catch {  // browsers have none for pages of other hosts without TLS
+  } catch {  // browsers have no clipboard for remote pages without TLS
     const area = document.body.appendChild(make("textarea", "", text));
     area.select();
     document.execCommand("copy");

@@ -1,11 +1,11 @@
-// The list of chats next to the conversation, and the dialog in which one is renamed, exported or deleted.
+// The list of chats, and the dialog to rename, export or delete one.
 import {records} from "./chats.js";
 import {$, button, download, make} from "./dom.js";
 
 const narrow = matchMedia("(max-width: 52rem)");  // as in page.css: the list lies over the conversation
 let given = null, marked = {shown: null, answering: null};
 
-// Begins with a list: `open(id)` opens a chat, `find(id)` returns it without showing it.
+// Initializes the list: `open(id)` opens a chat, `find(id)` returns it without showing it.
 export function begin(handlers) {
   given = handlers;
   $("list").hidden = false;
@@ -19,7 +19,7 @@ export function showList(shown) {
   $("main").inert = shown && narrow.matches;
 }
 
-// Closes the list where it lies over the conversation; returns whether it did.
+// Closes the list if it covers the conversation; returns whether it did.
 export function close() {
   const over = narrow.matches && !$("chats").hidden;
   if (over) {
@@ -29,7 +29,7 @@ export function close() {
   return over;
 }
 
-// Marks the chat that is shown and the one that is being answered; reads the list anew.
+// Reloads the list; marks the chat shown and the one being answered.
 export async function fill(marks = marked) {
   marked = marks;
   const items = (await records()).map(({id, title}) => {

@@ -1,4 +1,4 @@
-// Shows an answer's Markdown with formulas and highlighted code. Whatever becomes HTML goes through the sanitizer.
+// Renders an answer's Markdown, with formulas and highlighted code. All HTML goes through the sanitizer.
 import {button, copy, make} from "./dom.js";
 
 const TAGS = ["p", "br", "strong", "em", "del", "code", "pre", "a", "ul", "ol", "li", "input", "blockquote", "hr",
@@ -7,12 +7,12 @@ const SAFE = {RETURN_DOM_FRAGMENT: true, ALLOWED_TAGS: TAGS, ALLOWED_ATTR: ["hre
               ADD_URI_SAFE_ATTR: ["align", "start", "type"], ALLOW_DATA_ATTR: false, ALLOW_ARIA_ATTR: false,
               ALLOWED_URI_REGEXP: /^(?:https?|mailto):/i};
 const SPANS = {RETURN_DOM_FRAGMENT: true, ALLOWED_TAGS: ["span"], ALLOWED_ATTR: ["class"]};
-const HIGHLIGHTED = 100_000;  // characters of code; more takes too long to be done while it is written
+const HIGHLIGHTED = 100_000;  // characters of code; highlighting more while it is written takes too long
 const MATH = {throwOnError: true, strict: "ignore", trust: false, maxSize: 50};
 const CLOSE = {"\\(": "\\)", "\\[": "\\]", "$$": "$$"};
 // One dollar opens a formula where no word ends, and closes it before no word: US$ 5, $HOME:$PATH and $5-$10 are none.
 const DOLLARS = /^\$(?![\s$])((?:\\[^\n]|[^\\$`\n])+)(?<![\s\\])\$(?![\w$])/;
-const PRICE = /^\d(?![\d.,]*$)(?!.*[\\^_={}<>+*])/;  // and neither is the text between two prices
+const PRICE = /^\d(?![\d.,]*$)(?!.*[\\^_={}<>+*])/;  // nor is text between two prices
 
 const escaped = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
 const plain = (text) => ({type: "text", raw: text, text});
@@ -50,7 +50,7 @@ const formulaOfLines = {
   renderer: (token) => `<p>${rendered(token)}</p>`,
 };
 
-// A model's HTML is a text like any other, but for the line breaks that tables need; a picture is a link to it.
+// HTML from the model is shown as text, except line breaks, which tables need; images become links.
 marked.use({
   breaks: true,
   extensions: [formulaInText, formulaOfLines],
@@ -75,7 +75,7 @@ function codeBlock(pre) {
   if (hljs.getLanguage(language) && text.length < HIGHLIGHTED)
     code.replaceChildren(DOMPurify.sanitize(hljs.highlight(text, {language, ignoreIllegals: true}).value, SPANS));
   pre.replaceWith(block);
-  pre.tabIndex = 0;  // so that keys scroll it
+  pre.tabIndex = 0;  // scrollable by keyboard
   block.append(make("figcaption", "", make("span", "", language), button("Copy", "", (event) => copy(text, event.target))), pre);
 }
 
@@ -96,7 +96,7 @@ export function nodesOf(token) {
   return [...safe.childNodes];
 }
 
-// Shows a text that grows: blocks that stay as they are keep their nodes, and what a reader selected in them.
+// Renders a growing text: unchanged blocks keep their nodes, and so the reader's selection.
 export function painter(place) {
   let blocks = [];
   return (text) => {

@@ -5,18 +5,18 @@ import {$, brief, duration, keep, kept, number, say, short} from "./dom.js";
 import * as list from "./list.js";
 import {Lost, events, hasKey, health, models, post, useKey} from "./server.js";
 
-const SILENT_MS = 2000;  // after which the server is looked at
-const LOOK_MS = 1000, SELDOM_MS = 8000;  // how often the server is looked for at first, and at last
-const TRIES = 3;  // to go on with an answer of which nothing more comes
+const SILENT_MS = 2000;  // of silence before a health check
+const LOOK_MS = 1000, SELDOM_MS = 8000;  // interval of health checks, at first and at most
+const TRIES = 3;  // to resume an answer that gets no more tokens
 const SAVE_MS = 300;
-const TEXT_TOKENS = 512;  // of a piece where text is continued; a chat's answer ends by itself
+const TEXT_TOKENS = 512;  // per continuation of text; a chat's answer ends by itself
 const inputs = [...$("settings").querySelectorAll("[name]")];
-// `running` has the controller that stops the answer, its chat and message, and what goes on with it when the server is back.
+// `running` has the answer's abort controller, its chat and message, and a callback for when the server is back.
 let model = null, chat = new Chat(), before = [], running = null, heard = 0, lost = true, pause = LOOK_MS;
 let settings = kept("localStorage", "helix.settings") ?? {};
 
 function used(tokens) {
-  if (running?.chat && running.chat !== chat) return;  // those of a chat that is not shown
+  if (running?.chat && running.chat !== chat) return;  // of a chat that is not shown
   $("used").textContent = tokens === null ? "" : `${number(tokens)} of ${number(model.max_model_len)} tokens used`;
 }
 
@@ -49,7 +49,7 @@ async function begin() {
   $("name").textContent = $("name").title = document.title = model.id;
   $("facts").textContent = [model.layout, ...(model.chat ? [] : ["continues text"])].join(" · ");
   document.body.classList.toggle("alone", !model.chat);
-  $("talk").hidden = $("told").hidden = !model.chat;  // the text is all there is: it fills the page
+  $("talk").hidden = $("told").hidden = !model.chat;  // without a chat, the text fills the page
   $("turns").dataset.empty = `What would you like to know from ${model.id}?`;
   $("text").spellcheck = model.chat;
   $("text").placeholder = model.chat ? "Write a message" : "Write how it begins";
@@ -72,11 +72,11 @@ async function begin() {
 
 function locked() {
   $("lock").hidden = false;
-  say(hasKey() ? "The server does not take this key." : "The server needs a key.", true);
+  say(hasKey() ? "The server rejects this API key." : "The server needs an API key.", true);
   $("key").focus();
 }
 
-// Looks for a server that is away, ever more seldom, and whether one is well whose answer has nothing new.
+// Checks an unavailable server, at growing intervals, and a server whose answer has stalled.
 async function look() {
   const silent = running && !running.goOn && performance.now() - heard > SILENT_MS;
   if (silent || lost) {
@@ -98,8 +98,8 @@ function prefill(told, first) {
     + (share < 1 ? `, about ${duration(left)} left` : ""));
 }
 
-// Streams an answer to `take`, piece by piece, and says what goes on. Returns the error that ended it (null: none), the reason
-// of its end, and the tokens of the sequence where they are known.
+// Streams an answer to `take`, piece by piece, and shows the progress. Returns the error that ended it (null: none), the
+// finish reason, and the tokens of the sequence if known.
 async function stream(path, wanted, take) {
   const {system, ...sampling} = settings;
   for (const name in sampling) sampling[name] = Number(sampling[name]);
@@ -138,14 +138,14 @@ async function stream(path, wanted, take) {
     const rate = last > began ? ` · ${short((usage.completion_tokens - 1) * 1000 / (last - began))} tokens/s` : "";
     const cached = usage.prompt_tokens_details.cached_tokens;
     say(`${number(usage.prompt_tokens)} tokens read${cached ? ` (${number(cached)} cached)` : ""} · `
-      + `${number(usage.completion_tokens)} written${why === "length" ? ", the most it may" : ""}${rate}${first}`);
+      + `${number(usage.completion_tokens)} written${why === "length" ? ", the limit" : ""}${rate}${first}`);
   }
   const tokens = usage && usage.prompt_tokens + usage.completion_tokens;
   used(tokens);
   return {failed, why, tokens};
 }
 
-// Waits until the server is back; false if the answer is stopped before.
+// Waits until the server is back; false if the user stops the answer before.
 function serverBack() {
   lost = true;
   pause = LOOK_MS;
@@ -159,7 +159,7 @@ function serverBack() {
 
 // ---- a chat
 
-// Answers: writes to a message, or goes on with what it has. A server that goes away is waited for. Returns whether it has text.
+// Writes an answer to a message, or continues the text it has; waits for an unavailable server. Returns whether there is text.
 async function answerOf(of, answer) {
   running = {controller: new AbortController(), chat: of, answer, goOn: null};
   keep("sessionStorage", "helix.answering", answer.id);
@@ -171,7 +171,7 @@ async function answerOf(of, answer) {
   do {
     const had = length(), {content, reasoning_content} = answer;
     const more = content && {messages: [...path, {role: "assistant", content, ...(reasoning_content && {reasoning_content})}], continue_final_message: true};
-    if (!content) answer.reasoning_content = "";  // thoughts without an answer are thought again
+    if (!content) answer.reasoning_content = "";  // reasoning without an answer starts over
     ended = await stream("v1/chat/completions", more || {messages: path}, ({delta}) => {
       answer.reasoning_content += delta.reasoning_content ?? "";
       answer.content += delta.content ?? "";
@@ -194,7 +194,7 @@ async function answerOf(of, answer) {
   return done;
 }
 
-// Asks anew after `parent`. Where nothing comes of it, the chat is as it was, and the result is false.
+// Asks a new question after `parent`. Without an answer the chat is restored, and the result is false.
 async function ask(text, parent = chat.record.leaf) {
   const of = chat, leaf = of.record.leaf;
   const question = of.add("user", text, parent);
@@ -235,17 +235,17 @@ Object.assign(actions, {
 
 const find = async (id) => [chat, running?.chat].find((one) => one?.id === id) ?? await load(id);
 
-// Opens the chat that the address names, or a new one.
+// Opens the chat in the URL, or a new one.
 async function openChat() {
   const id = location.hash.slice(1), found = id ? await find(id) : null;
-  if (id !== location.hash.slice(1)) return;  // another one meanwhile
+  if (id !== location.hash.slice(1)) return;  // the URL has changed meanwhile
   chat = found ?? new Chat();
   refresh();
   list.fill({shown: chat.id, answering: running?.chat?.id});
   focusText();
   if (running) return;
   say("Ready.");
-  const last = chat.path.at(-1);  // what this tab was at when it was loaded anew goes on
+  const last = chat.path.at(-1);  // resume the answer that was running when this tab was reloaded
   if (last && kept("sessionStorage", "helix.answering") === last.id) answerOf(chat, last);
 }
 
@@ -264,7 +264,7 @@ async function send() {
   if (!await ask(text)) $("text").value ||= text;
 }
 
-// ---- text that is continued
+// ---- text completion
 
 async function goOn() {
   const text = $("text"), prompt = text.value;
@@ -311,14 +311,14 @@ function showSystem() {
 const fillSettings = () => { for (const one of inputs) one.value = settings[one.name] ?? ""; };
 
 $("open").onclick = () => $("settings").showModal();
-for (const dialog of [$("settings"), $("chat")]) dialog.onclick = (event) => { if (event.target === dialog) dialog.close(); };  // beside it
+for (const dialog of [$("settings"), $("chat")]) dialog.onclick = (event) => { if (event.target === dialog) dialog.close(); };  // outside of it
 $("settings").oninput = () => {
   const right = inputs.filter((one) => one.value.trim() && one.validity.valid);
   settings = Object.fromEntries(right.map((one) => [one.name, one.value]));
   keep("localStorage", "helix.settings", settings);
   showSystem();
 };
-// Close, Escape and a click beside it keep what is right, and leave out what is not.
+// Close, Escape and a click outside keep valid values and drop invalid ones.
 $("settings").onclose = () => {
   const wrong = inputs.find((one) => !one.validity.valid);
   if (wrong) say(`${wrong.labels[0].firstChild.data.trim()} is left out: ${wrong.validationMessage}`, true);
@@ -326,7 +326,7 @@ $("settings").onclose = () => {
 };
 $("clear").onclick = () => { for (const one of inputs) one.value = ""; $("settings").oninput(); };
 
-// ---- what is pressed
+// ---- buttons and keys
 
 function run() {
   if (!model || running) return;

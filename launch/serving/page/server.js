@@ -1,7 +1,7 @@
-// Requests to the server, streamed answers, and what the server says about itself.
+// Requests to the server, streamed answers, and the server's health.
 import {keep, kept} from "./dom.js";
 
-// The server is away: the same request can be sent again when it is back.
+// The server is unavailable: the request can be retried once it is back.
 export class Lost extends Error {}
 
 let key = kept("sessionStorage", "helix.key") ?? "";
@@ -22,7 +22,7 @@ export async function post(path, body, signal) {
     throw signal.aborted ? error : new Lost("The connection to the server broke off.");
   });
   if (answer.ok) return answer;
-  const told = await answer.json().catch(() => null);  // what a proxy says for a server that is away is no JSON
+  const told = await answer.json().catch(() => null);  // a proxy's error for an unavailable server is not JSON
   if (answer.status === 503 && told) throw new Lost(`The server is ${told.error.message}`);
   if (answer.status >= 500 && !told) throw new Lost("The server does not answer.");
   throw Object.assign(new Error(told?.error.message ?? `The server answered with status ${answer.status}.`), {status: answer.status});
@@ -45,12 +45,12 @@ export async function* events(answer, signal) {
         const event = JSON.parse(line.slice(6));
         if (!event.error) yield event;
         else if ((await health()).ends) throw new Lost(event.error.message);
-        else throw new Error(event.error.message);  // of this request: to ask again by itself might fail the server again
+        else throw new Error(event.error.message);  // caused by this request: retrying it automatically might crash the server again
       }
   }
 }
 
-// Says what keeps the server from answering ("" if nothing does), and whether this process of it is at its end.
+// Returns why the server cannot answer ("" if it can), and whether its process is shutting down.
 export async function health() {
   const answer = await fetch("health").catch(() => null);
   const told = await answer?.json().catch(() => null);

@@ -1,7 +1,7 @@
-"""Mistakes that are planted, as patches: one file a room.
+"""Planted faults, as patches: one file per folder.
 
-A fault is its name, its file and maybe a deadline in seconds; the tests that have to notice it (`@`), the quickest that
-there are; the lines that it replaces (`-`), which occur once in the file, and those in their place (`+`).
+A fault has a name, a file and an optional deadline in seconds; the tests that have to catch it (`@`), the fastest
+available; the lines it replaces (`-`), which occur once in the file, and the new ones (`+`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from tests.faults.planted.fault import Fault
 
 
 def parsed(text: str) -> list[Fault]:
+    """Parses faults."""
     found: list[Fault] = []
     for part in text.split("\n== ")[1:]:
         head, *lines = part.split("\n")

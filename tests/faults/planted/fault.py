@@ -1,4 +1,4 @@
-"""A mistake that is planted, and the tests that have to notice it."""
+"""A planted fault, and the tests that have to catch it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Fault:
-    """Text of a file that is replaced by other text.
+    """Text that replaces other text of a file.
 
     Attributes:
         old: occurs once in the file.
-        tests: pytest's names of tests, of which one fails with the fault, and none without.
-        deadline_s: of a test that would hang; None for the usual one.
+        tests: pytest names; one fails with the fault, none without.
+        deadline_s: for a test that would hang; None: the default.
     """
 
     name: str
