@@ -167,5 +167,5 @@ def test_more_pages_than_a_rank_chooses_among() -> None:
     comm = LoopbackWorld(2).communicator(0, layout.kvp_group(0))
     max_length = 2 * MAX_PAGES
     assert make_policy(config, KVPlacement(layout, 0, 1, 1), max_length, comm, KVConfig()) is not None
-    with pytest.raises(ConfigError, match=r"524288 pages per sequence and rank.* 1048577 tokens .*set kv\.page_size=2 or more"):
+    with pytest.raises(ConfigError, match=r"524288 pages per sequence.* 1048577 tokens .*set kv\.page_size=2 or more"):
         make_policy(config, KVPlacement(layout, 0, 1, 1), max_length + 1, comm, KVConfig())
