@@ -315,7 +315,7 @@ def misread(exact: Any, spec: DecoderSpec) -> str:
 def disorder(case: Case, served: ServeResult) -> str:
     """Returns what is wrong with how requests ended, or ""."""
     if served.leaked != (0, 0, 0):
-        return f"pages, slots and sequences left behind: {served.leaked}"
+        return f"leaked pages, slots and sequences: {served.leaked}"
     for request in (request for requests in case.rounds for request in requests):
         tokens, end = served.tokens.get(request.name, ()), served.ends.get(request.name)
         ends = request.sampling.ends(case.eos)

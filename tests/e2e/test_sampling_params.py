@@ -118,7 +118,7 @@ def check(ranks: list[RankOutput], requests: list[Request]) -> None:
         output_token_ids: list[int] = []
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else EOS)}
         for token in output.token_ids:
-            assert not ends & {*output_token_ids}, f"{request.id} goes on behind its end"
+            assert not ends & {*output_token_ids}, f"{request.id} continues after its end"
             at = request.id, len(output_token_ids)
             raw = torch.cat([rank.logits[at] for rank in ranks if at in rank.logits])  # mode dp: one rank has all
             position = len(request.prompt) + len(output_token_ids)

@@ -86,7 +86,7 @@ class Tree:
         return code, failed[0] if failed else output.strip()[-2000:]
 
     def failures(self, tests: Iterable[str], deadline_s: float = DEADLINE_S) -> list[str]:
-        """Returns those of `tests` that fail."""
+        """Runs `tests` and returns the ones that fail."""
         return failed_of(self._pytest([*tests], deadline_s)[1])
 
     def _pytest(self, tests: list[str], deadline_s: float) -> tuple[int, str]:

@@ -129,7 +129,7 @@ def test_all_reduce_norm_of_long_chunks(generator: random.Random, W: int, group:
 @few
 @given(generators, st.sampled_from([((0, 1), 2), ((0, 2), 4), ((0, 3), 6)]))
 def test_emulated_all_reduce_norm_of_long_chunks(generator: random.Random, case: tuple[tuple[int, int], int]) -> None:
-    """Two processes that emulate one rank each, of a world: sums are those of `tests.kernels.test_emulated_peers`."""
+    """Two processes each emulate one rank of a world; sums equal the ones in `tests.kernels.test_emulated_peers`."""
     mine, world = case
     H, row_words = 6, 24
     ranks = Sums("long", 2, CPU, SPINS, pieces=world, size=row_words)
