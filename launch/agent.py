@@ -23,7 +23,9 @@ from launch.inputs import command_parser, compose
 from launch.inputs.job_kinds import RUNTIME, Program
 from launch.job.membership import deadline
 from launch.job.spawn import INTERRUPTED
+from launch.log import print_error
 
+LOG = logging.getLogger(f"helix.{__name__}")
 ANSWER_S = 30  # for the first agent's host to respond
 JOIN_S = 300  # for all agents to join
 POLL_S = 0.5  # interval of polling the number of agents
@@ -72,7 +74,7 @@ def rendezvous_store(endpoint: str) -> dist.Store:
     host, _, port = endpoint.rpartition(":")
     host = host.strip("[]")
     absent = f"ENDPOINT={endpoint}: no agent responded within {ANSWER_S} s: start the first host's, or set another port"
-    with deadline(ANSWER_S, f"error: {absent}"):
+    with deadline(ANSWER_S, absent):
         try:
             return _store(host, int(port), serves=_is_here(host))
         except (dist.DistError, RuntimeError, ValueError):
@@ -151,7 +153,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str], program: Prog
         compose.compose_config(line.overrides, line.settings)
         config = read(environment)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error)
         return 1
     # Ranks print their own errors; torch would add a screenful.
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]:
@@ -160,20 +162,17 @@ def main(arguments: Sequence[str], environment: Mapping[str, str], program: Prog
     where = f"ENDPOINT={config.rdzv_endpoint}"
     try:
         store = rendezvous_store(config.rdzv_endpoint)  # kept alive while the agent runs
-        print(f"{where}: waiting for {config.max_nodes} agents, up to {JOIN_S} s", file=sys.stderr, flush=True)
+        LOG.info("%s: waiting for %d agents, up to %s s", where, config.max_nodes, JOIN_S)
         wait_for_agents(store, config)
         elastic_launch(config, sys.executable)("-u", *program.command, *line.arguments)
     except (KeyboardInterrupt, SignalException):
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except RendezvousError:
-        print(
-            f"error: {where}: NODES={config.max_nodes} agents did not meet there as RUN={config.run_id}",
-            file=sys.stderr,
-        )
+        print_error(f"{where}: NODES={config.max_nodes} agents did not meet there as RUN={config.run_id}")
         return 1
     except RuntimeError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error)
         return 1
     except ChildFailedError as error:
         return max(error.get_first_failure()[1].exitcode, 1)

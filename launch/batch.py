@@ -24,6 +24,7 @@ from launch.client.session import Session
 from launch.client.supervisor import Supervisor
 from launch.inputs.prompt_files import SERVED, PromptFile, PromptLine, ResultFile, check_defaults, make_body
 from launch.inputs.terminal import PromptsTerminal
+from launch.log import print_error
 from launch.serving.openai import OpenAIAnswer
 
 OPEN_PER_SLOT = 2  # open requests per row of the batch: the next ones are tokenized while the batch runs
@@ -56,9 +57,9 @@ async def decode(config: Config, prompts: Sequence[PromptLine], socket: Path) ->
         runner = BatchRunner(config, prompts, socket)
         return REFUSED if await runner.run() else 0
     except (ValueError, RankError) as error:
-        print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr)
+        print_error(error)
     except SystemExit:  # rich raises it on a broken pipe
-        print("error: stdout is a pipe whose reader has closed it", file=sys.stderr)
+        print_error("stdout is a pipe whose reader has closed it")
     return 1
 
 

@@ -25,6 +25,7 @@ from launch.inputs.commands import CHAT
 from launch.inputs.flags import API_KEY
 from launch.inputs.terminal import strip_control
 from launch.job.lifeline import LAUNCHER
+from launch.log import print_error
 
 START_S = 1800.0  # for the model to load
 READ_TIMEOUT_S = 600.0  # for the next piece of an answer
@@ -218,7 +219,7 @@ def main(arguments: Sequence[str]) -> int:
         with serve_model(line) as url:
             chat_loop(ChatClient(url, key, options, system))
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import atexit
 import json
-import logging
 import os
 import shutil
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from importlib import import_module
@@ -42,15 +42,16 @@ from launch.client.session import Session
 from launch.client.supervisor import SHUTDOWN_S, Supervisor, cause
 from launch.inputs.flags import CPU_TOKENS
 from launch.inputs.prompt_files import MAX_IDS
+from launch.log import relay
 
-LOG = logging.getLogger("helix")
 T = TypeVar("T")
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
 START_S = 3600.0  # for all ranks to load the model
 POLL_S = 0.05  # interval of polling the ranks while they start
 SHOWN_S = 1.0  # delay before a call shows its progress
-LAST_LINES = 30  # of the ranks' output to include in the error when they fail
+LAST_LINES, KEPT_LINES = 30, 1000  # of the ranks' output: shown when they fail, searched for the cause
+LAST_LINES_S = 2.0  # for their last lines to arrive
 
 
 class LLM:
@@ -282,15 +283,16 @@ class LLM:
                 future.cancel()
 
     async def _start(self, settings: Sequence[str]) -> None:
-        self._log = self._directory / "log"
+        read, write = os.pipe()
+        self._rank_lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self._relay = Thread(target=self._log, args=(read,), name="LLM log", daemon=True)
+        self._relay.start()
         self._engine_client = EngineClient(sys.maxsize)
         self._session = Session(self._config.serve, self._engine_client)
-        with self._log.open("wb") as log:
-            self._supervisor = Supervisor(
-                self._engine_client, self._config.serve, settings, self._directory, log.fileno()
-            )
-            self._supervision = asyncio.create_task(self._supervisor.run())
-            await asyncio.sleep(0)
+        self._supervisor = Supervisor(self._engine_client, self._config.serve, settings, self._directory, write)
+        self._supervision = asyncio.create_task(self._supervisor.run())
+        await asyncio.sleep(0)
+        os.close(write)  # the ranks have copies
         self._supervision.add_done_callback(self._on_supervision_end)
 
     async def _wait_ready(self) -> None:
@@ -303,14 +305,17 @@ class LLM:
                 raise self._failure()
             await asyncio.sleep(POLL_S)
         self.layout = self._engine_client.refuse_unless_ready().layout
-        for line in self._log.read_text(errors="replace").splitlines():
-            LOG.info(line)
+
+    def _log(self, read: int) -> None:
+        with open(read, errors="replace") as output:
+            relay(output, self._rank_lines)
 
     def _on_supervision_end(self, supervision: asyncio.Task[None]) -> None:
         self._engine_client.fail("they were ended" if supervision.cancelled() else str(supervision.exception()))
 
     def _failure(self) -> Exception:
-        lines = self._log.read_text(errors="replace").splitlines()
+        self._relay.join(LAST_LINES_S)
+        lines = [*self._rank_lines]
         why = cause(lines) or self._engine_client.why
         if self._supervisor.settings_refused:
             return ValueError(why)

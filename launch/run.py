@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import shlex
-import sys
 import time
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -19,6 +18,7 @@ from launch.client.errors import WRONG_SETTINGS
 from launch.inputs import command_parser, compose, sweep_points
 from launch.inputs.job_kinds import RUNTIME, Program
 from launch.job import lifeline
+from launch.log import print_error
 
 
 def entry(arguments: Sequence[str], program: Program = RUNTIME) -> int:
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str], program: Program = RUNTIME, alone: bool = Fal
         if rank_info is not None and rank_info.local_rank:  # all ranks fail alike: local rank 0 prints the error
             time.sleep(2.0)  # the first rank to exit makes torchrun kill the others
         else:
-            print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr)
+            print_error(error)
         lifeline.end_torchrun(restartable=False)
         # Lets the process that started this job distinguish wrong settings from failed ranks.
         return WRONG_SETTINGS if any(text.startswith("serve.socket=") for text in arguments) else 1

@@ -20,6 +20,7 @@ from launch.inputs import command_parser, compose
 from launch.inputs.commands import SERVE
 from launch.inputs.flags import API_KEY, CPU_TOKENS
 from launch.job import lifeline
+from launch.log import print_error
 from launch.serving.security import ApiKeys, check_exposure
 
 
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
         server = import_module("launch.serving.server")  # slow: imports the whole HTTP stack
         listener = import_module("launch.serving.http").listen(config.serve)
     except ValueError as error:
-        print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr)
+        print_error(error)
         return 1
     return int(server.run(config.serve, keys, listener, line.arguments))
 

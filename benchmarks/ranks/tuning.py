@@ -8,6 +8,7 @@ are timed instead. If there are more prompts than slots they run in batches, eac
 from __future__ import annotations
 
 import gc
+import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -51,6 +52,8 @@ from launch.inputs.prompt_files import PromptLine, make_body
 from launch.job.report import provenance
 from launch.job.task import JobResult, Task
 
+LOG = logging.getLogger(f"helix.{__name__}")
+
 
 def candidates(config: LabConfig) -> TuningGrid:
     """Returns the search space of a config."""
@@ -65,7 +68,7 @@ def run(task: Task) -> JobResult:
     Raises:
         ConfigError: the prompts, or the point, do not fit.
     """
-    plan, comm, console = task.plan, task.comm, task.console
+    plan, comm = task.plan, task.comm
     file, problem = None, None
     if comm.rank == 0:
         try:
@@ -89,7 +92,8 @@ def run(task: Task) -> JobResult:
                     raise RankError(
                         f"bench.output={lab(plan.config).bench.output} cannot be written: {error}"
                     ) from error
-            console.note(f"{source}: {found.mean:.2f} tokens an iteration of {1e3 * found.seconds:.2f} ms")
+            if comm.rank == 0:
+                LOG.info("%s: %.2f tokens an iteration of %.2f ms", source, found.mean, 1e3 * found.seconds)
             measurements[source] = found
         return measurements[source]
 

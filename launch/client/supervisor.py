@@ -18,12 +18,13 @@ from helix.config import ServeConfig
 from helix.packages import ROOT, rank_environment
 from launch.client.engine_client import EngineClient, Generation
 from launch.client.errors import WRONG_SETTINGS
+from launch.log import FORMAT, message_lines
 
-LOG = logging.getLogger("helix.serving")  # unlike print, logging does not raise if the output is closed
+LOG = logging.getLogger(f"helix.{__name__}")
 ENTRY = ROOT / "torchrun_entry.py"
 LAUNCHER = "HELIX_LAUNCHER"  # environment variable for launchers: pid of the process that they must not outlive
 # Lines of a failed job's output that name the cause, most reliable first: a lost process, an error, an exception.
-CAUSES = (r"(rank \d+|the launcher) was (killed|stopped)", r"error\b", r"[\w.]+(Error|Exception): ")
+CAUSES = (r"error: (rank \d+|the launcher) was (killed|stopped)", r"error: ", r"[\w.]+(Error|Exception): ")
 WINDOW_S = 600.0  # time window of `serve.restarts`
 BACKOFF_S = (1.0, 2.0, 4.0)  # delays before restarts within the window; the last one repeats
 POLL_S = 0.05  # interval of connection attempts
@@ -62,7 +63,7 @@ class Supervisor:
     Args:
         arguments: settings of the ranks; unused with `serve.attach`, where the ranks are started separately.
         directory: private directory for sockets.
-        log: file descriptor for the ranks' output; None: inherit stdout and stderr.
+        log: file descriptor for the ranks' output, where their log is in JSON; None: inherit stdout and stderr.
 
     Attributes:
         settings_refused: whether the last job rejected its settings before it started ranks.
@@ -110,7 +111,8 @@ class Supervisor:
                 failures.popleft()
             if self._serve.attach is None and len(failures) > self._serve.restarts:
                 raise JobFailed(f"more than serve.restarts={self._serve.restarts} failures in ten minutes: {why}")
-            LOG.warning("%s: restarting, %d requests wait", why, len(self._engine_client.generations))
+            doing = "reconnecting" if self._serve.attach else "restarting"
+            LOG.warning("%s: %s, %d requests wait", why, doing, len(self._engine_client.generations))
             self._engine_client.observer.on_restart()
             await asyncio.sleep(BACKOFF_S[min(len(failures), len(BACKOFF_S)) - 1])
 
@@ -123,9 +125,10 @@ class Supervisor:
     async def _job(self) -> str:
         self._jobs += 1
         path = self._directory / f"{self._jobs}.sock"
+        log_format = {} if self._log is None else {FORMAT: "json"}
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, str(ENTRY), *self._arguments, f"serve.socket={path}"),
-            env=os.environ | rank_environment() | {LAUNCHER: str(os.getpid())},
+            env=os.environ | rank_environment() | {LAUNCHER: str(os.getpid())} | log_format,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,
@@ -194,5 +197,5 @@ def _exit(code: int | None) -> str:
 
 def cause(lines: Sequence[str]) -> str:
     """Finds the line that names the cause of a job's failure; empty if there is none."""
-    causes = (line for pattern in CAUSES for line in lines if re.match(pattern, line))
-    return next(causes, "").removeprefix("error: ")
+    texts = [text for line in lines for text in message_lines(line)]
+    return next((text for pattern in CAUSES for text in texts if re.match(pattern, text)), "").removeprefix("error: ")

@@ -13,6 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from launch import log
+from launch.log import print_error
+
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
@@ -67,6 +70,7 @@ def begin(serves: bool = False) -> None:
     # Escape characters that the terminal cannot encode instead of failing; flush at the end of each line.
     sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
     sys.stderr = unfailing(sys.stderr)
+    log.configure()
     if serves:
         sys.stdout = unfailing(sys.stdout)
     if sys.platform != "linux":
@@ -162,5 +166,5 @@ def _watch(launcher: int) -> None:
     while beats * BEAT_S < STOPPED_S:
         time.sleep(BEAT_S)
         beats = beats + 1 if status(launcher)[:1] == ["T"] else 0
-    print(f"the launcher was stopped by a signal for more than {STOPPED_S:.0f} s", file=sys.stderr, flush=True)
+    print_error(f"the launcher was stopped by a signal for more than {STOPPED_S:.0f} s")
     os.kill(launcher, signal.SIGKILL)

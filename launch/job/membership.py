@@ -7,11 +7,11 @@ result, and all ranks end together.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -26,6 +26,9 @@ from helix.devices import choose_backend, set_device
 from helix.errors import RankError
 from helix.rank_info import RankInfo
 from launch.job.lifeline import end_torchrun, identity, kill
+from launch.log import print_error
+
+LOG = logging.getLogger(f"helix.{__name__}")
 
 BEAT_S = 1.0  # heartbeat interval
 REPORT_S = 3 * BEAT_S  # for the other ranks to see a reported error
@@ -78,7 +81,7 @@ class Job:
             except dist.DistError:
                 absent = ", ".join(str(r) for r, key in enumerate(keys) if not self.store.check([key]))
                 if self.leads and patience == PATIENCE_S:
-                    print(f"waiting for rank {absent}, up to {JOIN_S:.0f} s", file=sys.stderr, flush=True)
+                    LOG.info("waiting for rank %s, up to %.0f s", absent, JOIN_S)
         else:
             self.end(f"error: rank {absent} did not report within {JOIN_S:.0f} s after the start")
         reports = [json.loads(self.store.get(key)) for key in keys]
@@ -86,7 +89,7 @@ class Job:
         lines = []
         for message, first in errors.items():
             alone = sum(f["error"] == message for f in reports) < world
-            lines.append(f"error{f' on rank {first}' if alone and world > 1 else ''}: {message}")
+            lines.append(f"error: {f'rank {first}: ' if alone and world > 1 else ''}{message}")
         if lines:
             self.end("\n".join(lines))
         return [f["facts"] for f in reports]
@@ -143,7 +146,7 @@ class Job:
         """Ends this rank after printing the traceback, or only the message of a RankError; reports it to all ranks."""
         if isinstance(error, RankError):
             if self._watchdog.reports(self.store):  # several ranks may have the same error
-                print(f"error: {error}", file=sys.stderr, flush=True)
+                print_error(error)
             self._watchdog.stop()  # it must not end this rank first: torchrun would print tracebacks
             self._watchdog.report_failure(f"error: {error}")
             time.sleep(REPORT_S)
@@ -152,10 +155,8 @@ class Job:
         # A broken connection does not tell which peer died; its launcher usually reports that sooner.
         if gone := self._watchdog.silent_ranks():
             cause = f"rank {', '.join(map(str, gone))} stopped responding, then {cause}"
-        trace = "".join(traceback.format_exception(error))
-        print(f"rank {self.rank_info.rank} failed:\n{trace}", file=sys.stderr, flush=True)
-        if gone:
-            print(cause, file=sys.stderr, flush=True)
+        LOG.error("failed", exc_info=error)
+        print_error(cause)
         self._watchdog.report_failure(cause)
         _exit()
 
@@ -191,7 +192,7 @@ def _connect_store(rank_info: RankInfo) -> dist.Store:
     patience = timedelta(seconds=SILENCE_S if launcher_s else JOIN_S)  # a launcher's store exists before its ranks
     where = f"MASTER_ADDR={host} MASTER_PORT={port}"
     absent = f"{where}: {'the launcher' if launcher_s else 'rank 0'} did not respond within {patience.seconds} s"
-    with deadline(patience.seconds + 10 * BEAT_S, f"error on rank {rank_info.rank}: {absent}"):
+    with deadline(patience.seconds + 10 * BEAT_S, f"rank {rank_info.rank}: {absent}"):
         try:
             store = dist.TCPStore(
                 host, port, is_master=serves, timeout=patience, wait_for_workers=False, multi_tenant=True
@@ -206,10 +207,10 @@ def _connect_store(rank_info: RankInfo) -> dist.Store:
 
 @contextmanager
 def deadline(seconds: float, line: str) -> Iterator[None]:
-    """Prints a line and ends this process if the context takes longer than `seconds`, even inside a call into C."""
+    """Prints an error and ends this process if the context takes longer than `seconds`, even inside a call into C."""
 
     def give_up() -> None:
-        print(line, file=sys.stderr, flush=True)
+        print_error(line)
         _exit()
 
     guard = threading.Timer(seconds, give_up)
@@ -301,6 +302,8 @@ class Watchdog:
     def _end(self, why: str) -> None:
         if not self._stopped.is_set():
             if why:  # empty if another rank of this host has printed the reason
-                prefix = "" if why.startswith("error: ") else f"rank {self._rank_info.rank} ends: "
-                print(f"{prefix}{why}", file=sys.stderr, flush=True)
+                if why.startswith("error: "):
+                    print_error(why.removeprefix("error: "))
+                else:
+                    LOG.error("ends: %s", why)
             _exit()

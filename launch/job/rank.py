@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Coroutine, Sequence
@@ -35,9 +36,12 @@ from launch.inputs.prompt_files import ResultFile
 from launch.job import spawn
 from launch.job.membership import Job
 from launch.job.memory import shortage
-from launch.job.report import Console, Phases, write_record
+from launch.job.report import Console, Phases, describe_weights, log_plan, write_record
 from launch.job.spawn import SOCKET
 from launch.job.task import JobResult, Task
+from launch.log import print_error
+
+LOG = logging.getLogger(f"helix.{__name__}")
 
 
 def prepare(config: Config, job_kind: JobKind, rank_info: RankInfo | None, command: Sequence[str]) -> Callable[[], int]:
@@ -84,7 +88,7 @@ def _rank(config: Config, job_kind: JobKind, run: Callable[[Task], JobResult], p
     try:
         job = Job(rank_info)
     except RuntimeError as error:
-        print(f"error on rank {rank_info.rank}: {error}", file=sys.stderr)
+        print_error(f"rank {rank_info.rank}: {error}")
         return 1
     try:
         return _run_job(job, config, job_kind, run, plan)
@@ -129,6 +133,8 @@ def _run_job(
     if plan.draft is not None:
         comms.append(kind(plan.draft.layout.kvp_groups(), job.device, job.timeout))
     console = Console(plan, job)
+    if job.leads:
+        log_plan(plan, job)
     phases.mark("connect")
 
     def load() -> tuple[Decoder, DraftModel | DraftLayer | None]:
@@ -136,7 +142,8 @@ def _run_job(
         draft: DraftModel | DraftLayer | None = None
         if config.speculation.drafter == "eagle3":
             layer = draft = load_eagle3(config.speculation, model, plan.layout, comm)
-            console.note(layer.description)
+            if job.leads:
+                LOG.info(layer.description)
         if plan.draft is not None:
             draft_decoder = _load(plan.draft, config.speculation.model, config.seed, comms[1], console)
             draft = DraftModel(draft_decoder, plan.draft.layout, comms[1], config.kv.dtype)
@@ -174,11 +181,13 @@ def _load(
         with console.progress("loading weights", len(model.weights.slices)) as advance:
             plan.checkpoint.load(model.weights, advance)
         if is_untrained(model.weights):
-            console.note(
-                f"warning: the weights in {config.path} look random: every norm has its initial value. This happens if "
-                "a text-only class saved the text part of a vision-language checkpoint: use the original checkpoint"
+            LOG.warning(
+                "the weights in %s look random: every norm has its initial value. This happens if a text-only class "
+                "saved the text part of a vision-language checkpoint: use the original checkpoint",
+                config.path,
             )
-    console.loaded(model, "the draft model's " if isinstance(plan, CheckedDraft) else "")
+    if comm.rank == 0:
+        LOG.info("%s%s", "the draft model's " if isinstance(plan, CheckedDraft) else "", describe_weights(model))
     return model
 
 

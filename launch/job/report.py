@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import subprocess
@@ -33,6 +34,8 @@ from launch.inputs.terminal import FILE_WIDTH, new_bar
 from launch.job.lifeline import age_s, unfailing
 from launch.job.membership import Job
 
+LOG = logging.getLogger(f"helix.{__name__}")
+
 
 class Phases:
     """Seconds of consecutive phases of a run; on Linux counted from the start of the launcher."""
@@ -56,31 +59,15 @@ class Phases:
 
 
 class Console:
-    """The terminal of rank 0; silent on other ranks."""
+    """Shows progress and results on rank 0's stdout; silent on other ranks."""
 
     def __init__(self, plan: CheckedRun, job: Job) -> None:
         self._layout = plan.layout
-        self._job = job
         self._speaks = job.leads
-        log = unfailing(sys.stdout) if plan.config.serve.socket is not None else None
-        self._terminal = Terminal(file=log, quiet=not job.leads, highlight=False)
+        stdout = unfailing(sys.stdout) if plan.config.serve.socket is not None else None
+        self._terminal = Terminal(file=stdout, quiet=not job.leads, highlight=False)
         if not self._terminal.is_terminal:
             self._terminal.width = FILE_WIDTH
-        where = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "CPU"
-        auto = " (comm.backend=auto)" if plan.config.comm.backend == "auto" else ""
-        if plan.config.model.load == "random":
-            self._terminal.print("weights are random (model.load=random): times are meaningful, tokens are not")
-        speculation = plan.config.speculation
-        if speculation.drafter == "model" and speculation.model.load == "random":
-            self._terminal.print("the draft model's weights are random (speculation.model.load=random)")
-        for line in ignored(plan.config) if job.leads else ():
-            self._terminal.print(f"warning: {line}", markup=False)
-        kind = plan.resolved["model"].get("model_type", plan.config.model.path)
-        self.note(f"model: {plan.config.model.path or 'a config without a checkpoint'} ({kind})")
-        takes, why = ("layout:", "") if plan.reason is None else ("layout=auto chose", f": {plan.reason}")
-        self.note(f"{takes} {plan.layout}{_in_words(plan.layout)}{why}")
-        emulated = f", {job.rank_info.world_size} of them real," if job.backend.startswith("emulated") else ""
-        self.note(f"ranks: {plan.layout.world_size}{emulated} on {where} over {job.backend}{auto}")
 
     @contextmanager
     def progress(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
@@ -91,18 +78,6 @@ class Console:
         with new_bar(self._terminal) as progress:
             task = progress.add_task(what, total=total)
             yield lambda done: progress.update(task, completed=done)
-
-    def loaded(self, model: Decoder, owner: str = "") -> None:
-        """Prints the size of this rank's weights; `owner` names another model than the main one."""
-        weights = model.weights
-        sizes = {str(dtype).removeprefix("torch."): size for dtype, size in weights.bytes_by_dtype.items()}
-        each = ", ".join(f"{_size(size)} in {dtype}" for dtype, size in sizes.items())
-        lossy = " (float8: quantized while loading, which is lossy)" if weights.formats is fp8_format else ""
-        rank = " on each rank" if self._layout.world_size > 1 else ""
-        self.note(f"{owner}weights: {each}{rank}{lossy}")
-
-    def note(self, text: str) -> None:
-        self._terminal.print(text, markup=False)
 
     def row(self, row: dict[str, Any]) -> None:
         self._terminal.out(json.dumps(row), highlight=False)
@@ -129,6 +104,34 @@ class Console:
         ):
             held.add_row(str(rank), f"{tokens:,}", f"{size:,}")
         self._terminal.print(held)
+
+
+def log_plan(plan: CheckedRun, job: Job) -> None:
+    """Logs what a job is about to run, on rank 0."""
+    config, layout = plan.config, plan.layout
+    if config.model.load == "random":
+        LOG.warning("weights are random (model.load=random): times are meaningful, tokens are not")
+    if config.speculation.drafter == "model" and config.speculation.model.load == "random":
+        LOG.warning("the draft model's weights are random (speculation.model.load=random)")
+    for line in ignored(config):
+        LOG.warning(line)
+    kind = plan.resolved["model"].get("model_type", config.model.path)
+    LOG.info("model: %s (%s)", config.model.path or "a config without a checkpoint", kind)
+    takes, why = ("layout:", "") if plan.reason is None else ("layout=auto chose", f": {plan.reason}")
+    LOG.info("%s %s%s%s", takes, layout, _in_words(layout), why)
+    where = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "CPU"
+    emulated = f", {job.rank_info.world_size} of them real," if job.backend.startswith("emulated") else ""
+    auto = " (comm.backend=auto)" if config.comm.backend == "auto" else ""
+    LOG.info("ranks: %d%s on %s over %s%s", layout.world_size, emulated, where, job.backend, auto)
+
+
+def describe_weights(model: Decoder) -> str:
+    """Describes the size of this rank's weights."""
+    weights = model.weights
+    sizes = {str(dtype).removeprefix("torch."): size for dtype, size in weights.bytes_by_dtype.items()}
+    each = ", ".join(f"{_size(size)} in {dtype}" for dtype, size in sizes.items())
+    lossy = " (float8: quantized while loading, which is lossy)" if weights.formats is fp8_format else ""
+    return f"weights: {each}{' on each rank' if model.comm.world_size > 1 else ''}{lossy}"
 
 
 def _speculation_table(measured: dict[str, Any]) -> Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import socket
 import stat
@@ -12,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -59,6 +61,7 @@ from launch.job.report import describe_hopb, summary
 from launch.job.spawn import CLIENT_S, SOCKET, TIME_EXCHANGE
 from launch.job.task import JobResult, Task
 
+LOG = logging.getLogger(f"helix.{__name__}")
 SAMPLED_PROMPTS = 1024  # prompts of a file that are read to find the decode graphs to capture
 RANK_VARS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID"}
 # Decode graphs: greedy, sampled, sampled with filters; later the same with logits processors.
@@ -99,7 +102,7 @@ def run(task: Task) -> JobResult:
 
 def _engine(task: Task) -> Engine:
     """Loads the model and builds the engine, sized for the prompts of a file or for any requests."""
-    plan, comm, config, console = task.plan, task.comm, task.plan.config, task.console
+    plan, comm, config = task.plan, task.comm, task.plan.config
     model, draft = task.load()
     serves = config.serve.socket is not None
     slots, context = max_slots(config, comm.device.type), model.spec.max_positions
@@ -114,23 +117,26 @@ def _engine(task: Task) -> Engine:
     engine = build_engine(plan.layout, model, config, max_batch, tokens, draft=draft, fewer=fewer)
     sizes = engine.runner.sizes
     blocks = config.blocks
-    console.note(f"KV cache: {_kv_tokens(engine):,} tokens, page size {blocks.page}, append block {blocks.append}")
-    console.note(
-        f"batch: up to {sizes.slots * plan.layout.dp:,} sequences of up to {sizes.length:,} tokens, "
-        f"prefill chunks of up to {sizes.chunk:,} tokens"
-    )
-    if config.kv.offload == "host" and (
-        warning := short_chunk_warning(model.spec, dtype_name(model.weights.dtype), config.kv.dtype, sizes.chunk)
-    ):
-        console.note(warning)
+    dtype = dtype_name(model.weights.dtype)
+    if comm.rank == 0:
+        LOG.info(f"KV cache: {_kv_tokens(engine):,} tokens, page size {blocks.page}, append block {blocks.append}")
+        LOG.info(
+            f"batch: up to {sizes.slots * plan.layout.dp:,} sequences of up to {sizes.length:,} tokens, "
+            f"prefill chunks of up to {sizes.chunk:,} tokens"
+        )
+        if config.kv.offload == "host" and (
+            warning := short_chunk_warning(model.spec, dtype, config.kv.dtype, sizes.chunk)
+        ):
+            LOG.warning(warning)
     task.phases.mark("build")
     if comm.device.type == "cuda":
         engine.warmup(graph_keys, PROCESSED_KEYS if serves else (), task.phases.mark, chunks=serves)
-    if engine.runner.hopb == "best":
-        console.note(describe_hopb(engine.runner))
-    if serves:
-        console.note(f"ready after {task.phases}")
-        on_compilation(lambda kernel: console.note(f"compiled while serving: {kernel}"))
+    if comm.rank == 0:
+        if engine.runner.hopb == "best":
+            LOG.info(describe_hopb(engine.runner))
+        if serves:
+            LOG.info("ready after %s", task.phases)
+            on_compilation(partial(LOG.warning, "compiled while serving: %s"))
     return engine
 
 
@@ -368,7 +374,7 @@ class EngineServer:
                 except OSError:  # the client disconnected
                     pass
                 except ValueError as error:
-                    print(f"serve.socket={self._path}: received data that is {error}", file=sys.stderr, flush=True)
+                    LOG.warning("serve.socket=%s: received data that is %s", self._path, error)
                 with self._lock:
                     self._peer = None
                 for left in [*self._compiling_ids, *self._request_ids]:

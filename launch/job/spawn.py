@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -25,7 +26,9 @@ import torch.distributed as dist
 from launch.client.errors import REFUSED
 from launch.job import lifeline
 from launch.job.lifeline import LAUNCHER, SIGNALS, STOPPED_S, status
+from launch.log import print_error
 
+LOG = logging.getLogger(f"helix.{__name__}")
 INTERRUPTED = 130  # exit code after control-C, as in shells
 POLL_S = 0.1  # interval of polling the ranks
 GONE_S = 15.0  # for a killed process to be gone
@@ -70,7 +73,7 @@ def launch(world_size: int, work: Callable[[], int], command: Sequence[str], cli
             else:
                 failed, code = asyncio.run(_wait_with_client(ranks, signals, client(path)))
         except OSError as error:
-            print(f"error: rank {len(ranks)} failed to start: {error.strerror}", file=sys.stderr)
+            print_error(f"rank {len(ranks)} failed to start: {error.strerror}")
             return 1
         finally:
             _kill(ranks)
@@ -79,10 +82,10 @@ def launch(world_size: int, work: Callable[[], int], command: Sequence[str], cli
         return INTERRUPTED
     for rank, code in failed.items():
         if code == -signal.SIGSTOP:
-            print(f"rank {rank} was stopped by a signal for more than {STOPPED_S:.0f} s", file=sys.stderr)
+            print_error(f"rank {rank} was stopped by a signal for more than {STOPPED_S:.0f} s")
         elif code < 0:
             why = ", probably because memory ran out" if code == -signal.SIGKILL else ""
-            print(f"rank {rank} was killed by signal {-code} ({signal.Signals(-code).name}){why}", file=sys.stderr)
+            print_error(f"rank {rank} was killed by signal {-code} ({signal.Signals(-code).name}){why}")
     return max(min(failed.values(), default=0), 1) if failed else code
 
 
@@ -213,7 +216,7 @@ def _kill(ranks: Sequence[Fork]) -> None:
         while process.poll() is None and time.monotonic() < deadline:
             time.sleep(POLL_S / 10)
         if process.poll() is None:
-            print(f"rank {rank} (process {process.pid}) was killed but is still there", file=sys.stderr)
+            LOG.error("rank %d (process %d) was killed but is still there", rank, process.pid)
 
 
 @contextmanager

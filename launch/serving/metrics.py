@@ -14,7 +14,7 @@ from prometheus_client.metrics_core import Metric
 from launch.client.engine_client import EngineClient, Generation, Observer
 from launch.serving.acceptance import AcceptanceMonitor
 
-LOG = logging.getLogger("helix.serving")
+LOG = logging.getLogger(f"helix.{__name__}")
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 BETWEEN = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 5)  # between tokens
 TOKENS = tuple(float(1 << n) for n in range(0, 23, 2))  # per request, up to four million

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from launch.client.answer import Answer
 
+LOG = logging.getLogger("helix.access")
 ID = re.compile(r"[\x21-\x7e]{1,128}")  # request ids that are accepted from clients: one word
 PROBES = ("/health", "/livez", "/metrics", "/v1/loads")  # not logged: they are polled every few seconds
 MAX_PATH = 200  # characters of the path in the log
@@ -32,30 +35,28 @@ class RequestLog:
     answer: Answer | None = None
     start_time: float = field(default_factory=time.monotonic)
 
-    def line(self, method: str, path: str, owner: str | None) -> str:
-        words = [time.strftime("%Y-%m-%dT%H:%M:%S%z"), self.id, owner or "-", method, path[:MAX_PATH], str(self.status)]
+    def write(self, method: str, path: str, owner: str | None) -> None:
+        """Logs the request: as text its id, owner, method, path, status and measurements; as JSON fields."""
+        request = {"id": self.id, "owner": owner, "method": method, "path": path[:MAX_PATH], "status": self.status}
+        measured: dict[str, Any] = {}
         if self.answer is not None:
             generations = [choice.generation for choice in self.answer.choices]
             usage = self.answer.usage()
-            words += [f"in={usage['prompt_tokens']}", f"cached={usage['prompt_tokens_details']['cached_tokens']}"]
-            words += [f"out={usage['completion_tokens']}", f"end={','.join(str(f.finish_reason) for f in generations)}"]
-            if firsts := [
-                generation.first_token_time for generation in generations if generation.first_token_time is not None
-            ]:
-                words.append(f"first={min(firsts) - self.start_time:.3f}s")
-        return " ".join([*words, f"total={time.monotonic() - self.start_time:.3f}s"])
+            measured |= {"in": usage["prompt_tokens"], "cached": usage["prompt_tokens_details"]["cached_tokens"]}
+            measured |= {"out": usage["completion_tokens"], "end": ",".join(str(g.finish_reason) for g in generations)}
+            if firsts := [g.first_token_time for g in generations if g.first_token_time is not None]:
+                measured["first_s"] = round(min(firsts) - self.start_time, 3)
+        measured["total_s"] = round(time.monotonic() - self.start_time, 3)
+        words = ("-" if value is None else str(value) for value in request.values())
+        text = " ".join([*words, *(f"{name}={value}" for name, value in measured.items())])
+        LOG.info("%s", text, extra={"fields": request | measured})
 
 
 class AccessLog:
-    """ASGI middleware that puts a `RequestLog` into the request's state and logs it.
+    """ASGI middleware that puts a `RequestLog` into the request's state and logs it under `helix.access`."""
 
-    Args:
-        log: called with a line per request.
-    """
-
-    def __init__(self, app: ASGIApp, log: Callable[[str], None]) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._log = log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
@@ -75,7 +76,7 @@ class AccessLog:
         finally:
             path = scope["raw_path"].partition(b"?")[0].decode("latin-1")  # stays percent-encoded: one word
             if path not in PROBES:
-                self._log(request_log.line(scope["method"], path, state.get("owner")))
+                request_log.write(scope["method"], path, state.get("owner"))
 
 
 def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:

@@ -18,7 +18,7 @@ from launch.client.errors import ApiError
 from launch.client.worker_pool import RequestHandler, WorkerPool, serve_requests
 
 T = TypeVar("T")
-LOG = logging.getLogger("helix.serving")
+LOG = logging.getLogger(f"helix.{__name__}")
 RECEIVE_S = 60.0  # for a client to send the head, and then the body
 LARGE = 1 << 15  # bytes or characters; smaller requests take at most 30 ms
 PROCESSES = 4  # maximum

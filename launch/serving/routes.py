@@ -144,7 +144,7 @@ class Api:
         routes = [Route(path, self._wrap(handler), methods=[method]) for path, method, handler, _ in self._routes]
         handlers = {HTTPException: _on_http_error, ApiError: _on_api_error, Exception: _on_exception}
         app = with_cors(Starlette(routes=routes, exception_handlers=handlers), self._serve.cors)
-        return AccessLog(app, lambda line: print(line, flush=True))
+        return AccessLog(app)
 
     # ---- generation
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import logging
 import resource
 import shlex
 import signal
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -23,10 +23,12 @@ from helix.config import ServeConfig
 from launch.client.engine_client import EngineClient
 from launch.client.engine_messages import EngineInfo
 from launch.client.supervisor import JobFailed, Supervisor
+from launch.log import print_error
 from launch.serving.http import Server, make_server
 from launch.serving.routes import Api
 from launch.serving.security import ApiKeys
 
+LOG = logging.getLogger(f"helix.{__name__}")
 POLL_S = 0.1  # interval of polling requests while draining
 
 
@@ -75,7 +77,7 @@ async def _serve(serve: ServeConfig, keys: ApiKeys, listener: socket, arguments:
     except asyncio.CancelledError:
         pass
     except (JobFailed, ValueError) as error:
-        print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr, flush=True)
+        print_error(error)
         engine_client.fail(str(error))
         code = 1
     await _close(server, http_task)
@@ -123,17 +125,17 @@ async def _drain(
     engine_client.draining = True
     left = drain_s
     if running := engine_client.running:
-        print(
-            f"draining: {running} running request{'s have' if running > 1 else ' has'} up to {drain_s:g} s to finish "
-            "(serve.drain_s); new requests are refused; another control-C or SIGTERM stops the server now",
-            flush=True,
+        LOG.info(
+            "draining: %d running request%s up to %g s to finish (serve.drain_s); new requests are refused; another "
+            "control-C or SIGTERM stops the server now",
+            *(running, "s have" if running > 1 else " has", drain_s),
         )
     while engine_client.generations and left > 0 and not supervision.done() and not force_stop.is_set():
         begin = time.monotonic()
         await asyncio.sleep(POLL_S)
         left -= (time.monotonic() - begin) * engine_client.connected
     if running := engine_client.running:
-        print(f"{running} request{'s were' if running > 1 else ' was'} cut off", flush=True)
+        LOG.warning("%d request%s cut off", running, "s were" if running > 1 else " was")
     engine_client.fail("the server has shut down")
 
 

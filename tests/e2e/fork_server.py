@@ -12,6 +12,7 @@ import ctypes
 import gc
 import inspect
 import json
+import logging
 import os
 import runpy
 import signal
@@ -46,6 +47,8 @@ def run(arguments: Sequence[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    logging.root.handlers.clear()
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  # what it was before the fork may have been a file
     program, *sys.argv = [text for text in arguments if text != "-u"]
     try:
         if program == "-m":

@@ -146,12 +146,12 @@ def test_a_request_is_said_to_be_read_then_admitted_then_that_all_has_ended(
 
 
 def test_what_is_no_frame_ends_the_connection_and_the_log_says_why(
-    rank: ServedInbox, frontend: FrontendSocket, capsys: pytest.CaptureFixture[str]
+    rank: ServedInbox, frontend: FrontendSocket, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The next front end finds the ranks as they were."""
     frontend.send(HEAD.pack(1 << 31, 0, 1))
     assert frontend.next() is None
-    assert "not a frame: a header of 2147483648 bytes" in capsys.readouterr().err
+    assert "not a frame: a header of 2147483648 bytes" in caplog.text
     frontend.close()
     again = FrontendSocket(rank.path)
     again.send(Request(1, IDS, 4))

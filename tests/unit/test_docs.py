@@ -33,6 +33,7 @@ ROOT_PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "be
 DOCS = [*ROOT_PAGES, *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]
 FOLDERS = "assets|benchmarks|comm|conf|docs|examples|helix|kernels|launch|tests"
 PATH = re.compile(rf"(?<![\w./-])((?:{FOLDERS})/[\w./*-]*[\w*/])")
+QUOTED_VALUE = r"\d[\d.*]*|\.\.\.|\b[A-Z_]{2,}\b|[\w.]+=[\w.*\[]*|\blayout[.\w]+|'\w+'|[()]|bfloat|awq"  # in errors
 KINDS = "csv|html|json|jsonl|md|pdf|png|py|sbatch|sh|toml|txt|yaml|yml"
 FILE = re.compile(
     rf"(?<![\w./:-])((?:[\w*.-]+/)+[\w*.-]*\.(?:{KINDS}))\b(?:#([\w-]+))?"
@@ -251,3 +252,21 @@ def _main(module: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> obj
         return importlib.import_module(f"{module}.__main__" if spec.submodule_search_locations else module).main()
     except SystemExit as end:
         return end.code
+
+
+def test_the_lines_that_troubleshooting_quotes_are_the_codes() -> None:
+    """Between values, which are numbers, settings and `...`, and inside of parentheses or not."""
+    written = []
+    for path in (path for room in ("helix", "kernels", "comm", "launch") for path in (ROOT / room).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                constants = [value.value if isinstance(value, ast.Constant) else "\0" for value in node.values]
+                written.append("".join(map(str, constants)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                written.append(node.value)
+    source = "\n".join(written)
+    rows = [row for row in (ROOT / "docs/howto/troubleshooting.md").read_text().splitlines() if row.startswith("| `")]
+    quoted = [line for row in rows for line in re.findall(r"`([^`]+)`", row.split(" | ")[0]) if " " in line]
+    pieces = [(line, piece.strip(" ,;:'")) for line in quoted for piece in re.split(QUOTED_VALUE, line)]
+    assert len(pieces) > 40
+    assert [(line, piece) for line, piece in pieces if len(piece) > 8 and piece not in source] == []

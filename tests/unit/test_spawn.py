@@ -186,10 +186,10 @@ def test_phases_are_told_with_what_went_before() -> None:
 def test_the_surest_cause_is_named() -> None:
     trace = ["rank 0 failed:", "Traceback (most recent call last):", 'File "x.py", line 3', "RuntimeError: NaN", ""]
     assert cause(trace) == "RuntimeError: NaN"
-    assert cause([*trace, "error: no room"]) == "no room" and cause(["error on rank 1: x"]) == "error on rank 1: x"
-    assert cause([*trace, "rank 3 was killed by signal 9"]) == "rank 3 was killed by signal 9"
+    assert cause([*trace, "error: no room"]) == "no room" and cause(["error: rank 1: x"]) == "rank 1: x"
+    assert cause([*trace, "error: rank 3 was killed by signal 9"]) == "rank 3 was killed by signal 9"
     for line in ("rank 1 was stopped by a signal for more than", "the launcher was stopped by a signal for"):
-        assert cause([*trace, line]) == line
+        assert cause([*trace, f"error: {line}"]) == line
     assert cause(["a warning"]) == ""
 
 
