@@ -18,12 +18,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from helix.log import print_error
 from helix.rank_info import max_ranks
 from launch.inputs import command_parser, compose
 from launch.inputs.job_kinds import RUNTIME, Program
 from launch.job.membership import deadline
 from launch.job.spawn import INTERRUPTED
-from launch.log import print_error
 
 LOG = logging.getLogger(f"helix.{__name__}")
 ANSWER_S = 30  # for the first agent's host to respond

@@ -18,6 +18,7 @@ from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
+from helix.log import print_error
 from helix.schema import parse_value
 from launch.inputs import command_parser
 from launch.inputs.command_parser import CommandLine
@@ -25,7 +26,6 @@ from launch.inputs.commands import CHAT
 from launch.inputs.flags import API_KEY
 from launch.inputs.terminal import strip_control
 from launch.job.lifeline import LAUNCHER
-from launch.log import print_error
 
 START_S = 1800.0  # for the model to load
 READ_TIMEOUT_S = 600.0  # for the next piece of an answer

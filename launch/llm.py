@@ -30,6 +30,7 @@ from tqdm.auto import tqdm
 
 from helix.checks import check
 from helix.hub import resolve_hub_models
+from helix.log import relay
 from helix.rank_info import RankInfo
 from helix.schema import unknown_message
 from launch.client.answer import Answer, DeltaCallback, RequestOutput, to_request_output
@@ -42,7 +43,6 @@ from launch.client.session import Session
 from launch.client.supervisor import SHUTDOWN_S, Supervisor, cause
 from launch.inputs.flags import CPU_TOKENS
 from launch.inputs.prompt_files import MAX_IDS
-from launch.log import relay
 
 T = TypeVar("T")
 Prompt = str | Sequence[int]

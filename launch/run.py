@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from helix.hub import resolve_hub_models
+from helix.log import print_error
 from helix.rank_info import RankInfo
 from helix.transformers_import import import_transformers
 from launch.client.errors import WRONG_SETTINGS
 from launch.inputs import command_parser, compose, sweep_points
 from launch.inputs.job_kinds import RUNTIME, Program
 from launch.job import lifeline
-from launch.log import print_error
 
 
 def entry(arguments: Sequence[str], program: Program = RUNTIME) -> int:

@@ -16,11 +16,11 @@ from pathlib import Path
 from helix.checks import check
 from helix.files import read_text
 from helix.hub import is_hub_id, resolve_hub_models
+from helix.log import print_error
 from launch.inputs import command_parser, compose
 from launch.inputs.commands import SERVE
 from launch.inputs.flags import API_KEY, CPU_TOKENS
 from launch.job import lifeline
-from launch.log import print_error
 from launch.serving.security import ApiKeys, check_exposure
 
 

@@ -15,10 +15,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from helix.config import ServeConfig
+from helix.log import FORMAT, message_lines
 from helix.packages import ROOT, rank_environment
 from launch.client.engine_client import EngineClient, Generation
 from launch.client.errors import WRONG_SETTINGS
-from launch.log import FORMAT, message_lines
 
 LOG = logging.getLogger(f"helix.{__name__}")
 ENTRY = ROOT / "torchrun_entry.py"

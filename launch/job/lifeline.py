@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from launch import log
-from launch.log import print_error
+from helix import log
+from helix.log import print_error
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer

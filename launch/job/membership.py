@@ -24,9 +24,9 @@ import torch.distributed as dist
 from comm.base import Communicator
 from helix.devices import choose_backend, set_device
 from helix.errors import RankError
+from helix.log import print_error
 from helix.rank_info import RankInfo
 from launch.job.lifeline import end_torchrun, identity, kill
-from launch.log import print_error
 
 LOG = logging.getLogger(f"helix.{__name__}")
 

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from helix.log import print_error
 from launch.client.errors import REFUSED
 from launch.job import lifeline
 from launch.job.lifeline import LAUNCHER, SIGNALS, STOPPED_S, status
-from launch.log import print_error
 
 LOG = logging.getLogger(f"helix.{__name__}")
 INTERRUPTED = 130  # exit code after control-C, as in shells

@@ -20,10 +20,10 @@ from typing import Any
 import uvloop
 
 from helix.config import ServeConfig
+from helix.log import print_error
 from launch.client.engine_client import EngineClient
 from launch.client.engine_messages import EngineInfo
 from launch.client.supervisor import JobFailed, Supervisor
-from launch.log import print_error
 from launch.serving.http import Server, make_server
 from launch.serving.routes import Api
 from launch.serving.security import ApiKeys

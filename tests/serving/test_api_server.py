@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import re
 from dataclasses import replace
 from importlib.metadata import version
@@ -155,9 +156,10 @@ async def test_a_stream_byte_by_byte(serve: Serve, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_ends_its_request(
-    stream: bool, serve: Serve, capsys: pytest.CaptureFixture[str]
+    stream: bool, serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is counted, and in the log."""
+    caplog.set_level(logging.INFO, "helix.access")
     api_server = await serve(FakeJob(silent))
     body = {"prompt": [1], "n": 2, "max_tokens": 1000, "stream": stream}
     _reader, writer = await api_server.connect(COMPLETIONS, body)
@@ -168,16 +170,10 @@ async def test_a_client_that_leaves_ends_its_request(
     values = await api_server.metrics()
     assert values['request_success_total{finished_reason="abort"}'] == 2
     assert values["e2e_request_latency_seconds_count"] == 2
-    output = ""
-
-    def logged() -> bool:
-        nonlocal output
-        output += capsys.readouterr().out
-        return COMPLETIONS in output
-
-    await until(logged)
-    assert output.split()[4:9] == [COMPLETIONS, "200" if stream else "499", "in=1", "cached=0", "out=0"]
-    assert "end=abort,abort" in output
+    await until(lambda: COMPLETIONS in caplog.text)
+    (message,) = (record.getMessage() for record in caplog.records if COMPLETIONS in record.getMessage())
+    assert message.split()[3:8] == [COMPLETIONS, "200" if stream else "499", "in=1", "cached=0", "out=0"]
+    assert "end=abort,abort" in message
 
 
 async def test_other_routes(serve: Serve) -> None:

@@ -48,7 +48,7 @@ LEVELS = {
         {"moe"},
     ],
     "helix": [
-        {"errors", "files", "layout", "packages", "sampling_params", "schema", "transformers_import"},
+        {"errors", "files", "log", "layout", "packages", "sampling_params", "schema", "transformers_import"},
         {"config"},
         {"hub", "rank_info", "kv_placement", "tokenizer"},
         {"devices"},

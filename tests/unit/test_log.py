@@ -9,12 +9,12 @@ import sys
 
 import pytest
 
+from helix.log import message_lines, relay
 from launch.client.supervisor import cause
-from launch.log import message_lines, relay
 
 LOGS = """
 import logging
-from launch import log
+from helix import log
 log.configure()
 logging.getLogger("helix.launch.job.rank").info("two\\nlines, %d%%", 5)
 logging.getLogger("helix.a").debug("not shown")

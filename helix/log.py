@@ -51,7 +51,7 @@ class _Json(logging.Formatter):
 
 def print_error(error: object) -> None:
     """Prints why this process ends, on one line of stderr."""
-    print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr, flush=True)
+    print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr, flush=True)  # noqa: T201 - every command ends with it
 
 
 def configure() -> None:
