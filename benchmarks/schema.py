@@ -14,7 +14,7 @@ from launch.inputs import compose
 from launch.inputs.command_parser import RUN, Settings
 
 CONF = Path(__file__).resolve().parent / "conf"
-POINTED = ("decode", "hopb", "hosts", "prefill")  # kinds that time bench.points
+POINTED = ("decode", "hopb", "multi-node", "prefill")  # kinds that time bench.points
 LIMITED = ("decode", "prefill")  # kinds that can cap a rank's GPU memory
 DRAFTED = ("none", "decode", "tune")  # kinds in which a model may draft
 
@@ -25,11 +25,11 @@ class BenchConfig:
 
     Attributes:
         kind: none; decode: time decode steps over a cache of random data; comm: time a step's collectives; hopb: time
-            decode steps with and without HOP-B; hosts: time and predict the exchange between hosts; prefill: time
+            decode steps with and without HOP-B; multi-node: time and predict the exchange between hosts; prefill: time
             prompts; serve: serve requests by the clock; tune: find sparsity and gamma of speculation=sparse (helix
             tune).
-        points: SEQUENCESxTOKENS that decode, hopb, hosts and prefill time, TOKENS being cached for each sequence; also
-            the point of tune with bench.acceptance.
+        points: SEQUENCESxTOKENS that decode, hopb, multi-node and prefill time, TOKENS being cached for each sequence;
+            also the point of tune with bench.acceptance.
         gammas: drafts per step with which decode times each point, 0 for plain steps; empty: speculation.gamma. The
             values that tune tries.
         variants: attention settings with which decode times each point, in turn over the same cache, such as
@@ -47,7 +47,7 @@ class BenchConfig:
         traces: what serve serves, names in benchmarks/ranks/serving.py; empty: all.
     """
 
-    kind: Literal["none", "decode", "comm", "hopb", "hosts", "prefill", "serve", "tune"] = "none"
+    kind: Literal["none", "decode", "comm", "hopb", "multi-node", "prefill", "serve", "tune"] = "none"
     points: list[str] = field(default_factory=lambda: ["1x131072"])
     gammas: list[int] = field(default_factory=list)
     variants: list[str] = field(default_factory=list)

@@ -120,7 +120,7 @@ class Communicator(ABC):
             weight: [H].
 
         Returns:
-            The normalised rows and the sum, each [N, H] in x's dtype.
+            The normalized rows and the sum, each [N, H] in x's dtype.
         """
         return rms_norm(self.all_reduce(materialize(x)), weight, eps, residual)
 

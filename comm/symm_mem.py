@@ -2,7 +2,7 @@
 
 A decode step sends kilobytes, for which an NCCL call costs more than the transfer. These kernels store tagged words
 (NCCL's LL protocol: `kernels.peers.ll_protocol`) into torch's symmetric memory, without multicast, and fuse the
-operation that follows: merge, add, normalise. All-reduces of long chunks use flags instead of tags. Other messages too
+operation that follows: merge, add, normalize. All-reduces of long chunks use flags instead of tags. Other messages too
 large for the LL buffers, mostly of prefill, go over NCCL.
 
 Each collective has its own LL buffers and may run on one stream only; the exchange may use another stream than the

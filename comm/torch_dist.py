@@ -42,9 +42,9 @@ class ProcessGroups:
 
 
 class TorchDistCommunicator(Communicator):
-    """Communicator over the initialised default process group, which must outlive this object.
+    """Communicator over the initialized default process group, which must outlive this object.
 
-    World collectives of micro-batch 0 run on the default group, with the timeout it was initialised with. Every rank
+    World collectives of micro-batch 0 run on the default group, with the timeout it was initialized with. Every rank
     creates the kvp groups that have several but not all ranks, on GPUs all groups once more for micro-batch 1, and a
     gloo group for objects and barriers, so that the control plane never touches a GPU.
 

@@ -175,7 +175,7 @@ def check_cache(config: Config, layout: HelixLayout, spec: DecoderSpec) -> None:
 
 
 def check_latents(config: Config, spec: DecoderSpec) -> None:
-    """Checks that the model has the keys, values or index keys that `kv.dtype` quantises."""
+    """Checks that the model has the keys, values or index keys that `kv.dtype` quantizes."""
     if spec.attention.latent is not None and config.kv.dtype == "k16v8":
         raise ValueError("kv.dtype=k16v8: with latents (MLA), keys and values are the same data: set fp8 or auto")
     if config.kv.dtype == "fp8_all" and not spec.indexers:

@@ -13,7 +13,7 @@ MOST_SEQUENCES = 1 << 16  # in a batch
 MAX_SELECTED = 128  # blocks that a query selects on a rank; limit of the selection kernel
 LEAST_KEYS = 256  # that sparse drafts read of a sequence, over all ranks
 
-STORED = "the checkpoint determines how its weights are stored; fp8 rounds unquantised ones"
+STORED = "the checkpoint determines how its weights are stored; fp8 rounds unquantized ones"
 TOKENS = "tokens, such as 128K or 1M, not bytes; kv.memory_fraction=0.5 takes half of the free memory"
 Width = Annotated[int, Range(1)]
 Count = Annotated[int, Range(1, 1 << 40)]
@@ -33,7 +33,7 @@ class ModelConfig:
             deletes a key. Unknown keys are refused; keys that the model's family ignores cause a warning.
         dtype: float32, bfloat16, float16, or auto: the checkpoint's on a GPU, float32 on a CPU.
         load: checkpoint, or random (random weights of the config's shape; reads none).
-        weights: fp8: quantised matrices stay as the checkpoint stores them; unquantised ones are rounded to e4m3 with
+        weights: fp8: quantized matrices stay as the checkpoint stores them; unquantized ones are rounded to e4m3 with
             a scale per 128 x 128 block, which is lossy. bf16: unpack to dtype. auto: as stored on a GPU, unpacked on a
             CPU.
     """
@@ -399,5 +399,5 @@ class Config:
         if self.attention.policy != "dense":
             page = append = self.attention.block
         elif self.speculation.drafter == "sparse":
-            append = 64  # drafts look at a key's neighbours in the text, which should be on the same rank
+            append = 64  # drafts look at a key's neighbors in the text, which should be on the same rank
         return Blocks(self.kv.append_block or append, self.kv.page_size or page)

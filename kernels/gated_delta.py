@@ -3,7 +3,7 @@
     S = exp(g) S;   d = beta (v - S^T k);   S = S + k d^T;   o = S^T q          S [dk, dv] for each value head
 
 Queries, keys and values come from a causal convolution over a sequence's last W rows, with silu; q and k are
-L2-normalised and q is scaled by dk^-0.5; beta = sigmoid(b) and g = -exp(a_log) softplus(a + dt_bias). The output is a
+L2-normalized and q is scaled by dk^-0.5; beta = sigmoid(b) and g = -exp(a_log) softplus(a + dt_bias). The output is a
 gated norm per head: norm * o / rms(o) * silu(z). (arXiv:2412.06464)
 
 Drafts can be rejected, and a state cannot be rolled back. So a decode step leaves the state as it was before the step

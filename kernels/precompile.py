@@ -63,7 +63,7 @@ def on_compilation(callback: Callable[[str], None] | None) -> None:
 
 
 class _FinalizeOnce(AsyncCompileMode):
-    """Finalises a kernel once: Triton 3.6 would look it up at each launch until all are compiled."""
+    """Finalizes a kernel once: Triton 3.6 would look it up at each launch until all are compiled."""
 
     def submit(self, key: Any, compile_fn: Any, finalize_fn: Any) -> Any:
         kernel = super().submit(key, compile_fn, finalize_fn)

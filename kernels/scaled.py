@@ -21,7 +21,7 @@ class ScaledMatrix:
     Attributes:
         data: [..., R, K] float8_e4m3fn, or [..., R, K / 2] uint8: two e2m1, the even column in the low bits.
         scales: [..., G, R] fp32, or uint8 for e2m1: powers of two with bias 127. Rows are last, so that the scales of
-            neighbouring rows are read together.
+            neighboring rows are read together.
         group: columns that share a scale: a multiple of 128, or 32 for e2m1.
         begin: columns of the first group before the first column; even for e2m1.
     """

@@ -30,7 +30,7 @@ BEGIN = time.monotonic()
 SLOWEST = 20  # tests in a record
 
 gc.set_threshold(50_000, 20, 20)  # imports leave millions of objects, which every collection would scan
-torch.set_num_threads(1)  # tests are small: synchronising threads would cost more than the work
+torch.set_num_threads(1)  # tests are small: synchronizing threads would cost more than the work
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for subprocesses
 
 settings.register_profile("helix", deadline=None, derandomize=True, max_examples=50)

@@ -11,7 +11,7 @@ from matplotlib.text import Text
 
 from benchmarks.records.style import TEXT, WIDTH
 
-MARGIN = 2  # pixels that neighbours may overlap
+MARGIN = 2  # pixels that neighbors may overlap
 
 
 def illegible(figure: Figure) -> list[str]:

@@ -21,7 +21,7 @@ DEADLINE_S = 900.0  # to get a test's GB: the tests that hold them have timeouts
 
 
 def rotated(gpus: list[str], worker: str) -> list[str]:
-    """Returns `gpus` in the order that `worker` ("gw3") sees: neighbours start with different ones."""
+    """Returns `gpus` in the order that `worker` ("gw3") sees: neighbors start with different ones."""
     first = int(worker.removeprefix("gw")) % len(gpus)
     return gpus[first:] + gpus[:first]
 

@@ -1,7 +1,7 @@
 """Worker processes for distributed tests: one pool per world size, started once, replaced after a failure.
 
 `pool(4).run(fn, *args)` calls the top-level function `fn(rank, world_size, *args)` in four processes whose default
-process group is initialised, and returns their results in rank order. gloo workers see no GPU; NCCL workers have one
+process group is initialized, and returns their results in rank order. gloo workers see no GPU; NCCL workers have one
 each.
 
 A worker that raises reports its traceback and exits, so that waiting peers see a closed connection rather
@@ -49,7 +49,7 @@ class PoolError(RuntimeError):
 
 
 class Pool:
-    """`world_size` processes with an initialised process group; started by the first `run`."""
+    """`world_size` processes with an initialized process group; started by the first `run`."""
 
     def __init__(self, world_size: int, backend: str = "gloo") -> None:
         self.world_size = world_size

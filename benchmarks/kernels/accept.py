@@ -23,7 +23,7 @@ from kernels.tokens.reference import commit as reference
 
 COLUMNS = 19_008, 152_064  # Qwen2.5-7B's vocabulary: one of eight shards, and whole
 SHAPES = (1, 0), (1, 4), (1, 11), (8, 0), (8, 8), (6, 11), (64, 4)  # sequences and drafts
-MODES = "greedy", "drawn", "rejection"
+MODES = "greedy", "sampled", "rejection"
 HISTORY = 1 << 19  # no run commits this many tokens
 ACCEPTANCE = 0.8  # per draft, for modes in which all tokens are known in advance
 RANKS = 8
@@ -65,7 +65,7 @@ class StepEnd:
             return accepted_candidates(
                 self.logits, 0, self.drafts, self.q, self.positions, self.sampling, self.comm, filtered=False
             )
-        flags = {"stochastic": self.mode == "drawn", "filtered": False}
+        flags = {"stochastic": self.mode == "sampled", "filtered": False}
         return Candidates(sampled_candidates(self.logits, 0, self.positions, self.sampling, self.comm, **flags))
 
     def commit(self, sampled: Candidates) -> Tensor:
@@ -102,7 +102,7 @@ def measure(ctx: BenchContext, mode: str, rows: int, drafts: int, columns: int) 
         "commit_of_ranks_us": lambda i: phases[0].commit(gathered),
     }
     times = {name: seconds(run, len(phases), device) * 1e6 for name, run in runs.items()}
-    row = {"kind": "accept", "way": mode, "rows": rows, "drafts": drafts, "columns": columns, "ranks": RANKS}
+    row = {"kind": "accept", "mode": mode, "rows": rows, "drafts": drafts, "columns": columns, "ranks": RANKS}
     yield row | times | {"floor_us": read / READ_CEILING * 1e6}
 
 

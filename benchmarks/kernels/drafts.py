@@ -140,7 +140,13 @@ def attend(
 
     # As in tests/kernels/oracle.py: bf16 keeps 2^-8 of weights and results, and these are means of thousands of values.
     torch.testing.assert_close(over(0).float(), over(0, by_torch).float(), rtol=2**-6, atol=2**-10)
-    row: Row = {"kind": "attend", "heads": f"{q_heads}/{kv_heads}", "batch": batch, "length": length, "kept": keys_read}
+    row: Row = {
+        "kind": "attend",
+        "heads": f"{q_heads}/{kv_heads}",
+        "batch": batch,
+        "length": length,
+        "keys_read": keys_read,
+    }
     row |= {"run": run, "read_bytes": read, "us": 1e6 * seconds(over, copies, device)}
     row["target_us"] = read / 4.0e6 + 6
     return [row]
@@ -162,7 +168,7 @@ PARTS = (
     Part(
         lambda ctx: ATTENDED if ctx.gpu else [(4, 2, 2, 2 * K, 128, 2)],
         attend,
-        "heads batch length kept run us target_us",
+        "heads batch length keys_read run us target_us",
         "attention over chosen keys",
     ),
 )

@@ -74,7 +74,7 @@ def measure(
     shared_count = model.shared_count if ep == 1 else 0
     E, F, H = model.experts // ep + shared_count, model.width // tpf, model.hidden
     scoring: dict[str, Any] = dict(
-        scoring=model.scoring, normalise=model.scoring != "top_softmax", shared_count=shared_count
+        scoring=model.scoring, normalize=model.scoring != "top_softmax", shared_count=shared_count
     )
     if model.groups > 1:
         bias = torch.zeros(model.experts, device=device)

@@ -1,4 +1,4 @@
-"""Times the kernels of a KV cache in host memory, on one GPU: `helix bench tier`.
+"""Times the kernels of a KV cache in host memory, on one GPU: `helix bench offload`.
 
 Blocks of 64 KB (keys and values of 128 tokens of one KV head) are fetched from pinned host memory into GPU blocks by
 lists on the device: `gbs` is the link's rate, by number of copy programs; a plain gather of such blocks reached
@@ -165,8 +165,8 @@ def find(ctx: BenchContext, batch: int, num_selected: int, resident: int, all_re
     yield {
         "kind": "resolve",
         "batch": batch,
-        "chosen": num_selected,
-        "places": state.num_blocks,
+        "selected": num_selected,
+        "resident_blocks": state.num_blocks,
         "missing": missing,
         "us": 1e6 * s,
     }

@@ -7,7 +7,7 @@ can have several tokens: `over_step` is the mean `tpot` over the time of a step 
 
   streams    1 x 128K and 8 x 32K tokens of context, alone and with a prompt of 1K tokens each second
   grammars   the same 8 streams, constrained by a JSON schema; the tokenizer is made up, of the model's vocabulary size
-  crowd      offline throughput: requests of one size, all at once, on a server that has just started
+  offline    offline throughput: requests of one size, all at once, on a server that has just started
   next turn  100 new tokens after 128K of context, and after 1M over two GPUs and more
 """
 
@@ -219,7 +219,7 @@ async def offline(client: HTTPClient, server: ServerProcess, small: int) -> Asyn
         seen = await asyncio.gather(*(client.stream(prompt, new) for prompt in prompts))
         seconds, cpu_s = time.perf_counter() - begin, server.cpu_s() - cpu_s
         found = row(seen, seconds) | {"seconds": seconds, "new": new, "front_us": 1e6 * cpu_s / (count * new)}
-        yield {"trace": "crowd", "batch": count, "length": length, "arrivals": 0, **found}
+        yield {"trace": "offline", "batch": count, "length": length, "arrivals": 0, **found}
 
 
 async def traces(

@@ -1,8 +1,8 @@
-"""Measures offline throughput with `schedule.goal` balance and throughput: `helix bench crowds`.
+"""Measures offline throughput with `schedule.goal` balance and throughput: `helix bench throughput`.
 
-Shapes with random weights over all GPUs, in the layout that `layout=auto` selects. A crowd is a number of requests of
-one length that arrive at once (benchmarks/ranks/offline.py); its seconds are until the last one ends. vLLM's seconds
-for the same crowds come from `python -m benchmarks.vllm_crowds`, in the same record.
+Shapes with random weights over all GPUs, in the layout that `layout=auto` selects. A load is a number of requests of
+one length that arrive at once (benchmarks/ranks/offline.py); its seconds are until the last one ends. Rows of the
+record with `engine` vllm have vLLM's seconds for the same loads, from its `LLM.generate`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def cases(ctx: BenchContext) -> list[tuple[str, str]]:
 
 
 def measure(ctx: BenchContext, model: str, goal: str) -> Iterator[Row]:
-    """Yields one row per crowd."""
+    """Yields one row per load."""
     layout = ["layout=auto"] if ctx.gpu else [f"layout.kvp={ctx.ranks}"]
-    for row in jobs.rows([*named(model), *layout, f"schedule.goal={goal}", "bench=serve", "bench.traces=[crowds]"]):
+    for row in jobs.rows([*named(model), *layout, f"schedule.goal={goal}", "bench=serve", "bench.traces=[offline]"]):
         columns = {key: value for key, value in row.items() if key != "trace"}
         yield {"model": model, "engine": "helix", "gpus": ctx.ranks, **columns}

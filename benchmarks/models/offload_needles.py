@@ -1,4 +1,4 @@
-"""Needles over a KV cache in host memory: `helix bench tier-needles`.
+"""Needles over a KV cache in host memory: `helix bench offload-needles`.
 
 The demo model looks for a numbered line in 32K tokens of code: with the cache on the GPU, then in host memory, with
 resident blocks for a third of the cache, and for no more than the sequences select in one step. Prompts are prefilled
@@ -106,9 +106,14 @@ def measure(ctx: BenchContext, kvp: int, share: float | None) -> list[Row]:
     whole = answers(kvp, None, length, count, ctx.device.type)[0]
     found, hits, resident_share = answers(kvp, share, length, count, ctx.device.type)
     texts = [tokenizer.decode(ids) for ids in found]
-    row: Row = {"kind": "tier-needles", "ranks": kvp, "length": length, "tier": "gpu" if share is None else "host"}
+    row: Row = {
+        "kind": "offload-needles",
+        "ranks": kvp,
+        "length": length,
+        "offload": "none" if share is None else "host",
+    }
     row |= {
-        "hot_places": resident_share,
+        "resident_blocks": resident_share,
         "prompts": count,
         "same": sum(a == b for a, b in zip(found, whole, strict=True)),
     }

@@ -1,4 +1,4 @@
-"""Times a long prompt over a KV cache in host memory, compared with one on the GPU: `helix bench tier-prefill`.
+"""Times a long prompt over a KV cache in host memory, compared with one on the GPU: `helix bench offload-prefill`.
 
 Qwen2.5-7B's shape with random weights on one GPU, 256K tokens, then block-sparse decode: with 4 GB of GPU memory for
 the cache, then with the whole cache on the GPU. Chunk sizes are automatic. `turn_ms` is the time of 100 more tokens
@@ -37,7 +37,7 @@ def measure(ctx: BenchContext, host: bool, length: int, capped: bool) -> Iterato
     job = [*named(model), "layout.kvp=1", "attention=block_sparse", "bench=prefill", f"bench.points=[1x{length}]"]
     if host:
         job += ["kv.offload=host", f"kv.offload_host_bytes={host_bytes:.0f}", f"kv.offload_gpu_bytes={gpu_bytes:.0f}"]
-    row: Row = {"kind": "tier-prefill", "model": model, "tier": "host" if host else "gpu"}
+    row: Row = {"kind": "offload-prefill", "model": model, "offload": "host" if host else "none"}
     row["limit_bytes"] = CARD if capped else None
     try:
         (point,) = jobs.measure(1, [*job, *(CAPPED if capped else [])])["points"]

@@ -1,9 +1,9 @@
-"""Times decode steps over a KV cache in host memory: `helix bench tier-steps`.
+"""Times decode steps over a KV cache in host memory: `helix bench offload-steps`.
 
 Qwen2.5-7B's shape with random weights over all GPUs, one sequence of 1M tokens of random data, block-sparse: with the
 cache in host memory and a few GB on the GPU, then with the cache on the GPU. Random weights select at random, so
 each step repeats a set share of the last one's blocks (`bench.repeat`): these are hits, the others
-come over the link. With `ahead` a layer's blocks are prefetched while the layer before it computes
+come over the link. With `prefetch` a layer's blocks are prefetched while the layer before it computes
 (`kv.offload_prefetch`), and each prediction is right, since the pattern is known. One rank pins 62 GB, which takes
 about half a minute, and the second job needs 76 GB on the GPU. The jobs over host memory may allocate 22 GB of the GPU.
 
@@ -13,7 +13,7 @@ The third job has four sequences of 128K tokens; the fourth is the first one wit
 Then the same kernel fetches blocks alone, 128 and 32 at a time. On one H200 all of it takes some 200 s.
 
 `over_dense`: speed-up over dense attention that reads the whole cache over the link, at a measured 55.5 GB/s.
-`predicted_ms`: the planner's prediction, by `conf/hardware/`. `hot`: the hit rate, the share of selected blocks
+`predicted_ms`: the planner's prediction, by `conf/hardware/`. `resident`: the hit rate, the share of selected blocks
 that were resident on the GPU. `used_gb` is the GPU's memory in use, by its driver.
 """
 
@@ -40,12 +40,12 @@ from launch.inputs.hardware import hardware_of
 MODEL = "qwen2.5-7b"
 LINK = 55.5e9  # bytes/s of one link, in large copies
 TARGETS = {(32, 0.0): 9.8, (32, 0.8): 6.0, (8, 0.0): 6.0}  # ms per token, by selected blocks and the share that repeats
-AHEAD = "kv.offload_prefetch=true"
+PREFETCH = "kv.offload_prefetch=true"
 Choices = tuple[int, float, str]  # selected blocks, the share that repeats, further settings
 ON_GPU: list[Choices] = [(32, 1.0, ""), (8, 1.0, "")]
 ON_HOST: list[Choices] = [(32, 0.0, ""), (32, 0.8, ""), (8, 0.0, ""), (32, 1.0, "")]
-ON_HOST += [(32, 0.0, AHEAD), (32, 0.8, AHEAD), (32, 1.0, AHEAD)]
-ON_HOST_BATCHED: list[Choices] = [(32, share, switch) for share in (0.0, 0.8) for switch in ("", AHEAD)]
+ON_HOST += [(32, 0.0, PREFETCH), (32, 0.8, PREFETCH), (32, 1.0, PREFETCH)]
+ON_HOST_BATCHED: list[Choices] = [(32, share, switch) for share in (0.0, 0.8) for switch in ("", PREFETCH)]
 CARD = 22e9  # bytes that may be allocated: a card of 24 GB less the driver and loaded kernels
 HOST, SHARE = 62e9, 3e9  # bytes of one rank that holds 1M tokens: in host memory, and for the cache on its GPU
 
@@ -85,8 +85,8 @@ def measure(ctx: BenchContext, host: bool, batch: int, kv: str) -> Iterator[Row]
     length = (M if ctx.gpu else 16 * K) // (8 if batch > 1 else 1)
     cells = ON_GPU if not host else ON_HOST_BATCHED if batch > 1 else ON_HOST
     job_overrides = overrides(ctx, layout, batch, length, cells, host, kv)
-    about: Row = {"kind": "tier-steps", "model": MODEL if ctx.gpu else "demo", "layers": len(spec.layers)}
-    about |= {"layout": str(layout), "batch": batch, "length": length, "tier": "host" if host else "gpu"}
+    about: Row = {"kind": "offload-steps", "model": MODEL if ctx.gpu else "demo", "layers": len(spec.layers)}
+    about |= {"layout": str(layout), "batch": batch, "length": length, "offload": "host" if host else "none"}
     about["kv"] = kv
     try:
         points = jobs.measure(layout.world_size, job_overrides)["points"]
@@ -99,9 +99,9 @@ def measure(ctx: BenchContext, host: bool, batch: int, kv: str) -> Iterator[Row]
         / layout.world_size
     )
     for (topk, repeat, more), point in zip(cells, points, strict=True):
-        row = about | {"topk": topk, "repeat": repeat, "ahead": more == AHEAD} | point
+        row = about | {"topk": topk, "repeat": repeat, "prefetch": more == PREFETCH} | point
         if "failed" not in point:
-            read, offload = _read(job_overrides, topk), Offload(repeat, prefetch=1.0 if more == AHEAD else None)
+            read, offload = _read(job_overrides, topk), Offload(repeat, prefetch=1.0 if more == PREFETCH else None)
             row |= {"sparse": asdict(read), **figures(point, whole)}
             row["predicted_ms"] = predicted_ms(spec, layout, batch, length, read, offload if host else None, kv)
             usual = host and kv == "auto" and layout.world_size == batch == 1
@@ -146,8 +146,8 @@ def figures(point: Row, whole: float) -> Row:
     found: Row = {"ms": point["ttl_p50_us"] / 1e3, "over_dense": whole / LINK * 1e6 / point["ttl_p50_us"]}
     if used := [size for size in point["used_bytes_per_gpu"] if size is not None]:
         found["used_gb"] = max(used) / 1e9
-    if "hot_share_per_rank" in point:
-        found["hot"] = min(point["hot_share_per_rank"])
+    if "resident_share_per_rank" in point:
+        found["resident"] = min(point["resident_share_per_rank"])
         found["link_mb"] = max(point["link_bytes_per_step_per_rank"]) / 1e6
     for name in ("resolve", "copy_blocks", "flash_decode"):
         us = [us for kernel, us in point.get("kernel_us", {}).items() if name in kernel]
@@ -159,10 +159,13 @@ def figures(point: Row, whole: float) -> Row:
 
 def compared(rows: list[Row]) -> Row:
     """Compares steps with every block resident with those of a cache on the GPU."""
-    plain = [row for row in rows if "ms" in row and row["batch"] == 1 and row["kv"] == "auto" and not row["ahead"]]
-    ms = {(row["tier"], row["topk"], row["repeat"]): row["ms"] for row in plain}
-    all_resident, on_gpu = ms.get(("host", 32, 1.0)), ms.get(("gpu", 32, 1.0))
-    return {"kind": "tier-steps", "all_hot_over_untiered": all_resident / on_gpu if all_resident and on_gpu else None}
+    plain = [row for row in rows if "ms" in row and row["batch"] == 1 and row["kv"] == "auto" and not row["prefetch"]]
+    ms = {(row["offload"], row["topk"], row["repeat"]): row["ms"] for row in plain}
+    all_resident, on_gpu = ms.get(("host", 32, 1.0)), ms.get(("none", 32, 1.0))
+    return {
+        "kind": "offload-steps",
+        "all_resident_over_gpu": all_resident / on_gpu if all_resident and on_gpu else None,
+    }
 
 
 def fetch_cases(ctx: BenchContext) -> list[tuple[int, int]]:

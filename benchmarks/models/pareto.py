@@ -1,11 +1,11 @@
-"""Times Pareto fronts of tokens/s per user against tokens/s per GPU: `helix bench fronts`.
+"""Times Pareto fronts of tokens/s per user against tokens/s per GPU: `helix bench pareto`.
 
 DeepSeek-R1's and Llama-405B's whole shapes in FP8. Layouts have 16 to 64 ranks, and 8 where a GPU holds their share;
 one or two GPUs emulate them, and run the real kernels of a rank. The simulator selects the layouts and batches to time:
 a few evenly spaced points of Helix's front and of plain TP's, at 128K and 1M tokens. One job per layout; rows of
 several runs make one record.
 
-  helix bench fronts models=deepseek-r1
+  helix bench pareto models=deepseek-r1
 """
 
 from __future__ import annotations

@@ -36,11 +36,11 @@ PAPERS: dict[str, ModuleType] = {
     "gather": gather_items,
 }
 DRAWN = {  # by `helix plot`
-    "helix": ("fronts-deepseek-r1", "fronts-llama-3.1-405b"),
+    "helix": ("pareto-deepseek-r1", "pareto-llama-3.1-405b"),
     "vegas": (
-        "acceptance-places",
+        "acceptance-positions",
         "acceptance-sparsity",
-        "acceptance-refused",
+        "acceptance-rejected",
         "drafters-gains",
         "drafters-breakdown",
         "tuned",
@@ -65,7 +65,7 @@ def _verification() -> list[str]:
     return [_image(CAPTIONS[name], f"verify-{name}") for name in names]
 
 
-def _fronts() -> list[str]:
+def _pareto() -> list[str]:
     names = [name for name in DRAWN["helix"] if recorded.rows_of(name, BENCHMARKS / "results")]
     return [_image("Measured and simulated fronts", name) for name in names]
 
@@ -74,7 +74,7 @@ def _image(caption: str, name: str) -> str:
     return f"![{caption}](../figures/{name}.png)"
 
 
-SHOWN = {"verification-figures": _verification, "fronts-figures": _fronts}  # figures that depend on records
+SHOWN = {"verification-figures": _verification, "pareto-figures": _pareto}  # figures that depend on records
 
 
 def show(name: str) -> None:

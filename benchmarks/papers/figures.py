@@ -24,7 +24,7 @@ from benchmarks.records.rows import grouped
 from benchmarks.records.style import (
     BLACK,
     BLUE,
-    COLOURS,
+    COLORS,
     GREEN,
     LEVEL,
     ORANGE,
@@ -180,7 +180,7 @@ def _errors(rows: list[Row], name: str) -> tuple[str, ...]:
 def _styles(names: Iterable[str], **strong: Style) -> dict[str, Style]:
     look = {"marker": "o", "markersize": 3.5}
     return {
-        name: {**look, "color": COLOURS[i % len(COLOURS)], "label": name, **strong.get(name, {})}
+        name: {**look, "color": COLORS[i % len(COLORS)], "label": name, **strong.get(name, {})}
         for i, name in enumerate(dict.fromkeys(names))
     }
 
@@ -215,9 +215,9 @@ def _figure_3(rows: list[Row]) -> Figure:
     found = grouped(rows, "hopb")
     figure, axes = panels(1, len(found), height=1.4, sharex=True)
     for panel, ((on,), same) in zip(axes[:, 0], found.items(), strict=True):
-        for phase, colour, y in (("attention", BLUE, 1), ("exchange", ORANGE, 0)):
+        for phase, color, y in (("attention", BLUE, 1), ("exchange", ORANGE, 0)):
             spans = [(r["start"], r["end"] - r["start"]) for r in same if r["phase"] == phase]
-            panel.broken_barh(spans, (y - 0.4, 0.8), color=colour, edgecolor="white")
+            panel.broken_barh(spans, (y - 0.4, 0.8), color=color, edgecolor="white")
         end = max(r["end"] for r in same)
         panel.axvline(end, color=BLACK, linestyle="--", linewidth=0.8)
         panel.set_yticks([0, 1], ["exchange", "attention"])
@@ -232,7 +232,7 @@ def _pareto(paper: Paper, model: str) -> Figure:
     panel, rows = axes[0, 0], [{**r, "name": r["series"]} for r in paper.frontiers[model]]
     strong = {"Baseline": {"color": BLACK, "linewidth": 2.2}, "Helix": {"color": GREEN, "linewidth": 2.2}}
     faint = {r["name"]: {"linestyle": "--"} for r in rows}
-    _log(panel, rows, "user_normalised", "gpu_normalised", _styles(faint, **faint | strong))
+    _log(panel, rows, "user_normalized", "gpu_normalized", _styles(faint, **faint | strong))
     panel.set_title(f"{SHORT[model]}, 1M tokens, {paper.setting.hardware.name}, FP4")
     panel.set_xlabel("tokens/s/user, baseline's largest = 1 (higher is better)")
     panel.set_ylabel("tokens/s/GPU, baseline's largest = 1\n(higher is better)")

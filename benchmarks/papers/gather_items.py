@@ -9,18 +9,19 @@ from benchmarks.papers.items import NOT_RECORDED, Item, Table, filled_items, spa
 from benchmarks.records import sparse_cost_model, sparse_criteria
 from benchmarks.records.fidelity_tables import KEY, MAX_LENGTH, pooled
 from benchmarks.records.rows import WORKLOAD, Row, results
-from benchmarks.records.serving_tables import tier_steps
+from benchmarks.records.serving_tables import offload_steps
 from benchmarks.records.sparse_criteria import KEEPS, over_dense
 from benchmarks.records.tables import TABLES
 
 K, M = 1024, 1 << 20
-OPS, STEPS, FIDELITY, TIER = (
+OPS, STEPS, FIDELITY, OFFLOAD = (
     "helix bench sparse",
     "helix bench sparse-steps",
     "helix fidelity",
-    "helix bench tier-steps",
+    "helix bench offload-steps",
 )
 DENSE = {"dense_us": "ours", "cudnn_us": "cuDNN", "flash_us": "FlashAttention", "flashinfer_us": "FlashInfer"}
+_CACHE = {"none": "GPU", "host": "host memory"}  # by kv.offload
 LENGTHS = 6  # in the paper's Table 1
 KINDS = ("text", "needles", "facts", "hops", "generated", "recall")
 # Reprinted tables, and the command of their records.
@@ -32,13 +33,13 @@ RECORDED = {
     "sparse-gates": "helix tables sparse-gates",
     "sparse-parts": OPS,
     "sparse-costs": "helix bench sparse-costs",
-    "sparse-bill": "helix planner bill",
-    "sparse-bill-three": "helix planner bill",
-    "sparse-crossover": "helix planner bill",
+    "sparse-cost": "helix planner sparse",
+    "sparse-cost-three": "helix planner sparse",
+    "sparse-crossover": "helix planner sparse",
     **{f"fidelity-{name}": FIDELITY for name in ("policies", "matched", "margins", *KINDS)},
-    "tier-steps": TIER,
-    "tier-prefill": "helix bench tier-prefill",
-    "tier-needles": "helix bench tier-needles",
+    "offload-steps": OFFLOAD,
+    "offload-prefill": "helix bench offload-prefill",
+    "offload-needles": "helix bench offload-needles",
 }
 
 
@@ -106,7 +107,7 @@ def _text(policy: str, length: int, name: str) -> str:
     return f"{policy} {rows[-1][name]:.3f}" if rows else f"{policy} -"
 
 
-def _bill(one: str) -> str:
+def _sparse_cost(one: str) -> str:
     accounts = [a for a in sparse_cost_model.recorded() if one in a.machine]
     parts = [
         f"{a.budget}: {a.costs.bytes_per_s / 1e12:.2f} TB/s, {1e3 * a.costs.overhead_s:.2f} ms, "
@@ -117,20 +118,23 @@ def _bill(one: str) -> str:
     return "; ".join(parts) or NOT_RECORDED
 
 
-def _tier() -> str:
+def _offload() -> str:
     """Tokens/s of 1 x 1M over host memory, with a bf16 cache, as in the paper, and an FP8 one."""
-    rows = [r for r in tier_steps() if r.get("ttl_p50_us") and (r["batch"], r["length"]) == (1, M)]
+    rows = [r for r in offload_steps() if r.get("ttl_p50_us") and (r["batch"], r["length"]) == (1, M)]
     rates = {kv: [1e6 / r["ttl_p50_us"] for r in rows if r["kv"] == kv] for kv in ("auto", "fp8")}
     return f"{span(rates['auto'], '.0f', 'tokens/s')} in bf16, {span(rates['fp8'], '.0f')} in FP8, 1 x 1M"
 
 
 def _prefill() -> str:
-    rows = [r for r in results("tier-prefill", "tier", "length") if r.get("prefill_s")]
-    return ", ".join(f"{r['length'] // K}K in {r['prefill_s']:.0f} s ({r['tier']})" for r in rows) or NOT_RECORDED
+    rows = [r for r in results("offload-prefill", "offload", "length") if r.get("prefill_s")]
+    return (
+        ", ".join(f"{r['length'] // K}K in {r['prefill_s']:.0f} s ({_CACHE[r['offload']]})" for r in rows)
+        or NOT_RECORDED
+    )
 
 
 FIGURES: dict[str, Callable[..., str]] = {
-    "bill": partial(_bill, "one NVIDIA"),
+    "sparse_cost": partial(_sparse_cost, "one NVIDIA"),
     "count": _count,
     "flat": _flat,
     "margins": _margins,
@@ -141,7 +145,7 @@ FIGURES: dict[str, Callable[..., str]] = {
     "prefill": _prefill,
     "step": _step,
     "text": _text,
-    "tier": _tier,
+    "offload": _offload,
     "verdicts": _verdicts,
 }
 

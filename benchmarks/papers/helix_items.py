@@ -17,16 +17,16 @@ from benchmarks.records.step_tables import best_step
 from benchmarks.records.tables import TABLES
 from launch.inputs.shapes import load_spec
 
-FRONTS, HOSTS = "helix bench fronts", "helix bench hosts"
+PARETO, MULTI_NODE = "helix bench pareto", "helix bench multi-node"
 M = 1 << 20
 # Reprinted tables, and the command of their records.
 RECORDED = {
     "best-steps": "helix bench step",
     "baselines.emulated-8": "helix bench baselines ranks=8",
     "budgets.emulated-8": "helix bench baselines ranks=8",
-    "fronts": FRONTS,
-    "fronts-budgets": FRONTS,
-    "hosts": HOSTS,
+    "pareto": PARETO,
+    "pareto-budgets": PARETO,
+    "multi-node": MULTI_NODE,
     "fp8-steps": "python -m benchmarks.entry",
     "hopb": "helix bench hopb",
     "hopb.emulated-8": "helix bench hopb ranks=8",
@@ -94,7 +94,7 @@ def _dp() -> str:
 
 def _measured(model: str) -> str:
     """How many points of a front were measured, in which modes, on which GPUs."""
-    rows = [r for r in results("fronts", *WORKLOAD, "device", model=model) if "failed" not in r]
+    rows = [r for r in results("pareto", *WORKLOAD, "device", model=model) if "failed" not in r]
     modes = " and ".join(dict.fromkeys(r["layout"].split()[0] for r in rows))
     gpus = ", ".join(dict.fromkeys(f"{r['emulated_by']} {r['device'].removeprefix('NVIDIA ')}" for r in rows))
     return f"{len(rows)} points of {modes} on {gpus} that emulates a rank" if rows else "none measured"
@@ -121,7 +121,7 @@ def _exchange() -> str:
 
 
 def _longest(model: str) -> str:
-    found = results("fronts", *WORKLOAD, "device")
+    found = results("pareto", *WORKLOAD, "device")
     rows: Sequence[Row] = [r for r in found if (r["model"], r["batch"], r["length"]) == (model, 1, M)]
     return span([r["ttl_p50_us"] / 1e3 for r in rows], ".1f", "ms")
 
@@ -156,12 +156,12 @@ def _roofline() -> str:
     return str(len(simulated().csv()["figure-1"]))
 
 
-def _fronts() -> str:
-    return str(len(results("fronts", *WORKLOAD, "device")))
+def _pareto() -> str:
+    return str(len(results("pareto", *WORKLOAD, "device")))
 
 
-def _hosts() -> str:
-    rows = [r for r in results("hosts", "model", "backend", "batch", "length") if "failed" not in r]
+def _multi_node() -> str:
+    rows = [r for r in results("multi-node", "model", "backend", "batch", "length") if "failed" not in r]
     return span([r["error"] for r in rows], "+.1%", "off")
 
 
@@ -172,10 +172,10 @@ FIGURES: dict[str, Callable[..., str]] = {
     "dp": _dp,
     "ends": _ends,
     "exchange": _exchange,
-    "fronts": _fronts,
+    "pareto": _pareto,
     "grids": _grids,
     "hopb": _hopb,
-    "hosts": _hosts,
+    "multi_node": _multi_node,
     "longest": _longest,
     "measured": _measured,
     "modes": _modes,

@@ -127,8 +127,8 @@ def frontier_rows(name: str, step: StepCost, base: StepCost) -> list[Row]:
             {
                 "series": name, "layout": p.describe(i), "gpus": int(p.gpus[i]), "batch": int(p.batch[i]),
                 "users": int(p.users[i]), "ttl_ms": 1e3 * step.ttl_s[i], "tokens_per_s_user": step.tokens_per_s_user[i],
-                "tokens_per_s_gpu": step.tokens_per_s_gpu[i], "user_normalised": step.tokens_per_s_user[i] / top_user,
-                "gpu_normalised": step.tokens_per_s_gpu[i] / top_gpu, "provenance": step.provenance(i),
+                "tokens_per_s_gpu": step.tokens_per_s_gpu[i], "user_normalized": step.tokens_per_s_user[i] / top_user,
+                "gpu_normalized": step.tokens_per_s_gpu[i] / top_gpu, "provenance": step.provenance(i),
             }
         )  # fmt: skip
     return rows

@@ -20,7 +20,7 @@ MODELS = "qwen3-8b", "qwen3-30b-a3b", "gpt-oss-20b", "llama-3.1-8b"
 # Reprinted tables, and the command of their records.
 RECORDED = {
     **dict.fromkeys(
-        (f"acceptance-{name}" for name in ("policies", "variants", "places", "sparsity", "sampled", "choices")),
+        (f"acceptance-{name}" for name in ("policies", "variants", "positions", "sparsity", "sampled", "choices")),
         ACCEPTANCE,
     ),
     "sparse-collect": KERNELS,
@@ -45,7 +45,7 @@ def _joined(kind: str, **fields: object) -> list[Row]:
     return [r for r in rows if all(r[name] == value for name, value in fields.items())]
 
 
-def _kept(*policies: str, gamma: int = 7) -> str:
+def _accepted(*policies: str, gamma: int = 7) -> str:
     """Tokens per iteration at 32K, the mean over three tasks, by policy."""
     usual = {"length": 32768, "gamma": gamma, "prompts": 30, "kvp": 1, "temperature": 0.0}
     parts = []
@@ -84,7 +84,7 @@ def _beyond() -> str:
 
 def _overlap() -> str:
     found = _choice("all", 4096, "overlap")
-    return f"neighbours {found[0]:.2f}, six apart {found[-1]:.2f}" if found else NOT_RECORDED
+    return f"neighbors {found[0]:.2f}, six apart {found[-1]:.2f}" if found else NOT_RECORDED
 
 
 def _sweep() -> str:
@@ -163,9 +163,9 @@ def _lost() -> str:
     return span([max(0.0, 1 - r["gain"]) for r in adapted() if r["speculation"]], ".1%", "lost where none holds")
 
 
-def _refused() -> str:
-    rows = [r for r in results("acceptance", *KEY) if r.get("refused") and r["policy"] == "any"]
-    likely, count = sum(sum(r["refused_tenths"][3:]) for r in rows), sum(r["refused"] for r in rows)
+def _rejected() -> str:
+    rows = [r for r in results("acceptance", *KEY) if r.get("rejected") and r["policy"] == "any"]
+    likely, count = sum(sum(r["rejected_tenths"][3:]) for r in rows), sum(r["rejected"] for r in rows)
     return f"any: {likely / count:.0%} of {count} with 0.3 or more" if rows else NOT_RECORDED
 
 
@@ -189,14 +189,14 @@ FIGURES: dict[str, Callable[..., str]] = {
     "collect": _collect,
     "experts": experts_over_inherent,
     "gain": _gain,
-    "kept": _kept,
-    "kept_11": partial(_kept, gamma=11),
+    "accepted": _accepted,
+    "accepted_11": partial(_accepted, gamma=11),
     "lost": _lost,
     "overlap": _overlap,
     "plain": _plain,
-    "refused": _refused,
+    "rejected": _rejected,
     "runs": _runs,
-    "runs_refused": partial(_runs, "acceptance", "any", needs="refused"),
+    "runs_rejected": partial(_runs, "acceptance", "any", needs="rejected"),
     "selecting": _selecting,
     "sweep": _sweep,
     "tuned": tuned_tables.worst,

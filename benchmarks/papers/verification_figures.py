@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from benchmarks.records.columns import Cells
 from benchmarks.records.figures import footer
 from benchmarks.records.rows import Row, grouped
-from benchmarks.records.style import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, Style, curves, facets, panels, save
+from benchmarks.records.style import BLUE, GRAY, GREEN, ORANGE, PURPLE, SKY, Style, curves, facets, panels, save
 
 KEY = "kind", "batch", "gamma", "alpha", "kv_dim"
 HOW = {"_us": "from Python", "_graph_us": "in a graph"}
@@ -22,17 +22,17 @@ ALPHAS, GAMMAS = (0.3, 0.6, 0.9), (8, 64, 128)
 WORST = 32, 128, 0.9  # sequences, drafts and acceptance rate with the most divergence for one lane per sequence
 TIME = "time (us; lower is better)"
 KERNELS: dict[str, Style] = {
-    "torch": {"label": "plain torch", "color": GREY, "marker": "D"},
+    "torch": {"label": "plain torch", "color": GRAY, "marker": "D"},
     "naive": {"label": "a lane a sequence", "color": ORANGE, "marker": "s"},
     "ballot": {"label": "32-lane ballot", "color": PURPLE, "marker": "^"},
     "scan": {"label": "reduction", "color": BLUE, "marker": "o"},
 }
 PACKERS: dict[str, Style] = {
-    "pack_torch": {"label": "torch's mask", "color": GREY, "marker": "D"},
+    "pack_torch": {"label": "torch's mask", "color": GRAY, "marker": "D"},
     "pack": {"label": "our pack", "color": BLUE, "marker": "o"},
 }
 FUSED: dict[str, Style] = {
-    "two_step_torch": {"label": "scan, torch's mask", "color": GREY, "marker": "D"},
+    "two_step_torch": {"label": "scan, torch's mask", "color": GRAY, "marker": "D"},
     "two_step": {"label": "scan, our pack", "color": SKY, "marker": "v"},
     "one_block": {"label": "one block", "color": ORANGE, "marker": "s"},
     "fused": {"label": "fused", "color": BLUE, "marker": "o"},
@@ -209,8 +209,8 @@ def _heat(records: Records) -> Figure:
         panel.imshow(cells, cmap="Blues", vmin=0, vmax=40, aspect="auto")
         panel.grid(False)
         for i, j in product(range(len(GAMMAS)), range(len(ALPHAS))):
-            colour = "white" if cells[i][j] > 20 else "black"
-            panel.text(j, i, f"{cells[i][j]:.1f}", ha="center", va="center", color=colour)
+            color = "white" if cells[i][j] > 20 else "black"
+            panel.text(j, i, f"{cells[i][j]:.1f}", ha="center", va="center", color=color)
         panel.set_xticks(range(len(ALPHAS)), [f"{a:g}" for a in ALPHAS])
         panel.set_yticks(range(len(GAMMAS)), [str(g) for g in GAMMAS])
         panel.set(title=f"batch {batch}", xlabel="alpha", ylabel="gamma; higher is better" if batch == 1 else "")

@@ -89,8 +89,8 @@ def _dispatched() -> str:
 
 
 def _commit() -> str:
-    rows = [r for r in results("accept", "way", "rows", "drafts", "columns") if (r["rows"], r["drafts"]) == (8, 8)]
-    parts = span([r["us"] for r in rows if r["way"] == "greedy"], ".1f", "us")
+    rows = [r for r in results("accept", "mode", "rows", "drafts", "columns") if (r["rows"], r["drafts"]) == (8, 8)]
+    parts = span([r["us"] for r in rows if r["mode"] == "greedy"], ".1f", "us")
     return f"from logits to tokens, 8 sequences of 8 drafts: {parts}"
 
 

@@ -67,7 +67,7 @@ class Verified:
 
     @classmethod
     def create(cls, batch: int, device: torch.device | str) -> Verified:
-        """Allocates buffers for `batch` sequences, uninitialised."""
+        """Allocates buffers for `batch` sequences, uninitialized."""
         accepted, next_tokens = torch.empty(2, batch, dtype=torch.int64, device=device)
         return cls(accepted, torch.empty(batch, dtype=torch.bool, device=device), next_tokens)
 
@@ -103,7 +103,7 @@ class Packed:
 
     @classmethod
     def create(cls, kv: torch.Tensor) -> Packed:
-        """Allocates buffers for the rows of kv [B, gamma, D], outputs uninitialised."""
+        """Allocates buffers for the rows of kv [B, gamma, D], outputs uninitialized."""
         return cls(
             torch.empty(kv.shape[0] * kv.shape[1], kv.shape[2], dtype=kv.dtype, device=kv.device),
             torch.empty(len(kv) + 1, dtype=torch.int64, device=kv.device),
@@ -120,7 +120,7 @@ class Packed:
         self.offsets.copy_(offsets)
 
 
-# Specialise on the alignment of rows only: tokens are loaded one by one, from any address.
+# Specialize on the alignment of rows only: tokens are loaded one by one, from any address.
 jit = triton.jit(
     do_not_specialize_on_alignment=[
         "draft", "target", "accepted", "has_mismatch", "next_tokens", "offsets", "shared"

@@ -57,7 +57,7 @@ def describe(config: DraftConfig) -> Row:
 def count_drafts(outcomes: Sequence[Outcome], gamma: int) -> Row:
     """Counts the drafts tried and accepted at each position; a draft is tried if all before it were accepted.
 
-    `refused_tenths` is a histogram of the first rejected drafts by their probability under the model.
+    `rejected_tenths` is a histogram of the first rejected drafts by their probability under the model.
     """
     by_prompt = [sum(1 + n for n in x.accepted) / len(x.accepted) for x in outcomes]
     accepted_lengths = [n for x in outcomes for n in x.accepted]
@@ -72,11 +72,11 @@ def count_drafts(outcomes: Sequence[Outcome], gamma: int) -> Row:
         "tokens_range": mean_range(by_prompt),
         "tokens_by_prompt": [round(x, 4) for x in by_prompt],
         "tried": tried,
-        "kept": accepted,
-        "kept_share": [k / n if n else None for k, n in zip(accepted, tried, strict=True)],
-        "kept_range": [wilson(k, n) for k, n in zip(accepted, tried, strict=True)],
-        "refused": len(rejected_probs),
-        "refused_tenths": [sum(min(9, int(10 * p)) == tenth for p in rejected_probs) for tenth in range(10)],
+        "accepted": accepted,
+        "accepted_share": [k / n if n else None for k, n in zip(accepted, tried, strict=True)],
+        "accepted_range": [wilson(k, n) for k, n in zip(accepted, tried, strict=True)],
+        "rejected": len(rejected_probs),
+        "rejected_tenths": [sum(min(9, int(10 * p)) == tenth for p in rejected_probs) for tenth in range(10)],
     }
 
 

@@ -156,7 +156,7 @@ class Eagle3(DraftedLayer):
 
 
 class NextToken(DraftedLayer):
-    """MTP layer as in GLM-4.5: reads the normalised output, then its own output.
+    """MTP layer as in GLM-4.5: reads the normalized output, then its own output.
 
     The model's checkpoint is saved as GLM-4.5 without experts, which computes the same; the layer has few experts.
 

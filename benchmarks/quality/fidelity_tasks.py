@@ -193,7 +193,7 @@ def hits(task: FidelityTask) -> list[Row]:
             layers = [_hits(*counts) for counts in layer_counts]
             total = _hits(*(sum(counts) for counts in zip(*layer_counts, strict=True)))
             by_layer = {f"{key}_by_layer": [layer[key] for layer in layers] for key in total}
-            rows.append(shared | {"hot": share} | total | by_layer)
+            rows.append(shared | {"resident": share} | total | by_layer)
     return rows
 
 
@@ -207,12 +207,12 @@ def _hits(
     predicted: int,
     selected: int,
 ) -> Row:
-    """Shares of what `HitMeter.hits` counts; `fetched_ahead` is fetches with prefetch over fetches without."""
+    """Shares of what `HitMeter.hits` counts; `fetched_with_prefetch` is fetches with prefetch over fetches without."""
     return {
         "hits": resident / max(resident + fetched, 1),
-        "hits_ahead": resident_with_prefetch / max(resident_with_prefetch + fetched_with_prefetch, 1),
-        "fetched_ahead": (fetched_with_prefetch + guessed) / max(fetched, 1),
-        "named": predicted / max(selected, 1),
+        "hits_with_prefetch": resident_with_prefetch / max(resident_with_prefetch + fetched_with_prefetch, 1),
+        "fetched_with_prefetch": (fetched_with_prefetch + guessed) / max(fetched, 1),
+        "predicted": predicted / max(selected, 1),
     }
 
 

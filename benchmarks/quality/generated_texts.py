@@ -16,7 +16,7 @@ TEMPERATURE = 0.7
 QUESTIONS = (
     "Explain {} to a child.", "Write a short story about {}.", "What are the advantages and disadvantages of {}?",
     "Write a Python function about {}, with comments.", "List ten facts about {}.", "Write an email about {}.",
-    "Describe the history of {}.", "How do I start with {}? Give me a plan in steps.", "Summarise what is known of {}.",
+    "Describe the history of {}.", "How do I start with {}? Give me a plan in steps.", "Summarize what is known of {}.",
     "Write a dialogue of two friends about {}.", "Make a table that compares kinds of {}.", "Write a poem about {}.",
 )  # fmt: skip
 SUBJECTS = (

@@ -2,11 +2,11 @@
 
   python -m benchmarks.quality.train_drafter to=DIR
   python -m benchmarks.quality.train_drafter to=DIR form=mtp
-  python -m benchmarks.quality.train_drafter to=DIR model=MODEL texts=own minutes=2 places=7
+  python -m benchmarks.quality.train_drafter to=DIR model=MODEL texts=own minutes=2 drafts=7
   helix run speculation=eagle3 speculation.path=DIR                      then draft with it
   helix run speculation=mtp model.path=DIR                               with an MTP layer
 
-From every token of a text, a training step drafts `places` tokens ahead as decoding does: the first draft reads the
+From every token of a text, a training step drafts `drafts` tokens ahead as decoding does: the first draft reads the
 model's states, later ones the layer's own. It prints the conditional acceptance rate of greedy drafts at each position
 on held-out texts. An MTP layer's directory links to the model's files.
 
@@ -18,7 +18,7 @@ on held-out texts. An MTP layer's directory links to the model's files.
   answers      texts that it says (default 1024)
   minutes      of training (default 4)
   steps        of training at most (default: as many as there is time for)
-  places       drafts ahead (default 5)
+  drafts       drafts ahead (default 5)
   batch        texts of a step (default 16)
   length       tokens of a text, and the window of an EAGLE-3 layer (default 1024)
   megabytes    of sources (default 40)
@@ -51,7 +51,7 @@ from launch.job.report import provenance
 
 KEYS: dict[str, Any] = {
     "to": Path, "form": Literal[FORMS], "model": str, "texts": Literal["sources", "own"], "answers": int,
-    "minutes": float, "steps": int, "places": int, "batch": int, "length": int, "megabytes": float, "rate": float,
+    "minutes": float, "steps": int, "drafts": int, "batch": int, "length": int, "megabytes": float, "rate": float,
     "output": Path,
 }  # fmt: skip
 DISCOUNT = 0.8  # weight of a position's loss relative to the one before
@@ -134,7 +134,7 @@ def train(values: dict[str, Any]) -> dict[str, Any]:
     model, form = values.get("model", "demo"), values.get("form", "eagle3")
     path = ROOT / "assets" / "demo-model" if model == "demo" else Path(model)
     num_drafts, length, batch = (
-        values.get(name, default) for name, default in (("places", 5), ("length", 1024), ("batch", 16))
+        values.get(name, default) for name, default in (("drafts", 5), ("length", 1024), ("batch", 16))
     )
     rate, seconds, max_steps = values.get("rate", 1e-3), 60 * values.get("minutes", 4.0), values.get("steps", 1 << 30)
     torch.manual_seed(0)
@@ -170,7 +170,9 @@ def train(values: dict[str, Any]) -> dict[str, Any]:
     values["to"].mkdir(parents=True, exist_ok=True)
     layer.save(path, length, values["to"])
     facts = {"minutes": round((time.perf_counter() - began) / 60, 2), "steps": step, "loss": round(loss.item(), 3)}
-    return facts | {"kept": [round(share, 3) for share in agreement(target, layer, unseen, num_drafts)]}
+    return facts | {
+        "acceptance_by_position": [round(share, 3) for share in agreement(target, layer, unseen, num_drafts)]
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -190,7 +192,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         about |= {"command": command, "texts": values.get("texts", "sources")}
         with values["output"].open("a", encoding="utf-8") as file:
             file.write(json.dumps(about | found) + "\n")
-    print("acceptance rate of each draft after accepted ones: " + " ".join(f"{share:.2f}" for share in found["kept"]))
+    print(
+        "acceptance rate of each draft after accepted ones: "
+        + " ".join(f"{share:.2f}" for share in found["acceptance_by_position"])
+    )
 
 
 if __name__ == "__main__":

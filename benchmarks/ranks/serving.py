@@ -209,7 +209,7 @@ def first_tokens(client: Client, small: int) -> Iterator[dict[str, Any]]:
             }  # fmt: skip
 
 
-def beside_prefill(client: Client, small: int) -> Iterator[dict[str, Any]]:
+def during_prefill(client: Client, small: int) -> Iterator[dict[str, Any]]:
     """Measures streams and short prompts during a long prefill, and that prefill alone."""
     # One GPU would take a minute and a half for 512K tokens.
     length = (512 if client.engine.runner.layout.world_size > 1 and small == 1 else 128) * K // small
@@ -228,7 +228,7 @@ def beside_prefill(client: Client, small: int) -> Iterator[dict[str, Any]]:
             ]
             first = [s.first_s for a in short if (s := seen[int(a.request.id)]).token_times]
             yield {
-                "trace": "beside a prompt", "batch": num_running, "length": length, "prefill_s": prompt.first_s,
+                "trace": "during a prefill", "batch": num_running, "length": length, "prefill_s": prompt.first_s,
                 "over_alone": prompt.first_s / alone_s, "gap_p99_ms": _ms(gaps, 99), "first_p99_ms": _ms(first, 99),
             }  # fmt: skip
 
@@ -245,7 +245,7 @@ def offline(client: Client, small: int) -> Iterator[dict[str, Any]]:
             seconds, timings = perf_counter() - begin, client.engine.timings
             gaps, first = [g for s in seen.values() for g in s.gaps_s], [s.first_s for s in seen.values()]
             yield {
-                "trace": "crowd", "requests": count, "length": length, "new": new, "seconds": seconds,
+                "trace": "offline", "requests": count, "length": length, "new": new, "seconds": seconds,
                 "tokens_per_s": count * new / seconds, "first_p50_ms": _ms(first, 50), "first_p99_ms": _ms(first, 99),
                 "gap_p50_ms": _ms(gaps, 50), "gap_p99_ms": _ms(gaps, 99), "gap_max_ms": _ms(gaps, 100),
                 "prefill_s": timings.prefill_s, "decode_s": sum(timings.ttl_s), "steps": len(timings.ttl_s),
@@ -287,8 +287,8 @@ def poisson(client: Client, small: int) -> Iterator[dict[str, Any]]:
 TRACES: dict[str, Callable[[Client, int], Iterator[dict[str, Any]]]] = {
     "streams": streams,
     "first_tokens": first_tokens,
-    "beside_prefill": beside_prefill,
-    "crowds": offline,
+    "during_prefill": during_prefill,
+    "offline": offline,
     "poisson": poisson,
 }
 

@@ -174,9 +174,9 @@ def blocks_fetched(cache: OffloadedCache, comm: Communicator, steps: int) -> dic
     (hits, misses), (_, prefetched) = cache.fetch_counts.tolist(), cache.prefetch_counts.tolist()
     block = cache.gpu_blocks[0, 0].numel() * cache.gpu_blocks.itemsize
     return {
-        "hot_share_per_rank": comm.all_gather_object(hits / max(hits + misses, 1)),
+        "resident_share_per_rank": comm.all_gather_object(hits / max(hits + misses, 1)),
         "link_bytes_per_step_per_rank": comm.all_gather_object((misses + prefetched) * block // steps),
-        "ahead_bytes_per_step_per_rank": comm.all_gather_object(prefetched * block // steps),
+        "prefetch_bytes_per_step_per_rank": comm.all_gather_object(prefetched * block // steps),
         "host_bytes_per_rank": comm.all_gather_object(cache.store.bytes),
     }
 

@@ -232,7 +232,7 @@ class PromptSample(_TuningSample):
         by_position = zip(timings.acceptance.accepted, timings.acceptance.verified, strict=True)
         more: dict[str, Any] = {"steps": len(timings.ttl_s), "sequence_steps": timings.sequence_steps}
         more |= {
-            "acceptance_by_place": [accepted / tried if tried else None for accepted, tried in by_position][
+            "acceptance_by_position": [accepted / tried if tried else None for accepted, tried in by_position][
                 : source.gamma
             ]
         }

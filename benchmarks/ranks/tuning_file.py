@@ -21,7 +21,7 @@ FREE = {
     "speculation.gamma", "speculation.sparsity", "speculation.adaptive",
 }  # fmt: skip
 
-# Keys by which the first line and the others are recognised.
+# Keys by which the first line and the others are recognized.
 HEAD = {"settings", "device", "commit"}
 ROW = {"drafter", "gamma", "sparsity", "tokens_by_prompt", "step_us"}
 

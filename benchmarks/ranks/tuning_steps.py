@@ -98,7 +98,7 @@ class TuningGrid:
     Attributes:
         sparsities, gammas: ascending.
         max_gamma: drafts per step during the search for the sparsity.
-        forced: use this sparsity, because a fixed acceptance rate would always favour fewer keys. None: search.
+        forced: use this sparsity, because a fixed acceptance rate would always favor fewer keys. None: search.
         grid: measure all pairs in the end, for the map.
     """
 

@@ -10,7 +10,7 @@ from matplotlib.ticker import NullLocator, ScalarFormatter
 
 from benchmarks.records.acceptance_tables import TASKS, is_usual, widest
 from benchmarks.records.rows import Row, grouped
-from benchmarks.records.style import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, Style, curves, facets, short
+from benchmarks.records.style import BLACK, BLUE, GRAY, GREEN, ORANGE, PURPLE, RED, SKY, Style, curves, facets, short
 
 POLICIES: dict[str, Style] = {
     "any": {"label": "any", "color": BLUE, "marker": "h"},
@@ -18,7 +18,7 @@ POLICIES: dict[str, Style] = {
     "c2q": {"label": "c2q", "color": ORANGE, "marker": "s"},
     "last": {"label": "last", "color": RED, "marker": "v"},
     "accepted": {"label": "accepted", "color": PURPLE, "marker": "D"},
-    "window": {"label": "window", "color": GREY, "marker": "X"},
+    "window": {"label": "window", "color": GRAY, "marker": "X"},
     "quest": {"label": "quest", "color": GREEN, "marker": "^"},
     "weights": {"label": "weights", "color": SKY, "marker": "P"},
     "oracle": {"label": "oracle", "color": BLACK, "marker": "*"},
@@ -67,20 +67,22 @@ def by_position(rows: list[Row]) -> Figure:
     rows = _drawn([r for r in rows if is_usual(r)])
     first = {(r["task"], r["policy"], r["spread"]): r for r in reversed(rows)}
     points = [
-        {**r, "place": position, "share": share, "off": [[share - low], [high - share]]}
+        {**r, "position": position, "share": share, "off": [[share - low], [high - share]]}
         for r in first.values()
-        for position, (share, (low, high)) in enumerate(zip(r["kept_share"], r["kept_range"], strict=True), 1)
+        for position, (share, (low, high)) in enumerate(zip(r["accepted_share"], r["accepted_range"], strict=True), 1)
         if share is not None
     ]
 
     def draw(panel: Axes, same: list[Row]) -> None:
-        curves(panel, same, "place", "share", policy=POLICIES, spread=SPREADS)
+        curves(panel, same, "position", "share", policy=POLICIES, spread=SPREADS)
         for r in same:
-            colour = POLICIES[r["policy"]]["color"]
-            panel.errorbar(r["place"], r["share"], r["off"], fmt="none", ecolor=colour, alpha=0.3)
+            color = POLICIES[r["policy"]]["color"]
+            panel.errorbar(r["position"], r["share"], r["off"], fmt="none", ecolor=color, alpha=0.3)
         panel.set_ylim(0, 1.02)
 
-    return _figure(points, draw, "place of a draft", "held, where all before did\n(higher is better)", percent=True)
+    return _figure(
+        points, draw, "position of a draft", "acceptance rate after accepted drafts\n(higher is better)", percent=True
+    )
 
 
 def rejected(rows: list[Row]) -> Figure:
@@ -88,18 +90,18 @@ def rejected(rows: list[Row]) -> Figure:
 
     Source: Vegas (arXiv:2602.07223), figure 5.
     """
-    rows = _drawn([r for r in rows if r["kvp"] == 1 and r["temperature"] == 0 and r.get("refused")])
+    rows = _drawn([r for r in rows if r["kvp"] == 1 and r["temperature"] == 0 and r.get("rejected")])
     points = [
-        {**r, "probability": (tenth + 0.5) / 10, "share": count / r["refused"]}
+        {**r, "probability": (tenth + 0.5) / 10, "share": count / r["rejected"]}
         for r in rows
-        for tenth, count in enumerate(r["refused_tenths"])
+        for tenth, count in enumerate(r["rejected_tenths"])
     ]
 
     def draw(panel: Axes, same: list[Row]) -> None:
         curves(panel, same, "probability", "share", policy=POLICIES, spread=SPREADS)
 
     return _figure(
-        points, draw, "probability of a refused token", "of all refused tokens\n(left is better)", percent=True
+        points, draw, "probability of a rejected token", "of all rejected tokens\n(left is better)", percent=True
     )
 
 

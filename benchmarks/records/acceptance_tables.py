@@ -34,7 +34,7 @@ def task_tokens(r: Row, task: str) -> str:
 def task_acceptance(r: Row, task: str) -> str:
     """Returns the conditional acceptance rates by draft position."""
     found = r["tasks"].get(task)
-    shares = [] if found is None else [*zip(found["kept_share"], found["kept_range"], strict=True)]
+    shares = [] if found is None else [*zip(found["accepted_share"], found["accepted_range"], strict=True)]
     return " ".join("-" if x is None else f"{x:.2f}±{(high - low) / 2:.2f}" for x, (low, high) in shares) or "-"
 
 

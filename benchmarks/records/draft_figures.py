@@ -9,7 +9,7 @@ from benchmarks.records.acceptance_figures import POLICIES
 from benchmarks.records.draft_gains import DEMO, TASKS, best, gained
 from benchmarks.records.draft_tables import PHASES, timed
 from benchmarks.records.rows import Row, grouped, kv
-from benchmarks.records.style import BLACK, COLOURS, Style, curves, facets, legend, panels
+from benchmarks.records.style import BLACK, COLORS, Style, curves, facets, legend, panels
 
 DRAFTERS: dict[str, Style] = {**POLICIES, "ngram": {"label": "ngram", "color": BLACK, "marker": "P"}}
 BROKEN_DOWN = (112 << 10, 4)  # KV length and number of drafts
@@ -60,7 +60,7 @@ def breakdown(rows: list[Row]) -> Figure:
     found = [r for r in rows if (r["model"], r["length"], r["gamma"]) == (first, length, drafts) and r.get("phase_us")]
     by_batch = {at: _newest_commit(same) for at, same in grouped([{**r, "kv": kv(r)} for r in found], "kv").items()}
     figure, axes = panels(max(1, len(by_batch)))
-    styles = {phase: {"label": phase, "color": colour} for phase, colour in zip(PHASES, COLOURS, strict=False)}
+    styles = {phase: {"label": phase, "color": color} for phase, color in zip(PHASES, COLORS, strict=False)}
     for panel, ((where,), same) in zip(axes.flat, by_batch.items(), strict=True):
         names, below = [r["drafter"] for r in same], [0.0] * len(same)
         for phase, style in styles.items():

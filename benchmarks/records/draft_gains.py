@@ -28,9 +28,9 @@ def accepted(policy: str, gamma: int) -> dict[str, float]:
             row = json.loads(line)
             shipped = AS_SHIPPED | {"sparsity": SPARSITY}
             same = all(row.get(key) in (None, value) for key, value in shipped.items())
-            if row.get("policy") == policy and row.get("gamma", 0) >= gamma and "kept" in row and same:
+            if row.get("policy") == policy and row.get("gamma", 0) >= gamma and "accepted" in row and same:
                 name = f"{row['model']} {row['length'] // K}K {row['task']}"
-                found[name] = 1 + sum(row["kept"][:gamma]) / row["iterations"]
+                found[name] = 1 + sum(row["accepted"][:gamma]) / row["iterations"]
     return found
 
 

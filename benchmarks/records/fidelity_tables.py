@@ -8,7 +8,7 @@ from benchmarks.quality.agreement import MARGIN, wilson
 from benchmarks.records.rows import Row, results
 
 # Fields that identify a row in the record. Texts are this repository's sources, which change: each commit counts.
-KEY = ("kind", "model", "length", "kvp", "choice", "policy", "haystack", "page", "score", "ranks", "hot", "commit")
+KEY = ("kind", "model", "length", "kvp", "choice", "policy", "haystack", "page", "score", "ranks", "resident", "commit")
 
 
 MATCHED = ["dense", "window-640", "window-4736", "quest-64", "parts-128-of-256"]

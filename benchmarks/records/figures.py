@@ -30,9 +30,9 @@ from benchmarks.records.step_tables import ideal_us
 from benchmarks.records.style import (
     BLACK,
     BLUE,
-    COLOURS,
+    COLORS,
+    GRAY,
     GREEN,
-    GREY,
     LEVEL,
     MARKERS,
     ORANGE,
@@ -135,7 +135,7 @@ def _step_of_model(panel: Axes, workloads: dict[tuple[Any, ...], list[Row]]) -> 
     for y, found in enumerate(workloads.values()):
         ran = [row for row in found if "failed" not in row]
         if not ran:
-            panel.text(1.1, y, "does not fit", va="center", color=GREY)
+            panel.text(1.1, y, "does not fit", va="center", color=GRAY)
             continue
         best = min(ran, key=lambda row: row["ttl_p50_us"])
         value = best["ttl_p50_us"] / ideal_us(best)
@@ -164,7 +164,7 @@ def grids(rows: list[Row]) -> Figure:
         for row in same:
             row["times"] = row["ttl_p50_us"] / whole
     shown = [row for same in models.values() for row in same]
-    workloads = _styles(shown, "workload", "{}", color=COLOURS, marker=MARKERS)
+    workloads = _styles(shown, "workload", "{}", color=COLORS, marker=MARKERS)
     return facets(
         models, partial(curves, x="ep", y="times", workload=workloads), [WORKLOADS, *workloads.values()],
         "{}, kvp={} tpa={}".format, "ep; tpf is 8 / ep", "time per token / that of ep = 1\n(lower is better)", base=2,
@@ -216,8 +216,8 @@ def timeline(rows: list[Row]) -> Figure:
     for panel, (end, start, row) in zip(axes[:, 0], slowest_first, strict=True):
         for span in row["spans"]:
             left, width = span["start_us"] - start, span["end_us"] - span["start_us"]
-            y, (colour, ink) = list(looks).index(span["stream"]), looks[span["stream"]]
-            panel.barh(y, width, 0.8, left, color=colour, edgecolor="white")
+            y, (color, ink) = list(looks).index(span["stream"]), looks[span["stream"]]
+            panel.barh(y, width, 0.8, left, color=color, edgecolor="white")
             if width > longest / 60:
                 panel.text(left + width / 2, y, span["chunk"], ha="center", va="center", color=ink)
         panel.axvline(end, color=BLACK, linewidth=0.8, linestyle="--")
@@ -235,7 +235,7 @@ def speculate(rows: list[Row]) -> Figure:
     """Draws the gain of drafts and tokens/s per user, one line per batch and length."""
     rows = [{**r, "workload": _workload(r)} for r in rows if "failed" not in r]
     models = grouped(rows, "model")
-    workloads = _styles(rows, "workload", "{}", color=COLOURS, marker=MARKERS)
+    workloads = _styles(rows, "workload", "{}", color=COLORS, marker=MARKERS)
     figure, axes = panels(2, max(len(models), 1), height=3)
     for pair, ((model,), found) in zip(axes, models.items(), strict=True):
         rate = found[-1]["acceptance"]
@@ -322,7 +322,7 @@ def needles(rows: list[Row]) -> Figure:
 
 def recall(rows: list[Row]) -> Figure:
     """Draws the recall of the best blocks, and the attention weight kept, by budget and length."""
-    labels = {"recall": "best blocks found", "kept": "weight kept"}
+    labels = {"recall": "best blocks found", "mass": "weight kept"}
     rows = [
         {**r, "what": what, "budget": budget, "value": value}
         for what in labels
@@ -347,8 +347,8 @@ def recall(rows: list[Row]) -> Figure:
 
 def _scored(labels: dict[str, str]) -> dict[str, Style]:
     return {
-        score: {"label": label, "color": colour, "marker": marker}
-        for (score, label), colour, marker in zip(labels.items(), COLOURS, MARKERS, strict=False)
+        score: {"label": label, "color": color, "marker": marker}
+        for (score, label), color, marker in zip(labels.items(), COLORS, MARKERS, strict=False)
     }
 
 
@@ -357,10 +357,10 @@ DRAW: dict[str, Callable[[list[Row]], Figure]] = {
         made.__name__: made
         for made in (step, grids, baselines, timeline, prefill, sparse_map, needles, recall, speculate)
     },
-    "fronts": pareto.figure,
-    "acceptance_places": acceptance_figures.by_position,
+    "pareto": pareto.figure,
+    "acceptance_positions": acceptance_figures.by_position,
     "acceptance_sparsities": acceptance_figures.sparsities,
-    "acceptance_refused": acceptance_figures.rejected,
+    "acceptance_rejected": acceptance_figures.rejected,
     "drafters_gains": draft_figures.gains,
     "drafters_breakdown": draft_figures.breakdown,
     "tuned": tuned_tables.figure_of,

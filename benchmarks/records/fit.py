@@ -55,7 +55,7 @@ def errors(hardware: Hardware, cells: Iterable[Cell]) -> Array:
 
 
 def fit(hardware: Hardware, cells: Iterable[Cell], source: str) -> Hardware:
-    """Fits the constants that no single kernel shows, by minimising the mean |log error|.
+    """Fits the constants that no single kernel shows, by minimizing the mean |log error|.
 
     These are the read rate, a kernel's time beyond its bytes, and a projection's, for one row and for several;
     cuBLAS's time, for more rows, is unchanged. Deterministic coordinate descent with shrinking steps.

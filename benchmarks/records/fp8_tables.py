@@ -35,5 +35,5 @@ def attention(r: Row) -> str:
     """Returns a row's attention, with its variant."""
     sparse = "dense" if r["attention"] == "dense" else "32 blocks"
     variant = r["variant"]
-    resident = f", {float(variant.rsplit('=', 1)[1]):.0%} of them hot" if "repeat" in variant else ""
-    return sparse + (", KV in host memory" if r["tier"] == "host" else "") + resident
+    resident = f", {float(variant.rsplit('=', 1)[1]):.0%} of them resident" if "repeat" in variant else ""
+    return sparse + (", KV in host memory" if r["offload"] == "host" else "") + resident

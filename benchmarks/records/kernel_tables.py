@@ -1,4 +1,4 @@
-"""Tables of kernels that summarise several records: correctness, verification, and cases within their targets."""
+"""Tables of kernels that summarize several records: correctness, verification, and cases within their targets."""
 
 from __future__ import annotations
 

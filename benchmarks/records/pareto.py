@@ -1,4 +1,4 @@
-"""Compares measured Pareto fronts (`helix bench fronts`) with the simulator's for the same hardware."""
+"""Compares measured Pareto fronts (`helix bench pareto`) with the simulator's for the same hardware."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def budgets() -> Cells:
     table = [
         ("shape", "length", "emulated on", "mode", *(f"<= {budget} ms: measured (simulated)" for budget in BUDGETS_MS))
     ]
-    measured = [r for r in results("fronts", *KEY) if "failed" not in r]
+    measured = [r for r in results("pareto", *KEY) if "failed" not in r]
     for (model, length, device), same in grouped(measured, "model", "length", "device").items():
         for mode in TIMED:
             cells = []

@@ -47,8 +47,8 @@ def regrets(cells: Sequence[Cell], describe: Callable[[str], Hardware] = hardwar
         rows.append(
             {
                 "device": device, "ranks": ranks, "model": model, "batch": batch, "length": length,
-                "layouts": len(same), "chosen": _short(selected["layout"]),
-                "best": _short(best["layout"]), "chosen_us": selected["measured_us"],
+                "layouts": len(same), "selected": _short(selected["layout"]),
+                "best": _short(best["layout"]), "selected_us": selected["measured_us"],
                 "best_us": best["measured_us"], "regret": selected["measured_us"] / best["measured_us"] - 1,
                 "measured_us": {_short(row["layout"]): row["measured_us"] for row in predicted},
             }

@@ -12,12 +12,12 @@ def _offline_load(r: Row) -> tuple[int, int, int]:
     return r["requests"], 1 << (r["length"] - 1).bit_length(), r["new"]
 
 
-def tier_steps() -> list[Row]:
+def offload_steps() -> list[Row]:
     """Reads the newest steps over host memory of each point; all have `kv`."""
-    key = "batch", "length", "topk", "repeat", "ahead"
+    key = "batch", "length", "topk", "repeat", "prefetch"
     # Older records also vary `overlap` and `hopb_chunks`, which were removed: benchmarks/LOG.md says that they gained
     # nothing.
-    every = results("tier-steps", "kv", *key, "overlap", "hopb_chunks", kind="tier-steps", tier="host")
+    every = results("offload-steps", "kv", *key, "overlap", "hopb_chunks", kind="offload-steps", offload="host")
     today = [r for r in every if not r.get("overlap") and r.get("hopb_chunks", 1) == 1]
     return list({(kv, *map(r.get, key)): r | {"kv": kv} for r in today for kv in (r.get("kv", "auto"),)}.values())
 
@@ -35,7 +35,7 @@ def _a_token(r: Row) -> float:
 def offline_vs_vllm(gpus: int) -> list[Row]:
     """Returns the seconds of each load by goal, vLLM's, and the seconds per token."""
     found: dict[tuple[str, tuple[int, int, int]], Row] = {}
-    for r in (r for r in results("crowds", *OFFLINE_LOAD) if r["gpus"] == gpus):
+    for r in (r for r in results("throughput", *OFFLINE_LOAD) if r["gpus"] == gpus):
         name, key = r["goal"] or "vllm", (r["model"], _offline_load(r))
         found.setdefault(key, dict(r))[f"{name}_s"] = r["seconds"]
         found[key][f"{name}_token"] = _a_token(r)

@@ -225,7 +225,7 @@ def rows(found: Sequence[CostFit]) -> list[Row]:
     return [{"a": account} for account in found]
 
 
-def bills() -> list[Row]:
+def breakdowns() -> list[Row]:
     """Returns the rows of recorded fits."""
     return rows(recorded())
 
@@ -251,7 +251,7 @@ PAPER = (  # machine, blocks, bandwidth, overhead, selection, R²: sections 8 an
 def three_terms() -> Cells:
     """Tabulates the source's three-term fit, ours with as many terms, and the R² of our five terms."""
     table: list[Sequence[str]] = [
-        ("bill of three terms", "blocks", "bandwidth", "overhead", "finding", "R²", "R² of five terms")
+        ("cost model of three terms", "blocks", "bandwidth", "overhead", "finding", "R²", "R² of five terms")
     ]
     table += [(*row, "-") for row in PAPER]
     for a in recorded():

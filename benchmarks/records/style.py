@@ -24,10 +24,10 @@ Style = dict[str, Any]
 WIDTH = 830 / 96  # inches: a README on GitHub is 830 pixels wide, at 96 per inch
 TEXT = 9  # points; the smallest text
 DPI = 150  # more than 96, for high-density screens
-# Okabe and Ito's palette, which colour-blind readers can tell apart.
+# Okabe and Ito's palette, which color-blind readers can tell apart.
 BLUE, ORANGE, GREEN, PURPLE, RED, SKY = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9"
-BLACK, GREY = "#000000", "#666666"
-COLOURS = [BLUE, ORANGE, GREEN, PURPLE, RED, SKY, BLACK]
+BLACK, GRAY = "#000000", "#666666"
+COLORS = [BLUE, ORANGE, GREEN, PURPLE, RED, SKY, BLACK]
 MARKERS = ["o", "s", "^", "D", "v", "P", "X"]
 DASHES = ["-", "--", ":", "-."]
 LEVEL: Style = {"color": BLACK, "linewidth": 1.0, "linestyle": ":"}  # a reference line: an ideal, a target
@@ -144,13 +144,13 @@ def facets(
 
 def legend(figure: Figure, styles: Iterable[Style]) -> None:
     """Adds a one-line legend above the panels."""
-    handles = [Line2D([], [], **{"color": GREY, **style}) for style in styles]
+    handles = [Line2D([], [], **{"color": GRAY, **style}) for style in styles]
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles))
 
 
 def save(figure: Figure, path: Path, footer: str) -> None:
     """Writes a PNG with a line of provenance at the bottom, and closes the figure."""
-    figure.supxlabel(footer, fontsize=TEXT, color=GREY)
+    figure.supxlabel(footer, fontsize=TEXT, color=GRAY)
     path.parent.mkdir(parents=True, exist_ok=True)
     # Without matplotlib's version, so that the same figure gives the same file.
     figure.savefig(path, metadata={"Software": None})

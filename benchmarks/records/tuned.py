@@ -104,8 +104,8 @@ def heat_map(measured: Sequence[Measurement], tuned: TuningResult) -> Figure:
     for (row, column), gain in np.ndenumerate(gains):
         if not np.isnan(gain):
             best = (sparsities[row], gammas[column]) == (tuned.sparse.source.sparsity, tuned.sparse.source.gamma)
-            colour, weight = "white" if gain < middle else "black", "bold" if best else "normal"
-            axes.text(column, row, f"{gain:.2f}", ha="center", va="center", color=colour, weight=weight)
+            color, weight = "white" if gain < middle else "black", "bold" if best else "normal"
+            axes.text(column, row, f"{gain:.2f}", ha="center", va="center", color=color, weight=weight)
     axes.set_xticks(range(len(gammas)), [str(gamma) for gamma in gammas])
     axes.set_yticks(range(len(sparsities)), [f"{100 * sparsity:.3g}%" for sparsity in sparsities])
     axes.grid(visible=False)

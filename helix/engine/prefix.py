@@ -118,7 +118,7 @@ class PrefixTree:
             if root is None:
                 continue
             node, at = self.follow(root, prompt, 0)
-            near = [node] if at < node.end else self._neighbours(node, prompt[at : at + self._tokens])
+            near = [node] if at < node.end else self._neighbors(node, prompt[at : at + self._tokens])
             copies = [(self._common(other, at, prompt), other) for other in near]
             copied, source = max(copies, key=lambda copy: copy[0], default=(0, None))
             if copied < max(self._min_copied_tokens, 1):
@@ -163,7 +163,7 @@ class PrefixTree:
         differ = np.flatnonzero(stored[: len(rest)] != rest)
         return int(differ[0]) if len(differ) else len(rest)
 
-    def _neighbours(self, node: Node, tokens: np.ndarray) -> list[Node]:
+    def _neighbors(self, node: Node, tokens: np.ndarray) -> list[Node]:
         """Returns the children sorted before and after these tokens: no other child has a longer common prefix."""
         index = self._child_index(node, tokens.tobytes())
         return node.children[max(index - 1, 0) : index + 1]

@@ -94,7 +94,7 @@ class MoE:
             self.shared = GatedMLP(shard, hidden, MLPSpec(spec.shared_width), f"{name}.{spec.shared}")
 
     def _names(self, weights: Weights, hidden: int, name: str) -> tuple[list[str], list[str]]:
-        # Checkpoint tensors of gate and up, and of down; none unless both stay quantised.
+        # Checkpoint tensors of gate and up, and of down; none unless both stay quantized.
         spec = self.spec
         if spec.storage == "apart":
             blocks = [f"{name}.experts.{e}" for e in self.experts]
@@ -152,7 +152,7 @@ class MoE:
         parts.append(("down_proj", self.down, (hidden, spec.width), (range(hidden), columns)))
         for part, target, shape, ranges in parts:
             if spec.storage == "stacked":
-                assert isinstance(target, Tensor), "stacked tensors do not stay quantised"
+                assert isinstance(target, Tensor), "stacked tensors do not stay quantized"
                 target, shape, ranges = target.mT, shape[::-1], ranges[::-1]
             for i, expert in enumerate(each):
                 here, whole = target[i : i + len(expert)], (spec.experts, *shape)
@@ -178,7 +178,7 @@ class MoE:
             groups=spec.groups,
             top_groups=spec.top_groups,
             group_score=spec.group_score,
-            normalise=spec.normalise,
+            normalize=spec.normalize,
             scale=spec.scale,
             shared_count=self.shared_count,
         )  # [N, k + always] both

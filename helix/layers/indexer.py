@@ -62,8 +62,8 @@ class Indexer:
         do steps without attention (`step.selects`).
 
         Args:
-            x: [N, H], the layer's normalised input; if row-sharded, this rank's rows.
-            latents: [N, q_rank], the queries' normalised latents, of the same rows.
+            x: [N, H], the layer's normalized input; if row-sharded, this rank's rows.
+            latents: [N, q_rank], the queries' normalized latents, of the same rows.
         """
         spec, slots, shard = self.spec, step.slot_mapping(None), step.row_shard
         k, weights = self.down(x, exact=True).split([spec.width, spec.heads], 1)  # fp32

@@ -20,7 +20,7 @@ class AllReduceNorm:
         self.weight = shard.weights.norm_weight(f"{name}.weight", size)
 
     def __call__(self, parts: Tensor | PartialSum, x: Tensor | None) -> tuple[Tensor, Tensor]:
-        """All-reduces `parts` [N, H] and adds x [N, H] (None: 0); returns the normalised sum and the sum."""
+        """All-reduces `parts` [N, H] and adds x [N, H] (None: 0); returns the normalized sum and the sum."""
         return self.comm.all_reduce_norm(parts, x, self.weight, self.eps)
 
     def normalize(self, x: Tensor) -> Tensor:

@@ -128,7 +128,7 @@ class AttentionSpec:
     """Shape of a layer's attention in the checkpoint.
 
     Attributes:
-        qk_norm: whether queries and keys are normalised; `norm_over`: per head, or over all heads.
+        qk_norm: whether queries and keys are normalized; `norm_over`: per head, or over all heads.
         rotated: number of rotated dimensions, the first ones of a head; None: all.
         fused: whether queries, keys and values share one matrix.
         multiplier: factor on q.k; None: head_dim^-0.5.
@@ -315,7 +315,7 @@ class GatedDeltaSpec:
     """Shape of a layer's Gated DeltaNet in the checkpoint.
 
     Attributes:
-        key_heads, value_heads: `value_heads` is a multiple of `key_heads`; neighbours share a key head.
+        key_heads, value_heads: `value_heads` is a multiple of `key_heads`; neighbors share a key head.
         key_dim, value_dim: widths of a head.
         conv: kernel size of the causal convolution.
         storage: `fused` (in_proj_qkvz and in_proj_ba, rows grouped by key head) or `apart` (in_proj_qkv, _z, _b, _a).
@@ -420,7 +420,7 @@ class MoESpec:
     width: int
     shared_width: int = 0
     scoring: Literal["softmax", "top_softmax", "sigmoid"] = "softmax"
-    normalise: bool = False
+    normalize: bool = False
     scale: float = 1.0
     groups: int = 1
     top_groups: int = 1
@@ -455,7 +455,7 @@ FFNSpec = MLPSpec | MoESpec
 
 @dataclass(frozen=True)
 class MatrixFormat:
-    """Format of a quantised matrix, see `kernels.scaled.ScaledMatrix`.
+    """Format of a quantized matrix, see `kernels.scaled.ScaledMatrix`.
 
     Attributes:
         group: columns that share a scale.
@@ -476,4 +476,4 @@ Formats = Callable[[str], MatrixFormat | None]  # by a tensor's name in the chec
 
 
 def unquantized(name: str) -> None:
-    """`Formats` of a model without quantised matrices."""
+    """`Formats` of a model without quantized matrices."""

@@ -59,7 +59,7 @@ class Weights:
         self.formats = formats
         self.weight_offset = weight_offset
         self.slices: list[Slice] = []
-        self.max_matrix_size = 0  # elements of the largest quantised matrix [R, K]: prefill unpacks one at a time
+        self.max_matrix_size = 0  # elements of the largest quantized matrix [R, K]: prefill unpacks one at a time
         self.parameters: list[Tensor] = []
 
     def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -68,13 +68,13 @@ class Weights:
         return parameter
 
     def matrix_format(self, names: Sequence[str], columns: range, total: int) -> MatrixFormat | None:
-        """Returns the quantised format of a matrix with these columns of the tensors; None: in the model's dtype."""
+        """Returns the quantized format of a matrix with these columns of the tensors; None: in the model's dtype."""
         found = {self.formats(name) for name in names}
         matrix_format = found.pop() if len(found) == 1 else None
         return matrix_format if matrix_format is not None and matrix_format.supports(columns, total) else None
 
     def matrix(self, *shape: int, names: Sequence[str], columns: range | None = None, total: int = 0) -> Matrix:
-        """Allocates a matrix [..., R, K], quantised if all its tensors are, else in the model's dtype.
+        """Allocates a matrix [..., R, K], quantized if all its tensors are, else in the model's dtype.
 
         Args:
             names: of its tensors in the checkpoint.

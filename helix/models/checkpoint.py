@@ -26,7 +26,7 @@ TEXT_PARTS = {
     "language_model.lm_head.": "lm_head.",
 }
 JOINED = ".experts.gate_up_proj"
-# Quantisation methods with e4m3 tensors and scales: the key that names the format, and its supported values.
+# Quantization methods with e4m3 tensors and scales: the key that names the format, and its supported values.
 FP8: dict[str, tuple[str, tuple[str | None, ...]]] = {
     "fp8": ("fmt", (None, "e4m3", "float8_e4m3fn")),
     "fbgemm_fp8": ("fmt", (None,)),
@@ -37,7 +37,7 @@ SUFFIXES = ("_scale_inv", "_scale")  # of a tensor's scales; both are multiplied
 # Scales of activations and KV caches, which are not used here.
 UNUSED = (".input_scale", ".input_scale_ub", ".activation_scale", ".k_scale", ".v_scale")
 SUPPORTED = f"FP8 of {', '.join(FP8)} in matrices (e4m3, with scales), and mxfp4 of gpt-oss"
-BLOCK = (128, 128)  # rows and columns that share a scale when unquantised weights are rounded to e4m3
+BLOCK = (128, 128)  # rows and columns that share a scale when unquantized weights are rounded to e4m3
 # Routers and indexers, whose selections rounding would change, and gates of states, whose errors accumulate.
 UNQUANTIZED = (
     ".gate.weight", ".router.weight", ".weights_proj.weight", ".in_proj_a.weight", ".in_proj_b.weight",
@@ -47,7 +47,7 @@ UNQUANTIZED = (
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """Quantisation format of a checkpoint, from its config.
+    """Quantization format of a checkpoint, from its config.
 
     Attributes:
         method: `quant_method`.
@@ -128,15 +128,15 @@ def _block_of_groups(groups: Any) -> Any:
 
 
 def fp8_format(name: str) -> MatrixFormat | None:
-    """`helix.layers.specs.Formats` of unquantised weights that are rounded to e4m3."""
+    """`helix.layers.specs.Formats` of unquantized weights that are rounded to e4m3."""
     return None if name.endswith(UNQUANTIZED) else MatrixFormat(BLOCK[1])
 
 
 def unsupported_format(what: str) -> ValueError:
-    """Returns the error for an unsupported quantisation format."""
+    """Returns the error for an unsupported quantization format."""
     return ValueError(
-        f"the checkpoint is quantised ({what}, in quantization_config), which is not supported here; "
-        f"supported: {SUPPORTED}, and unquantised weights"
+        f"the checkpoint is quantized ({what}, in quantization_config), which is not supported here; "
+        f"supported: {SUPPORTED}, and unquantized weights"
     )
 
 
@@ -173,10 +173,10 @@ class CheckpointFiles:
     """The safetensors files of a directory, and their tensors.
 
     Args:
-        weight_format: format of quantised weights; None: from the directory's config.json.
+        weight_format: format of quantized weights; None: from the directory's config.json.
 
     Raises:
-        ValueError: no weights, an unknown quantisation, or a shard that is missing, unreadable, damaged, outside of the
+        ValueError: no weights, an unknown quantization, or a shard that is missing, unreadable, damaged, outside of the
             directory, or contradicts the index.
     """
 
@@ -262,7 +262,7 @@ class CheckpointFiles:
         return self.format.block_of(self.shapes[name], self.shapes[self.scales[name]]) if self.format else None
 
     def matrix_format(self, name: str) -> MatrixFormat | None:
-        """Returns a tensor's quantised format; see `helix.layers.specs.Formats`."""
+        """Returns a tensor's quantized format; see `helix.layers.specs.Formats`."""
         if f"{name}_blocks" in self.shapes:
             return MatrixFormat(MXFP4_BLOCK, packed=True)
         block = self.block(name) if name in self.scales else None

@@ -32,7 +32,7 @@ from helix.worker.step import Step
 
 
 class NextTokenLayer:
-    """Multi-token prediction (MTP) layer, a `DraftLayer`; its states are normalised hidden states like the model's.
+    """Multi-token prediction (MTP) layer, a `DraftLayer`; its states are normalized hidden states like the model's.
 
     Source:
         DeepSeek-V3, section 2.2 (https://arxiv.org/abs/2412.19437).
@@ -70,7 +70,7 @@ class Decoder:
 
     Args:
         comm: over all ranks.
-        dtype: of activations, the KV cache and unquantised weights.
+        dtype: of activations, the KV cache and unquantized weights.
         formats: of the weights.
 
     Attributes:
@@ -120,7 +120,7 @@ class Decoder:
         return sum(layer.runs for layer in self.layers)
 
     def hidden(self, cache: KVCache, step: Step, policy: AttentionPolicy) -> Tensor:
-        """Runs a step; returns the normalised hidden states [N, H]."""
+        """Runs a step; returns the normalized hidden states [N, H]."""
         return self.states(cache, step, policy)[0]
 
     def states(self, cache: KVCache, step: Step, policy: AttentionPolicy) -> tuple[Tensor, Tensor]:
@@ -130,7 +130,7 @@ class Decoder:
             policy: attention policy of this step; steps with different policies may share a cache.
 
         Returns:
-            Normalised hidden states [N, H], and the states for a draft layer: the same, or the concatenated inputs of
+            Normalized hidden states [N, H], and the states for a draft layer: the same, or the concatenated inputs of
             `DecoderSpec.aux_hidden_state_layers`. All are equal on all ranks of `attn_group`.
         """
         mixer = self.spec.attention
@@ -147,7 +147,7 @@ class Decoder:
         return whole[:, : self.spec.hidden].contiguous(), whole[:, self.spec.hidden :].contiguous()
 
     def last_states(self, cache: KVCache, step: Step, policy: AttentionPolicy) -> Tensor:
-        """Runs a prefill step; returns the normalised hidden states [n, H] of each sequence's last token.
+        """Runs a prefill step; returns the normalized hidden states [n, H] of each sequence's last token.
 
         The last layer appends the KV of all tokens, but computes attention and FFN only for the last ones.
         """
@@ -197,7 +197,7 @@ class Decoder:
         return parts if self._embedding_scale == 1 else parts.mul_(self._embedding_scale)
 
     def _end(self, parts: Parts, x: Tensor | None, fwd: ForwardPass) -> tuple[Tensor, Tensor]:
-        # Normalised states [N, H], concatenated with the auxiliary ones, and the residual stream.
+        # Normalized states [N, H], concatenated with the auxiliary ones, and the residual stream.
         rows = fwd.step.row_shard
         found, x = self.norm(parts, x, rows)
         if self.spec.aux_hidden_state_layers:

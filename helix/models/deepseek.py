@@ -149,7 +149,7 @@ def experts_of(config: Any, grouped: bool) -> MoESpec:
 
 def pairs_of(config: Any) -> MoESpec:
     """Reads experts whose groups are ranked by the sum of their two best scores."""
-    moe = replace(experts_of(config, grouped=True), group_score=2, normalise=bool(config.norm_topk_prob))
+    moe = replace(experts_of(config, grouped=True), group_score=2, normalize=bool(config.norm_topk_prob))
     if moe.experts < 2 * moe.groups:
         raise ValueError(f"n_group={moe.groups} leaves a group fewer than two of n_routed_experts={moe.experts}")
     return moe

@@ -27,7 +27,7 @@ class Eagle3Spec:
         aux_hidden_state_layers: layers of the target whose inputs it reads.
         source: how config.json names these layers, for messages.
         own_embedding: whether the checkpoint has an embedding.
-        normed_residual: whether the residual stream begins with normalised states.
+        normed_residual: whether the residual stream begins with normalized states.
     """
 
     hidden: int

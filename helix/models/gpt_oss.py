@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from helix.layers.specs import MoESpec
-from helix.models.hf import attention_of, check_supported, decoder_spec, experts_of, layer_windows, quantisation
+from helix.models.hf import attention_of, check_supported, decoder_spec, experts_of, layer_windows, quantization
 from helix.models.spec import DecoderSpec
 
 LIMIT = 7.0  # of the clamped SwiGLU, in every release
@@ -15,7 +15,7 @@ LIMIT = 7.0  # of the clamped SwiGLU, in every release
 def spec(config: Any) -> DecoderSpec:
     """Reads a config of this family."""
     check_supported(config, swiglu_limit=(LIMIT,))
-    packed = quantisation(config) == "mxfp4"
+    packed = quantization(config) == "mxfp4"
     moe = MoESpec(
         *experts_of(config),
         config.intermediate_size,

@@ -132,12 +132,12 @@ def decoder_spec(
         ffn: FFN of all layers, or of each; None: a dense one without biases.
         windows: each layer's sliding window; None: full attention in all.
         partial_rotary: whether the family supports partial rotary embedding.
-        formats: supported quantisation methods.
+        formats: supported quantization methods.
 
     Raises:
         ValueError: a feature is not supported, or a size is not positive.
     """
-    if (method := quantisation(config)) not in (None, *formats):
+    if (method := quantization(config)) not in (None, *formats):
         raise unsupported_format(f"{method} in {config.model_type} models")
     layers = config.num_hidden_layers
     ffn = MLPSpec(config.intermediate_size) if ffn is None else ffn
@@ -216,8 +216,8 @@ def check_positive(config: Any, *keys: str) -> None:
             raise ValueError(f"config.json: {key}={value!r} must be a number from 1e-9 to 1e9")
 
 
-def quantisation(config: Any) -> str | None:
-    """Returns the quantisation method of a checkpoint's weights; None if they are not quantised.
+def quantization(config: Any) -> str | None:
+    """Returns the quantization method of a checkpoint's weights; None if they are not quantized.
 
     Raises:
         ValueError: no family supports it.

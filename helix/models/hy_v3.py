@@ -25,7 +25,7 @@ def spec(config: Any) -> DecoderSpec:
         width,
         shared_width=config.num_shared_experts * width,
         scoring="sigmoid",
-        normalise=True,
+        normalize=True,
         scale=float(config.router_scaling_factor),
         score_correction_bias="expert_bias",
         exact_router=True,

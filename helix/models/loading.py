@@ -130,7 +130,7 @@ def _fill_fp8(s: Slice, stored: Any, scales: Any, block: tuple[int, int]) -> Non
 
 
 def _fill_rounded(s: Slice, target: ScaledMatrix, stored: Any) -> None:
-    # Rounds an unquantised matrix to e4m3, in the whole matrix's blocks of `BLOCK`.
+    # Rounds an unquantized matrix to e4m3, in the whole matrix's blocks of `BLOCK`.
     whole = [
         range(r.start // size * size, min(-(-(r[-1] + 1) // size) * size, total))
         for r, size, total in zip(s.ranges, BLOCK, s.shape, strict=True)

@@ -16,7 +16,7 @@ def spec(config: Any) -> DecoderSpec:
         *experts_of(config),
         config.intermediate_size,
         scoring="sigmoid",
-        normalise=True,
+        normalize=True,
         score_correction_bias="e_score_correction_bias",
         block="block_sparse_moe",
         matrices=("w1", "w3", "w2"),

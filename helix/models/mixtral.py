@@ -14,7 +14,7 @@ def spec(config: Any) -> DecoderSpec:
     moe = MoESpec(
         *experts_of(config),
         config.intermediate_size,
-        normalise=True,
+        normalize=True,
         block="block_sparse_moe",
         matrices=("w1", "w3", "w2"),
     )

@@ -13,7 +13,7 @@ from helix.models.spec import DecoderSpec
 def spec(config: Any) -> DecoderSpec:
     """Reads a config of this family."""
     check_sizes(config, "moe_intermediate_size")
-    moe = MoESpec(*experts_of(config), config.moe_intermediate_size, normalise=config.norm_topk_prob)
+    moe = MoESpec(*experts_of(config), config.moe_intermediate_size, normalize=config.norm_topk_prob)
     bias, layers = config.attention_bias, config.num_hidden_layers
     attention = replace(attention_of(config), qkv_bias=bias, output_bias=bias, qk_norm=True)
     windows = (config.sliding_window,) * layers  # in all layers, unlike the dense models
@@ -34,7 +34,7 @@ def shared_gated(config: Any) -> MoESpec:
         *experts_of(config),
         config.moe_intermediate_size,
         shared_width=config.shared_expert_intermediate_size,
-        normalise=getattr(config, "norm_topk_prob", True),
+        normalize=getattr(config, "norm_topk_prob", True),
         shared="shared_expert",
         shared_gate="shared_expert_gate",
     )

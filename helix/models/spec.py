@@ -52,7 +52,7 @@ class DecoderSpec:
             draft selects.
         draft: draft layer after the last layer, which caches KV in the model's pages; None: there is none.
         aux_hidden_state_layers: layers whose inputs the draft layer reads, in order; the number of layers stands for
-            the last output. Empty: it reads the normalised output.
+            the last output. Empty: it reads the normalized output.
     """
 
     vocab: int

@@ -126,7 +126,7 @@ class Layer:
         self.rate = hardware.rate(options.arithmetic or options.weights)
         self.zeros = np.zeros(len(points))
         # Where rows are sent to the ranks of their experts and back; elsewhere every rank has all rows.
-        self.dispatched = (p.mode == DP) & (options.dispatch == "chosen")
+        self.dispatched = (p.mode == DP) & (options.dispatch == "selected")
         self.gathered = (p.mode == DP) & (options.dispatch == "all")
 
     # ---- phases

@@ -73,7 +73,7 @@ class PlanQuery:
             raise ValueError(f"ttl_ms={1e3 * self.ttl_s:g} must be positive")
         if self.gpus > self.hardware.gpus:
             known = f"{self.hardware.name} is described with {self.hardware.gpus} in one NVLink domain"
-            raise ValueError(f"gpus={self.gpus}, but {known}: several domains are not modelled")
+            raise ValueError(f"gpus={self.gpus}, but {known}: several domains are not modeled")
         if self.batch is None and self.ttl_s is None:
             raise ValueError("give batch, or ttl_ms and the largest batch within it is planned")
         if self.gamma is not None and self.acceptance is None:
@@ -193,7 +193,7 @@ def plan(query: PlanQuery) -> Ranking:
 
     Raises:
         NoLayoutFits: no layout has enough memory.
-        ValueError: the model or hardware is not modelled, or there is no such layout.
+        ValueError: the model or hardware is not modeled, or there is no such layout.
     """
     q = query
     choices, rejected = [], []

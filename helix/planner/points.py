@@ -234,7 +234,7 @@ class Options:
             (the runtime).
         shared: shared experts are a `dense` FFN (the paper), or `routed` experts if they have the same width and ep = 1
             (the runtime).
-        dispatch: in mode dp, rows go to the ranks of their `chosen` experts (all-to-all, the papers' baseline), or to
+        dispatch: in mode dp, rows go to the ranks of their `selected` experts (all-to-all, the papers' baseline), or to
             `all` ranks, which share the shared experts (all-gather and reduce-scatter, the runtime).
         offload: KV cache in host memory for block-sparse steps; None: on the GPU.
         memory_fraction: share of the memory left by weights that KV may take.
@@ -253,7 +253,7 @@ class Options:
     exchange: Literal["batched", "serial"] = "batched"
     queries: Literal["faster", "all"] = "faster"
     shared: Literal["routed", "dense"] = "routed"
-    dispatch: Literal["chosen", "all"] = "chosen"
+    dispatch: Literal["selected", "all"] = "selected"
     sparse: Sparse | None = None
     offload: Offload | None = None
     speculation: Speculation | None = None
@@ -268,7 +268,7 @@ class Options:
 
 
 def check(spec: DecoderSpec, options: Options) -> None:
-    """Raises ValueError for combinations that are not modelled."""
+    """Raises ValueError for combinations that are not modeled."""
     s = options.speculation
     if options.offload is not None and s is not None and s.layer is not None:
         raise ValueError("kv.offload=host offloads only the model's own layers, not a draft layer: set kv.offload=none")

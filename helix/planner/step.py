@@ -76,7 +76,7 @@ def predict(spec: DecoderSpec, hardware: Hardware, points: Points, length: int, 
     """Predicts the decode step of every point, with `length` cached tokens per sequence, even if it does not fit.
 
     Raises:
-        ValueError: a layout breaks a rule or needs too many GPUs, or a combination is not modelled.
+        ValueError: a layout breaks a rule or needs too many GPUs, or a combination is not modeled.
     """
     memory = memory_of(spec, hardware, points, length, options)
     layer = Layer(spec, hardware, points, length, options)

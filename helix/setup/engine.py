@@ -168,7 +168,7 @@ def build_engine(
     # In mode dp each rank has its own rows and pages.
     max_batch = -(-max_batch // layout.dp)
     wanted = -(-kv.tokens // layout.dp) if kv.tokens else wanted_tokens + drafts * max_batch
-    # Each micro-batch unpacks a quantised matrix and a piece of keys, or holds indexer scores.
+    # Each micro-batch unpacks a quantized matrix and a piece of keys, or holds indexer scores.
     piece = 0 if kv.dtype == "auto" else PIECE_BYTES
     if isinstance(spec.attention, MLASpec) and spec.attention.topk is None:
         piece = 2 * MAX_EXPANDED_BYTES  # keys and values, and their latents, before and after reordering

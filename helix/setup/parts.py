@@ -56,7 +56,7 @@ def make_eagle3(config: SpeculationConfig, target: DecoderSpec) -> Eagle3Spec:
 
 
 def make_formats(config: ModelConfig, checkpoint: CheckpointFiles | None, on_gpu: bool) -> Formats:
-    """Returns the quantised formats of a model's matrices, from model.weights."""
+    """Returns the quantized formats of a model's matrices, from model.weights."""
     if config.weights == "bf16" or (config.weights == "auto" and not on_gpu):
         return unquantized
     stored = stored_format(config)
@@ -66,7 +66,7 @@ def make_formats(config: ModelConfig, checkpoint: CheckpointFiles | None, on_gpu
 
 
 def stored_format(config: ModelConfig) -> WeightFormat | None:
-    """Returns the checkpoint's quantisation format; None if it is not quantised."""
+    """Returns the checkpoint's quantization format; None if it is not quantized."""
     return WeightFormat.from_config(resolved_config(config).get("quantization_config"))
 
 

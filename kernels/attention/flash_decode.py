@@ -187,7 +187,7 @@ def flash_decode(
         scores: buffers for the scores of all keys that some query reads, written if given.
 
     Returns:
-        Output [B, T, Hq, D] normalised over these keys, and natural-log LSE [B, T, Hq] fp32; 0 and -inf (with sinks:
+        Output [B, T, Hq, D] normalized over these keys, and natural-log LSE [B, T, Hq] fp32; 0 and -inf (with sinks:
         the sink) where a query reads no key.
 
     Source:

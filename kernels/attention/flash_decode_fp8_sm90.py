@@ -3,7 +3,7 @@
 FP8 halves the bytes, so the kernel is bound by instructions. Each warp therefore runs its own softmax over its own keys
 and waits for other warps only when copies into shared memory land; the four states are merged at the end of an item.
 Loads from shared memory fill the MMA operand registers directly, 16 bytes at a time: a dot product may sum its terms in
-any order, and output columns may be permuted, so neighbouring bytes become terms, or columns, of one thread.
+any order, and output columns may be permuted, so neighboring bytes become terms, or columns, of one thread.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def flash_prefill(
         lse: [N, Hq] fp32, written if given.
 
     Returns:
-        Output [N, Hq, D] normalised over these keys, and natural-log LSE [N, Hq] fp32; 0 and -inf (with sinks:
+        Output [N, Hq, D] normalized over these keys, and natural-log LSE [N, Hq] fp32; 0 and -inf (with sinks:
         the sink) where a query reads no key.
 
     Source:

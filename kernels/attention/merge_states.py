@@ -89,7 +89,7 @@ def merge_states(
     A source whose LSE is -inf is not read; if all are, the result is 0 with LSE -inf. A NaN LSE makes its output NaN.
 
     Args:
-        partials: [W, N, H, D], each normalised over its own keys; last dim contiguous.
+        partials: [W, N, H, D], each normalized over its own keys; last dim contiguous.
         lse: [W, N, H] fp32, natural log.
         out: [N, H, D], written if given (its dtype is the result's); last dim contiguous. May alias a source if
             `out_lse` aliases that source's LSE.

@@ -21,7 +21,7 @@ def load_epilogue(
     """Waits for the predecessor, and loads what the epilogue needs while the tile's weights arrive.
 
     The tile's sums are [TILE, N_MAX] in the layout RESULT, of output rows from `row` and weight rows from `top` on; or
-    pairs of sums: of rows `apart` from each other, or of neighbours that share a word.
+    pairs of sums: of rows `apart` from each other, or of neighbors that share a word.
 
     Returns:
         Which sums are valid; the biases of both sums of a pair; and for words the epoch, pieces, columns and LL

@@ -165,8 +165,8 @@ def _linear_fp8_sm90_kernel(
         y, up = gl.split(gl.reshape(both, [HALF, N_MAX, 2]))
         y, up = gl.convert_layout(y, RESULT), gl.convert_layout(up, RESULT)
     elif SENDS:
-        NEIGHBOURS: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, WARPS], [0, 1])
-        y, up = pairs(gl.convert_layout(acc, NEIGHBOURS), RESULT)
+        NEIGHBORS: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, WARPS], [0, 1])
+        y, up = pairs(gl.convert_layout(acc, NEIGHBORS), RESULT)
     else:
         y = gl.convert_layout(acc, RESULT)
         up = y

@@ -21,7 +21,7 @@ from kernels.overlap import pdl_options, start_successor, wait_for_predecessor
 from kernels.scaled import ScaledMatrix
 
 MANY = 1024  # rows of x
-GROUP_TILES = 8  # tiles of x rows that neighbouring programs take per weight tile, for L2 reuse
+GROUP_TILES = 8  # tiles of x rows that neighboring programs take per weight tile, for L2 reuse
 
 
 @triton.jit(do_not_specialize=["N"])

@@ -141,7 +141,7 @@ def _linear_sm90_kernel(
     if steps <= STAGES and EARLY:
         gdc_launch_dependents()
 
-    # Peel the first step: accumulators initialised by MMAs on only some paths keep ptxas from overlapping.
+    # Peel the first step: accumulators initialized by MMAs on only some paths keep ptxas from overlapping.
     acc = gl.zeros([M, COLUMNS], gl.float32, layout=PRODUCT)
     ups = acc
     mbarrier.wait(ready.index(0), 0)
@@ -170,8 +170,8 @@ def _linear_sm90_kernel(
         last = slot
     acc, ups = _wait(acc, ups, 0, PAIRED)
     if SENDS:
-        NEIGHBOURS: gl.constexpr = gl.BlockedLayout([2, 1], LANES, [1, 4], [0, 1])
-        y, up = pairs(_sum_slices(acc, NEIGHBOURS), RESULT)
+        NEIGHBORS: gl.constexpr = gl.BlockedLayout([2, 1], LANES, [1, 4], [0, 1])
+        y, up = pairs(_sum_slices(acc, NEIGHBORS), RESULT)
     else:
         y = _sum_slices(acc, RESULT)
         up = _sum_slices(ups, RESULT)

@@ -24,7 +24,7 @@ def _rms_norm_kernel(
     value = tl.load(x + n * x_n + h, mask=h < H, other=0.0).to(tl.float32)
     if ADDS:
         value += tl.load(residual + n * residual_n + h, mask=h < H, other=0.0).to(tl.float32)
-        # Round the sum to the model's dtype before normalising.
+        # Round the sum to the model's dtype before normalizing.
         rounded_sum = value.to(total.dtype.element_ty)
         tl.store(total + n * H + h, rounded_sum, mask=h < H)
         value = rounded_sum.to(tl.float32)

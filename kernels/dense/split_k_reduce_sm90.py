@@ -28,7 +28,7 @@ def send_pairs(
     even, odd, live, piece, w, ll_buffers, peers, tag, rank, dtype: gl.constexpr,
     RANKS: gl.constexpr, PIECES: gl.constexpr, SIZE: gl.constexpr, TWO_SHOT: gl.constexpr,
 ):  # fmt: skip
-    """Sends two neighbouring sums as word `w` of `piece` to the LL buffers of `kernels.peers.all_reduce_norm`."""
+    """Sends two neighboring sums as word `w` of `piece` to the LL buffers of `kernels.peers.all_reduce_norm`."""
     low = even.to(dtype).to(gl.int16, bitcast=True).to(gl.int64) & 0xFFFF
     high = odd.to(dtype).to(gl.int16, bitcast=True).to(gl.int64) & 0xFFFF
     word = (tag << 32) | (high << 16) | low

@@ -87,7 +87,7 @@ def index_append(
     scales: torch.Tensor | None = None,
     digit_counts: torch.Tensor | None = None,
 ) -> None:
-    """Writes this rank's index keys, normalised and rotated, to their cache slots; rotates index queries in place.
+    """Writes this rank's index keys, normalized and rotated, to their cache slots; rotates index queries in place.
 
     RoPE applies to the first P elements of queries and keys.
 

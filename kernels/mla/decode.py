@@ -100,7 +100,7 @@ def mla_decode(
         early: the bounds are older than the preceding kernel and may be read while it runs.
 
     Returns:
-        Output [B, T, Hq, R] normalised over these keys, and natural-log LSE [B, T, Hq] fp32; 0 and -inf where a
+        Output [B, T, Hq, R] normalized over these keys, and natural-log LSE [B, T, Hq] fp32; 0 and -inf where a
         query reads no key.
 
     Source:

@@ -1,13 +1,13 @@
 """Hopper variant of `kernels.mla.decode` for more than 32 query rows (tokens x heads), warp-specialized.
 
-Here matmuls take longer than loads. A program is three groups of warps that synchronise through mbarriers:
+Here matmuls take longer than loads. A program is three groups of warps that synchronize through mbarriers:
 
 * one warp loads tiles of 64 keys, piece by piece; for e4m3 latents, a warpgroup loads and dequantizes;
 * one warpgroup scores a tile, computes the softmax, and accumulates the left half of the output;
 * one warpgroup accumulates the right half, with the weights that the other stores in shared memory.
 
 Two tiles fit: a piece is refilled as soon as the matmuls that read it as values are done. Row tiles of one run are
-neighbouring programs, and share keys in L2.
+neighboring programs, and share keys in L2.
 """
 
 from __future__ import annotations

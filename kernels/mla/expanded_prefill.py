@@ -135,7 +135,7 @@ def expanded_prefill(
         scale: factor on scores, above 0.
 
     Returns:
-        Output [N, H, V] normalised over these keys, and natural-log LSE [N, H] fp32; 0 and -inf where a query reads
+        Output [N, H, V] normalized over these keys, and natural-log LSE [N, H] fp32; 0 and -inf where a query reads
         no key.
 
     Source:

@@ -140,7 +140,7 @@ def attend_left(
         ZERO_DEAD_KEYS: values of dead keys may be anything.
 
     Returns:
-        The normalised left half, the base-2 LSE, and the new counts.
+        The normalized left half, the base-2 LSE, and the new counts.
     """
     k_left, _, _ = keys
     weights_shared, factors_shared, weights_ready, weights_free = handing
@@ -205,7 +205,7 @@ def attend_right(
 ):  # fmt: skip
     """Right warpgroup: accumulates the right half of the output over tiles [first, last) with the weights passed on.
 
-    Returns the normalised half and the new counts, like `attend_left`.
+    Returns the normalized half and the new counts, like `attend_left`.
     """
     weights_shared, factors_shared, weights_ready, weights_free = handing
     acc = gl.zeros([TILE, R // 2], gl.float32, layout=VALUES)

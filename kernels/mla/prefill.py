@@ -108,7 +108,7 @@ def mla_prefill(
         out: [N, Hq, R] in q's dtype, written if given; last dim contiguous.
 
     Returns:
-        Output [N, Hq, R] normalised over these keys, and natural-log LSE [N, Hq] fp32; 0 and -inf where a query
+        Output [N, Hq, R] normalized over these keys, and natural-log LSE [N, Hq] fp32; 0 and -inf where a query
         reads no key.
 
     Source:

@@ -3,7 +3,7 @@
 A pair is a token and one of its experts. Static shapes choose one of six algorithms; no grid depends on ids:
 
 - few: a few tokens rarely share experts, and latency dominates. One program per pair and some rows of its expert's gate
-  and up, streamed through registers; programs of equal experts are neighbours, and all but the first read from L2. For
+  and up, streamed through registers; programs of equal experts are neighbors, and all but the first read from L2. For
   down, one program per some rows, looping over the token's experts, so that no reduction is left.
 - some: one program per expert and some of its rows. Each finds the expert's pairs in ids itself, which is cheaper than
   a sorting launch, and multiplies 16 pairs at a time on tensor cores; an expert without pairs costs empty programs. A
@@ -523,7 +523,7 @@ class RoutedExperts:
 def choose_strategy(N: int, top_k: int, E: int) -> Strategy:
     """Chooses the algorithm for N tokens over E local experts, by H200 timings.
 
-    "few" wins unless most programs meet another rank's expert, or one that a neighbour has already read.
+    "few" wins unless most programs meet another rank's expert, or one that a neighbor has already read.
     """
     pairs = N * top_k
     if N <= 2 or (N <= 8 and 2 * pairs <= E):

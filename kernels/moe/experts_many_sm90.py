@@ -7,7 +7,7 @@ wrote it in pair order. Scales are applied to the weights, which are rounded to 
 not fit into registers.
 
 Rows of a tile alternate by eights, so that one thread has what it stores together: gate and up of a column, or two
-neighbouring rows of down, which share a word.
+neighboring rows of down, which share a word.
 """
 
 from __future__ import annotations

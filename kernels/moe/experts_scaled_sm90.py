@@ -7,7 +7,7 @@ tokens than columns no expert has two blocks and latency dominates, so columns a
 or two experts of its steps in registers. Down writes one output per pair; another launch sums them.
 
 Bound by conversion, so a thread reads what it converts in 16-byte words, and nothing is shuffled: it multiplies 32
-neighbouring columns, which in MMA order are pairs 8 apart. Rows of x and h are copied to shared memory in that order, a
+neighboring columns, which in MMA order are pairs 8 apart. Rows of x and h are copied to shared memory in that order, a
 pair of columns at a time.
 """
 

@@ -53,7 +53,7 @@ PRODUCT = gl.constexpr(
 CONVERTED = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=PRODUCT, k_width=2))  # from e4m3 to bf16
 EACH_ROW = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-NEIGHBOURS = gl.constexpr(gl.BlockedLayout([2, 1], [32, 1], [1, 4], [0, 1]))  # rows of down that share a word
+NEIGHBORS = gl.constexpr(gl.BlockedLayout([2, 1], [32, 1], [1, 4], [0, 1]))  # rows of down that share a word
 WORDS = gl.constexpr(gl.BlockedLayout([1, 1], [32, 1], [1, 4], [0, 1]))
 
 
@@ -301,7 +301,7 @@ def _moe_sm90_kernel(
             y = acc + extra if BIAS else acc
             up = y
             if SENDS:
-                y, up = pairs(gl.convert_layout(y, NEIGHBOURS), WORDS)
+                y, up = pairs(gl.convert_layout(y, NEIGHBORS), WORDS)
         TILE: gl.constexpr = y.shape[0]
         i = gl.arange(0, TILE, layout=gl.SliceLayout(1, y.type.layout))
         n = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, y.type.layout))

@@ -12,7 +12,7 @@ from kernels.scaled import Matrix, as_tensor
 
 def route(
     logits: Tensor, top_k: int, scoring: str, bias: Tensor | None, groups: int, top_groups: int, group_score: int,
-    normalise: bool, scale: float, shared_count: int,
+    normalize: bool, scale: float, shared_count: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Plain torch `kernels.moe.router.route`."""
     scores = logits.float()  # [N, E]
@@ -31,7 +31,7 @@ def route(
     weights = scores.gather(1, ids)
     if scoring == "top_softmax":
         weights = weights.softmax(-1)
-    if normalise:
+    if normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     shared_ids = torch.arange(shared_count, device=ids.device).expand(len(ids), -1)
     return torch.cat([ids + shared_count, shared_ids], 1).int(), F.pad(weights * scale, (0, shared_count), value=1.0)

@@ -31,7 +31,7 @@ def _score(key):
 def _route_kernel(
     logits, choice_bias, ids, weights, logits_n, scale,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
-    GROUP_SCORE: tl.constexpr, SCORING: tl.constexpr, BIAS: tl.constexpr, NORMALISE: tl.constexpr,
+    GROUP_SCORE: tl.constexpr, SCORING: tl.constexpr, BIAS: tl.constexpr, NORMALIZE: tl.constexpr,
     SHARED_EXPERTS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -87,7 +87,7 @@ def _route_kernel(
     if SCORING == "top_softmax":
         weight = tl.exp(weight - tl.max(weight, 0))
         weight /= tl.sum(weight, 0)
-    if NORMALISE:
+    if NORMALIZE:
         weight /= tl.sum(tl.where(slot < TOP_K, weight, 0.0), 0) + 1e-20
     at = n.to(tl.int64) * (TOP_K + SHARED_EXPERTS) + slot
     tl.store(
@@ -105,7 +105,7 @@ def route(
     groups: int = 1,
     top_groups: int = 1,
     group_score: int = 1,
-    normalise: bool = False,
+    normalize: bool = False,
     scale: float = 1.0,
     shared_count: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,7 +124,7 @@ def route(
         top_groups: number of best groups from which to select.
         group_score: score of a group: its best expert (1: DeepSeek-V2) or the sum of its best two (2: DeepSeek-V3),
             bias included.
-        normalise: a token's weights sum to one.
+        normalize: a token's weights sum to one.
         scale: factor on the final weights.
         shared_count: experts in addition to the E that every token uses.
 
@@ -137,7 +137,7 @@ def route(
     size = logits.shape[1] // groups
     assert logits.shape[1] == size * groups and group_score <= size and top_k <= size * top_groups <= size * groups
     if not dispatch.on_gpu(logits):
-        return reference(logits, top_k, scoring, bias, groups, top_groups, group_score, normalise, scale, shared_count)
+        return reference(logits, top_k, scoring, bias, groups, top_groups, group_score, normalize, scale, shared_count)
     N = len(logits)
     assert logits.stride(1) == 1
     ids = torch.empty(N, top_k + shared_count, dtype=torch.int32, device=logits.device)
@@ -146,7 +146,7 @@ def route(
         _route_kernel[(N,)](
             logits, bias, ids, weights, logits.stride(0), scale,
             EXPERTS=logits.shape[1], TOP_K=top_k, GROUPS=groups, TOP_GROUPS=top_groups, GROUP_SCORE=group_score,
-            SCORING=scoring, BIAS=bias is not None, NORMALISE=normalise, SHARED_EXPERTS=shared_count,
+            SCORING=scoring, BIAS=bias is not None, NORMALIZE=normalize, SHARED_EXPERTS=shared_count,
             BLOCK_G=triton.next_power_of_2(groups), BLOCK_E=triton.next_power_of_2(size),
             BLOCK_K=triton.next_power_of_2(top_k + shared_count), num_warps=1, **pdl_options(logits),
         )  # fmt: skip

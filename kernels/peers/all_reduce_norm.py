@@ -98,7 +98,7 @@ def _all_reduce_norm_kernel(
         if RESIDUAL:
             first += low(residual_words, DTYPE)
             second += high(residual_words, DTYPE)
-        # Round the sum to the model's dtype before normalising.
+        # Round the sum to the model's dtype before normalizing.
         words = pack(first, second, DTYPE)
         if EARLY:
             # Results may reuse the memory of the predecessor's operands. Always true: keeps the wait after the sums.

@@ -1,7 +1,7 @@
 """Variant of `kernels.peers.all_reduce_norm` for prefill chunks: untagged rows, with one flag per group of rows.
 
 A program sends a group of rows to the group's owner, which sums and broadcasts; every rank then adds the residual and
-normalises. Untagged words are half the bytes of LL words; the fence before the flag is cheap for the 32 KB of a group.
+normalizes. Untagged words are half the bytes of LL words; the fence before the flag is cheap for the 32 KB of a group.
 (NCCL sends as many bytes, but the norm is a separate kernel.)
 
 A buffer holds one group, and serves every NUM_BUFFERS-th group of a launch. Before a program sends, it checks that this
@@ -112,7 +112,7 @@ def _all_reduce_norm_long_kernel(
     value = summed.to(tl.float32)
     if RESIDUAL:
         value += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
-    # Round the sum to the model's dtype before normalising, and the result before applying the weight.
+    # Round the sum to the model's dtype before normalizing, and the result before applying the weight.
     rounded = value.to(DTYPE)
     tl.store(total + at, rounded, mask=inside)
     value = rounded.to(tl.float32)

@@ -80,7 +80,7 @@ def _all_reduce_norm_rows_kernel(
             residual_words = tl.load(residual + at, mask=inside, other=0)
             first += low(residual_words, DTYPE)
             second += high(residual_words, DTYPE)
-        # Round the sum to the model's dtype before normalising, and the result before applying the weight.
+        # Round the sum to the model's dtype before normalizing, and the result before applying the weight.
         words = pack(first, second, DTYPE)
         tl.store(total + at, words, mask=inside)
         first = tl.where(inside, low(words, DTYPE), 0.0)

@@ -33,7 +33,7 @@ def convolve(
 
 @triton.jit
 def norm_scale(x):
-    """Returns the factors [n] that L2-normalise rows [n, m]."""
+    """Returns the factors [n] that L2-normalize rows [n, m]."""
     return tl.rsqrt(tl.sum(x * x, 1) + L2_EPS)
 
 

@@ -2,7 +2,7 @@
 
 Four launches. 1: convolution, norms, gates. 2: solves each chunk's triangular system (I + A) d = beta (v - exp(G) S^T
 k) up to S: with T = (I + A)^-1, d = u - w S, where u = T beta v, w = T beta exp(G) k. 3: scans a sequence's chunks with
-the state in registers. 4: normalises and gates the outputs.
+the state in registers. 4: normalizes and gates the outputs.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ each state once, whatever the number of drafts.
 The state is not advanced by this step's rows. Up to SYSTEM of them need S^T k and S^T q of the same state, and each
 other's products: their deltas solve a triangular system, see `kernels.recurrent.reference.chunked`. A warp owns some
 columns of the state, with all keys, and solves the system for these; rows and their products pass through memory, and
-outputs are normalised together at the end.
+outputs are normalized together at the end.
 """
 
 from __future__ import annotations

@@ -198,7 +198,7 @@ def accept(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Accepts drafted tokens up to the first rejection, and samples the next token among this rank's columns.
 
-    A sequence depends only on its own row: neither its index in the batch nor its neighbours change a token. Without
+    A sequence depends only on its own row: neither its index in the batch nor its neighbors change a token. Without
     drafts, this equals the sampler.
 
     Args:

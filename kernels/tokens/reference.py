@@ -20,7 +20,7 @@ DRAFT = 1
 ACCEPT = 2
 RECOVER = 3  # the token in place of a rejected one
 
-# splitmix64: the increment, and the multipliers of its finaliser (Stafford's mix 13), in int64.
+# splitmix64: the increment, and the multipliers of its finalizer (Stafford's mix 13), in int64.
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MULTIPLIERS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
 # Fixed-point weights: the best token weighs 2^40 units, and sums over 2^22 tokens fit int64, in any order.
@@ -68,7 +68,7 @@ def gumbel(seed: Tensor, position: Tensor, stream: Tensor | int, index: Tensor |
 
 
 def mix(x: Tensor) -> Tensor:
-    """Applies the finaliser of splitmix64: a bijection of 64-bit words, in wrapping int64."""
+    """Applies the finalizer of splitmix64: a bijection of 64-bit words, in wrapping int64."""
     x = (x ^ _shift(x, 30)) * _MULTIPLIERS[0]
     x = (x ^ _shift(x, 27)) * _MULTIPLIERS[1]
     return x ^ _shift(x, 31)

@@ -78,7 +78,7 @@ def _merge_tops_kernel(summaries, merged, B, N, BLOCK: tl.constexpr, BLOCK_N: tl
 
 
 def top_of_rank(logits: torch.Tensor, tokens: torch.Tensor, first: int) -> torch.Tensor:
-    """Summarises this rank's columns, [B, WIDTH] int64.
+    """Summarizes this rank's columns, [B, WIDTH] int64.
 
     Args:
         logits: [B, V_local] fp32, last dim contiguous; V_local may be 0.

@@ -66,8 +66,8 @@ class CheckedQuery:
 
     def runtime_overrides(self, choice: PlannedLayout) -> list[str]:
         """Returns the overrides that make the runtime use this layout, without the model."""
-        q, layout, sparse, tier = self.query, choice.layout, self.query.options.sparse, self.query.options.offload
-        tokens = 0 if tier is not None else None if sparse is None else sparse_pays_from(q, choice)
+        q, layout, sparse, offload = self.query, choice.layout, self.query.options.sparse, self.query.options.offload
+        tokens = 0 if offload is not None else None if sparse is None else sparse_pays_from(q, choice)
         choice_overrides = [f"layout={layout.mode}"] if layout.mode != "helix" else []
         widths = {key: getattr(layout, key) for key in WIDTHS if key != "tpf"}  # tpf follows from the others
         choice_overrides += [f"layout.{key}={width}" for key, width in widths.items() if width > 1]
@@ -83,9 +83,9 @@ class CheckedQuery:
             choice_overrides += [f"attention.from_tokens={tokens}"]
         if choice.append_block != config.blocks.append:
             choice_overrides += [f"kv.append_block={choice.append_block}"]
-        if tier is not None:
-            host = tier.host_bytes if isfinite(tier.host_bytes) else 1.02 * choice.host_bytes
-            gpu = tier.gpu_bytes or q.options.memory_fraction * (choice.free_bytes + choice.kv_bytes)
+        if offload is not None:
+            host = offload.host_bytes if isfinite(offload.host_bytes) else 1.02 * choice.host_bytes
+            gpu = offload.gpu_bytes or q.options.memory_fraction * (choice.free_bytes + choice.kv_bytes)
             choice_overrides += [f"kv.offload_host_bytes={host:.3g}", f"kv.offload_gpu_bytes={gpu:.3g}"]
         if config.batch is not None or q.ttl_s is not None:
             choice_overrides += [f"decode.max_batch={choice.batch}"]
@@ -139,8 +139,10 @@ def check_query(overrides: Sequence[str], settings: Settings = PLAN.settings) ->
     given = [(key, getattr(layout, key)) for key in WIDTHS]
     options = planner_options(config, spec)
     if options.offload is not None:
-        tier = replace(options.offload, hit_rate=config.hits, prefetch=config.guessed if kv.offload_prefetch else None)
-        options = replace(options, offload=tier)
+        offload = replace(
+            options.offload, hit_rate=config.hits, prefetch=config.guessed if kv.offload_prefetch else None
+        )
+        options = replace(options, offload=offload)
     question = PlanQuery(
         replace(spec, draft=None, aux_hidden_state_layers=()),
         pick_hardware(config.hardware, config.comm.backend),

@@ -20,10 +20,10 @@ from helix.planner.step import StepCost
 WIDTH = 830 / 96  # inches; the width of a README on GitHub
 DPI = 150
 # The palette of Okabe and Ito, for color-blind readers.
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#999999")
+COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#999999")
 MARKERS = "os^DvPX"
 MAX_LAYOUTS = 40  # per plot
-MAX_NAMED_PHASES = len(COLOURS) - 1  # the longest phases get a color each
+MAX_NAMED_PHASES = len(COLORS) - 1  # the longest phases get a color each
 REST = "all others"
 
 mpl.rcParams.update({"font.size": 9, "axes.titlesize": 10, "legend.frameon": False, "axes.axisbelow": True})
@@ -45,10 +45,10 @@ def times(ranking: Ranking, model: str) -> Figure:
     figure, axes = _panel(1.5 + 0.34 * len(choices))
     named = _longest(choices)
     total, left = np.array([1e3 * c.ttl_s for c in choices]), np.zeros(len(choices))
-    for name, colour in zip([*named, REST], [*COLOURS[: len(named)], COLOURS[-1]], strict=True):
+    for name, color in zip([*named, REST], [*COLORS[: len(named)], COLORS[-1]], strict=True):
         part = np.array([1e3 * c.phases.get(name, 0.0) for c in choices]) if name != REST else total - left
         if part.any():
-            axes.barh([c.name for c in choices], part, left=left, color=colour, label=name, height=0.7)
+            axes.barh([c.name for c in choices], part, left=left, color=color, label=name, height=0.7)
         left += part
     for y, choice in enumerate(choices):
         axes.annotate(f" {1e3 * choice.ttl_s:.2f}", (1e3 * choice.ttl_s, y), va="center")
@@ -73,12 +73,12 @@ def fronts(ranking: Ranking, model: str) -> Figure:
         level.setdefault(tuple(np.round(step.tokens_per_s_gpu, 6)), []).append((choice, step))
     for i, ((choice, step), *others) in enumerate(level.values()):
         name = choice.name + (f" (and {len(others)} equal)" if others else "")
-        colour, marker, order = COLOURS[i % len(COLOURS)], MARKERS[i // len(COLOURS)], 3 - i / 100
+        color, marker, order = COLORS[i % len(COLORS)], MARKERS[i // len(COLORS)], 3 - i / 100
         axes.plot(
             step.tokens_per_s_user,
             step.tokens_per_s_gpu,
             label=name,
-            color=colour,
+            color=color,
             marker=marker,
             markersize=3,
             zorder=order,
@@ -86,7 +86,7 @@ def fronts(ranking: Ranking, model: str) -> Figure:
         axes.plot(
             choice.tokens_per_s_user,
             choice.tokens_per_s_gpu,
-            color=colour,
+            color=color,
             marker="*",
             markersize=11,
             linestyle="none",
@@ -111,7 +111,7 @@ def phases(step: StepCost, title: str) -> Figure:
     spent = [(phase.name, 1e3 * float(phase.seconds[0])) for phase in step.phases if phase.seconds[0]]
     figure, axes = _panel(1.2 + 0.27 * len(spent))
     total = 1e3 * float(step.step_s[0])
-    axes.barh([name for name, _ in spent], [ms for _, ms in spent], color=COLOURS[0], height=0.7)
+    axes.barh([name for name, _ in spent], [ms for _, ms in spent], color=COLORS[0], height=0.7)
     for y, (_, ms) in enumerate(spent):
         axes.annotate(f" {ms:.2f}, {ms / total:.1%}", (ms, y), va="center")
     axes.invert_yaxis()

@@ -422,7 +422,7 @@ class ResultFile:
         if output.reason is not None:
             line["reason"] = output.reason
         if output.logprobs:
-            line["logprobs"] = [{"drawn": entry.sampled, "best": entry.best} for entry in output.logprobs]
+            line["logprobs"] = [{"logprob": entry.sampled, "top_logprobs": entry.best} for entry in output.logprobs]
         if self._lossy is not None:
             line["attention"] = self._lossy
         self._add(name, line)

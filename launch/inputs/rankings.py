@@ -34,7 +34,7 @@ def as_json(ranking: Ranking, checked: CheckedQuery) -> dict[str, Any]:
         **({"compared": compare_sparse(ranking)} if q.options.sparse else {}),
         **({"drafting": compare_drafts(ranking)} if q.draft_has_cost else {}),
         "choices": [described(choice) for choice in ranking.choices],
-        "refused": [asdict(refused) for refused in ranking.rejected],
+        "rejected": [asdict(rejected) for rejected in ranking.rejected],
     }
 
 

@@ -136,8 +136,8 @@ def describe_weights(model: Decoder) -> str:
 
 def _speculation_table(measured: dict[str, Any]) -> Table:
     table = Table("mean gamma", "accepted drafts per step", "acceptance rate by draft index", title="speculation")
-    places = " ".join("-" if share is None else f"{share:.2f}" for share in measured["acceptance_by_place"])
-    table.add_row(_number(measured["mean_drafts"]), _number(measured["mean_kept"]), places)
+    rates = " ".join("-" if rate is None else f"{rate:.2f}" for rate in measured["acceptance_by_position"])
+    table.add_row(_number(measured["mean_drafts"]), _number(measured["mean_accepted"]), rates)
     return table
 
 
@@ -185,13 +185,13 @@ def _speculation(timings: Timings) -> dict[str, Any] | None:
     steps, max_drafts = sum(timings.drafts.values()), max(timings.drafts, default=0)
     if max_drafts == 0:
         return None
-    tried, kept = timings.acceptance.verified[:max_drafts], timings.acceptance.accepted[:max_drafts]
+    tried, accepted = timings.acceptance.verified[:max_drafts], timings.acceptance.accepted[:max_drafts]
     return {
         "mean_drafts": sum(n * count for n, count in timings.drafts.items()) / steps,
-        "mean_kept": sum(kept) / max(timings.sequence_steps, 1),
+        "mean_accepted": sum(accepted) / max(timings.sequence_steps, 1),
         "steps_by_drafts": dict(sorted(timings.drafts.items())),
-        "sequence_steps_by_kept": dict(sorted(timings.accepted.items())),
-        "acceptance_by_place": [k / n if n else None for k, n in zip(kept, tried, strict=True)],
+        "sequence_steps_by_accepted": dict(sorted(timings.accepted.items())),
+        "acceptance_by_position": [k / n if n else None for k, n in zip(accepted, tried, strict=True)],
     }
 
 

@@ -163,7 +163,7 @@ def _measurements(task: Task, engine: Engine) -> dict[str, Any]:
     exchange = _exchange(runner, engine.timings) if TIME_EXCHANGE in os.environ else {}
     if comm.rank:
         return {}
-    measured = exchange | summary(plan.layout, engine.timings, bytes_per_token) | {"hopb_chosen": runner.hopb_chunks}
+    measured = exchange | summary(plan.layout, engine.timings, bytes_per_token) | {"hopb_selected": runner.hopb_chunks}
     measured |= {} if blocks is None else {"blocks_read_per_rank": blocks}
     chosen = ", ".join(f"{rows} rows in {chunks}" for rows, (chunks, _) in runner.hopb_chunks.items() if chunks > 1)
     title = [] if blocks is None else [f"{plan.config.attention.policy} attention (lossy)"]
@@ -253,7 +253,7 @@ def engine_stats(engine: Engine) -> dict[str, float]:
         "progress": timings.decisions + engine.runner.model.layers_run,
         "chunk_s": timings.chunk_s,
         "drafts": sum(timings.acceptance.verified[:1]),
-        **{f"drafts_kept_{place}": kept for place, kept in enumerate(timings.acceptance.accepted)},
+        **{f"drafts_accepted_{position}": accepted for position, accepted in enumerate(timings.acceptance.accepted)},
     }
 
 

@@ -66,7 +66,7 @@ class Metrics:
         self.preemptions = counter("num_preemptions", "requests that gave their pages to others, each time")
         self.drafts = counter("spec_decode_num_drafts", "steps of a request that verified drafts")
         self.accepted_drafts = counter(
-            "spec_decode_num_accepted_tokens_per_pos", "drafts that were kept, by place", "position"
+            "spec_decode_num_accepted_tokens_per_pos", "accepted draft tokens, by position", "position"
         )
         self.restarts = counter("restarts", "restarts of the ranks")
         labels = ("block_size", "num_gpu_blocks")
@@ -149,10 +149,10 @@ class ServerMetrics(Observer):
         metrics, now = self.metrics, time.monotonic()
         metrics.preemptions.inc(increase("preemptions"))
         metrics.drafts.inc(tried := increase("drafts"))
-        if (fallen := self._acceptance.add(tried, increase("drafts_kept_0"), now)) is not None:
+        if (fallen := self._acceptance.add(tried, increase("drafts_accepted_0"), now)) is not None:
             LOG.warning(fallen)
-        for key in (key for key in stats if key.startswith("drafts_kept_")):
-            metrics.accepted_drafts.labels(key.removeprefix("drafts_kept_")).inc(increase(key))
+        for key in (key for key in stats if key.startswith("drafts_accepted_")):
+            metrics.accepted_drafts.labels(key.removeprefix("drafts_accepted_")).inc(increase(key))
         if self.engine_client.engine_info is not None and (pages := int(stats.get("pages", 0))):
             metrics.describe_cache(self.engine_client.engine_info.kv_tokens // pages, pages)
         self.rate, self._new_tokens, self._counted = self._new_tokens / (now - self._counted), 0, now

@@ -94,7 +94,7 @@ def write_random(config: Any, directory: Path, in_mxfp4: bool = False) -> Path:
     model = class_of(config)._from_config(config)
     with torch.no_grad():
         for name, parameter in model.state_dict().items():
-            # transformers initialises them to 0 and 1, which would hide errors
+            # transformers initializes them to 0 and 1, which would hide errors
             if name.endswith(("bias", "norm.weight", "sinks", "conv1d.weight")):
                 parameter.add_(torch.randn_like(parameter) * 0.3)
             if in_mxfp4 and name.endswith(("gate_up_proj", "down_proj")):

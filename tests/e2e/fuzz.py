@@ -189,7 +189,7 @@ def main() -> int:
     families = [options.family] if options.family else list(MAKERS)
     cases: Cases = queue.SimpleQueue()
     for i in range(options.cases):
-        # Round robin over families: neighbouring seeds share compiled kernels.
+        # Round robin over families: neighboring seeds share compiled kernels.
         cases.put((families[i % len(families)], options.seed + i // len(families)))
     done: queue.SimpleQueue[Any] = queue.SimpleQueue()
     end = time.monotonic() + options.seconds

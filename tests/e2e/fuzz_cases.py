@@ -139,7 +139,7 @@ class Case:
         return {
             "drafter": " ".join(filter(None, (s["speculation.drafter"], s.get("speculation.policy")))),
             "attention": ("blocks, a part" if self.lossy else "blocks, all") if blocks else "dense",
-            "tier": s.get("kv.offload", "none"),
+            "offload": s.get("kv.offload", "none"),
             "hopb": s["hopb.chunks"],
             "kv": s["kv.dtype"],
             "weights": f"{self.stored}, {'kept' if self.kept else 'unpacked'}" if self.stored else "whole",

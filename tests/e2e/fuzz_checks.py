@@ -44,7 +44,7 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 0.02}
 # walk, to sqrt(2) of theirs. (The largest over all rows was 0.5 to 1.4 of theirs in 60 cases without experts.)
 SLACK = {"float32": 8.0, "bfloat16": 2.5}
 # For FP8 over several ranks, against one rank: another order of summation, 1e-6 of a value, rounds one of 1e5 values to
-# its neighbour in e4m3, 6% away; a key or value contributes less than 1e-2 to logits of size 1 to 20.
+# its neighbor in e4m3, 6% away; a key or value contributes less than 1e-2 to logits of size 1 to 20.
 ROUNDED = 5e-2
 STATES = 4  # times the tolerance: transformers computes states in fp32, so its fp64 run has errors, too
 TRIES = 6  # perturbed models that show whether a selection of blocks or experts is a near-tie

@@ -221,7 +221,7 @@ def plain(case: Case, directory: Path, rank: int) -> CheckedRun:
 
 @contextmanager
 def engine_of(plan: CheckedRun, case: Case, connect: Connect) -> Iterator[Engine]:
-    """Makes an engine as `launch` does; uninitialised memory is NaN.
+    """Makes an engine as `launch` does; uninitialized memory is NaN.
 
     Raises:
         SettingsRefused: there is too little memory.

@@ -167,7 +167,7 @@ def build_engine(
     host_snapshots: int = 0,
     run_steps: int = 8,
 ) -> Engine:
-    """Makes an engine for one rank of a checkpoint, with short runs; uninitialised memory is NaN."""
+    """Makes an engine for one rank of a checkpoint, with short runs; uninitialized memory is NaN."""
     device = comm.device
     if isinstance(drafter, LayerDrafts):
         model = _built(Checkpoint(path), layout, comm, dtype, unquantized, drafter.spec)
@@ -283,7 +283,7 @@ def loopback(
 def distributed_rank(
     rank: int, world_size: int, path: Path, layout: HelixLayout, block: int, wanted: list[Continuation], device: str
 ) -> Result:
-    """Runs one rank of an initialised process group; a worker pool's task.
+    """Runs one rank of an initialized process group; a worker pool's task.
 
     Steps with observed logits are eager; captured ones have to sample the same tokens.
     """

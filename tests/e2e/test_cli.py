@@ -307,7 +307,7 @@ def test_two_agents_give_the_same_tokens(tmp_path: Path) -> None:
     assert "layout=auto chose helix kvp=1 tpa=2" in " ".join(word for e in ended for word in e.output.split())
     assert [tuple(line["token_ids"]) for line in lines_of(out)] == [c.tokens for c in wanted]
     found = json.loads((tmp_path / "record.json").read_text())
-    assert found["speculation"]["acceptance_by_place"] == [1.0] * 4
+    assert found["speculation"]["acceptance_by_position"] == [1.0] * 4
     assert (found["layout"]["kvp"], found["layout"]["tpa"]) == (1, 2) and found["config"]["layout"]["mode"] == "auto"
     assert "6 KV heads" in found["layout_reason"]
 
@@ -352,7 +352,7 @@ def test_random_weights_and_timed_steps_need_no_checkpoint(tmp_path: Path) -> No
         assert found["decode_steps"] == 5 and found["decode_tokens"] == 5 * 3 * each
         assert found["tokens_per_step"] == each and len(found["weight_bytes_per_rank"]) == 2
         assert found["tokens_per_s_user"] == pytest.approx(each * 5 / found["decode_s"])
-    assert points[0]["speculation"]["acceptance_by_place"] == [1.0] * 3 and points[1]["speculation"] is None
+    assert points[0]["speculation"]["acceptance_by_position"] == [1.0] * 3 and points[1]["speculation"] is None
     layout = HelixLayout.create("helix", 2)
     end = 400 + (UNTIMED + 5) * (1 + 3)  # of a sequence whose drafts are all kept
     held = [sum(layout.local_length(end, k, 16, s % 2) for s in range(3)) for k in range(2)]

@@ -21,7 +21,7 @@ PROGRAM = f"from helix import LLM\nwith {LLM} as llm:\n    print(llm.generate({P
 TORCHRUN = ["python", "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "helix", "run"]
 FOLDERS = ("helix", "kernels", "comm", "launch", "benchmarks", "conf")
 IN_A_CHECKOUT = ("bench", "demo", "fidelity", "acceptance", "plot", "tables", "needles make output=x")
-IN_A_CHECKOUT += ("planner check", "planner bill", "papers")
+IN_A_CHECKOUT += ("planner check", "planner sparse", "papers")
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -79,7 +79,7 @@ def takes_the_next_heads_values(engine: Engine) -> None:
         mixer.local_w_uv = mixer.w_uv[-mixer.local_w_uv.shape[0] :]
 
 
-def rotates_neighbours_as_halves(engine: Engine) -> None:
+def rotates_neighbors_as_halves(engine: Engine) -> None:
     """The order in which the checkpoint has them, for the keys alone."""
     for mixer in mixers(engine):
         rows = mixer.down.weight[-8:]
@@ -268,7 +268,7 @@ MISTAKES: list[tuple[str, Mistake]] = [
     ("latents", shifts_lse),
     ("latents", forgets_temperature),
     ("latents", takes_the_next_heads_values),
-    ("latents", rotates_neighbours_as_halves),
+    ("latents", rotates_neighbors_as_halves),
     ("sinks", has_a_sink_on_every_rank),
     ("norms over all heads", norms_its_own_heads_alone),
     *((name, adds_experts_up_twice) for name in ROWS if name.startswith("experts of ")),

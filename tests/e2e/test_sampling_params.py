@@ -53,7 +53,7 @@ class EveryThirdToken:
 PARAMS = {
     "plain": SamplingParams(),
     "reported": SamplingParams(1.0, seed=1, logprobs=4),
-    "penalised": SamplingParams(frequency_penalty=2.0, presence_penalty=1.0, repetition_penalty=1.4),
+    "penalized": SamplingParams(frequency_penalty=2.0, presence_penalty=1.0, repetition_penalty=1.4),
     "biased": SamplingParams(0.7, top_k=20, seed=2, logit_bias={200: 100.0, 9: 20.0}, min_tokens=5, logprobs=0),
     "guided": SamplingParams(0.9, top_p=0.9, seed=3, stop_token_ids=[42], ignore_eos=True),
     "guided too": SamplingParams(presence_penalty=2.0, logprobs=20),

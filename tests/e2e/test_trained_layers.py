@@ -110,9 +110,13 @@ def test_a_few_steps_of_training(form: str, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(
         train_drafter, "source_windows", lambda tokenizer, windows, length: IDS[: 2 * length].view(2, length)
     )
-    values = {"to": tmp_path, "form": form, "steps": 3, "batch": 2, "length": 48, "places": 2}
+    values = {"to": tmp_path, "form": form, "steps": 3, "batch": 2, "length": 48, "drafts": 2}
     found = train_drafter.train(values)
-    assert found["steps"] == 3 and len(found["kept"]) == 2 and all(0 <= share <= 1 for share in found["kept"])
+    assert (
+        found["steps"] == 3
+        and len(found["acceptance_by_position"]) == 2
+        and all(0 <= share <= 1 for share in found["acceptance_by_position"])
+    )
     requests = [Request(i, tuple(IDS[50 * i : 50 * i + 20].tolist()), 16) for i in range(2)]
 
     def drawn(path: Path, drafts: LayerDrafts | None) -> Any:

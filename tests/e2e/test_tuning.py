@@ -124,8 +124,8 @@ def test_what_is_measured_is_what_the_engine_does(prompts: Path) -> None:
         row = found[way]
         assert sum(row["tokens_by_prompt"]) / 3 == pytest.approx(tokens, rel=0.25), "means over prompts and over steps"
         assert (len(row["tokens_by_prompt"]), row["sequence_steps"]) == (3, round(3 * (NEW - 1) / tokens))
-        by_place = [k / n if n else None for k, n in zip(accepted, tried, strict=True)][: way.gamma]
-        assert row["acceptance_by_place"] == by_place
+        by_position = [k / n if n else None for k, n in zip(accepted, tried, strict=True)][: way.gamma]
+        assert row["acceptance_by_position"] == by_position
     assert found[DraftSource("none")]["tokens_by_prompt"] == [1.0, 1.0, 1.0]
 
 

@@ -107,7 +107,7 @@ def make_heads(
     """Makes arguments of `kv_append`, with norms of each head, of all heads or none.
 
     In e4m3 values are from 1e-6 to 1e2, and zeros. Bytes are exact, except after norms, whose sums have
-    another order: then each is at most a neighbouring value or power of two.
+    another order: then each is at most a neighboring value or power of two.
     """
     gen, exact = torch.Generator().manual_seed(dim + N), kv != "auto"
     heads, written = q_heads + 2 * kv_heads, caches(kv_heads, dim, page_size, dtype, kv, blocks)
@@ -161,7 +161,7 @@ TOKENS = {"": Mode(), "several": Mode(settings={MANY: 0})}
 
 
 def interleaved(case: Call, name: str) -> None:
-    """Plants the classic fault: rotating neighbours instead of halves."""
+    """Plants the classic fault: rotating neighbors instead of halves."""
     x = case.given[name]
     case.given[name] = torch.cat((x[..., ::2], x[..., 1::2]), -1)
 
@@ -310,7 +310,7 @@ def make_latents(
         whole = stored(given["scales"].mT, slots, factors).mT
         latents = stored(cache.float(), slots, numbers.float())
         # On a GPU, division (except by powers of two) and roots have errors, which only show in fp32: at most a
-        # neighbouring e4m3 value, or power of two.
+        # neighboring e4m3 value, or power of two.
         exact = dtype != torch.float32 or latent & (latent - 1) == 0
         wanted["cache"] = latents, 0.0 if exact else 0.14 * latents.abs() + 1e-6
         wanted["scales"] = whole, 0.0 if exact else whole.abs() + 1e-6

@@ -209,7 +209,7 @@ def summand_left_out(case: Case) -> None:
 
 
 def scales_rolled(case: Case, name: str, dim: int) -> None:
-    """Takes the scales of a neighbouring group, or row."""
+    """Takes the scales of a neighboring group, or row."""
     right = getattr(case, name)
     setattr(case, name, replace(right, scales=right.scales.roll(1, dim).contiguous()))
 

@@ -52,7 +52,7 @@ def all_of_them() -> Iterator[Launch]:
     yield from appends()
     yield from indexers()
     yield from blocks()
-    yield from tiers()
+    yield from offload()
 
 
 def paged(
@@ -248,7 +248,7 @@ def blocks() -> Iterator[Launch]:
         yield launch(f"select-tokens-{planes}-{reach}-{ranks}", select_tokens, *given, 8, **how)
 
 
-def tiers() -> Iterator[Launch]:
+def offload() -> Iterator[Launch]:
     """Yields lookups in the resident cache, and fetches of blocks."""
     grid = {"kvp": 2, "kvp_rank": 1, "append_block": 128, "page_size": 128}
     cpu = torch.device("cpu")

@@ -89,7 +89,7 @@ def routed(tokens: int, E: int, H: int, F: int, k: int, clamped: bool, group: in
 
 def experts() -> Iterator[Launch]:
     """Yields routing and experts."""
-    how = dict(groups=8, top_groups=4, group_score=2, scoring="sigmoid", normalise=True, shared_count=1)
+    how = dict(groups=8, top_groups=4, group_score=2, scoring="sigmoid", normalize=True, shared_count=1)
     yield launch("route", route, fp32(4, 256), 8, bias=fp32(256), **how)
     # Ranks of Qwen3-30B-A3B and gpt-oss-20b; of DeepSeek-R1 in e4m3; of gpt-oss-120b in e2m1.
     for E, H, F, k, clamped, group in (

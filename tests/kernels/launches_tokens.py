@@ -34,7 +34,7 @@ def distribution(T: int, V: int) -> Distribution:
 
 
 def draws() -> Iterator[Launch]:
-    """Yields sampling with a large vocabulary shard, and with a single column, for which kernels are specialised."""
+    """Yields sampling with a large vocabulary shard, and with a single column, for which kernels are specialized."""
     slots = LogitsState(flags(B), fp32(B), fp32(B), fp32(B), i64(B), fp32(B, 20_000), i32(B, 20_000), i32(B, 5_000))
     for V, first in ((20_000, 40_000), (1, 1)):
         column = "-column" * (V == 1)

@@ -16,7 +16,7 @@ from kernels.peers.all_reduce_norm_rows import all_reduce_norm_rows
 from kernels.peers.exchange import PIECE_WORDS, exchange
 
 PIECES = 64
-Sum = tuple[Tensor, Tensor]  # normalised, and before the norm
+Sum = tuple[Tensor, Tensor]  # normalized, and before the norm
 
 
 class SimulatedRanks:

@@ -188,7 +188,7 @@ def test_a_broken_row_is_minus_one_and_alone(ops: object) -> None:
 
 
 @pytest.mark.usefixtures("few_slices", "device")
-def test_a_request_ignores_its_row_and_its_neighbours() -> None:
+def test_a_request_ignores_its_row_and_its_neighbors() -> None:
     p, q, draft, position, params, q_params = setting(40, 2)
     accepted, tokens = run((p, q, draft, position, params, q_params), True)
     order = torch.randperm(len(params), generator=torch.Generator().manual_seed(3))

@@ -35,7 +35,7 @@ def test_a_projection_appends_the_same_bytes(device: torch.device) -> None:
         stood = (cache.float() * scale.transpose(1, 2)[..., None] for cache, scale in zip((k, v), scales, strict=True))
         found.append((q, *stood))
     for mine, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0.14, atol=1e-3)  # at most a neighbouring number of e4m3
+        torch.testing.assert_close(mine, theirs, rtol=0.14, atol=1e-3)  # at most a neighboring number of e4m3
 
 
 def test_numbers_of_e4m3_are_the_nearest() -> None:

@@ -137,7 +137,7 @@ def check(op: Any, case: Case, device: torch.device, ranks: int = 3) -> None:
         if x is not None and name != "candidates":
             assert x.tolist() == getattr(after, name).tolist(), name
     base = mine.history._base
-    assert base is None or (base[:, mine.history.shape[1] :] == -9).all(), "history of a neighbour"
+    assert base is None or (base[:, mine.history.shape[1] :] == -9).all(), "history of a neighbor"
 
 
 # Sequences, drafts of each, columns of the history, ranks: 256 are 32 slices of eight, more than a program holds.

@@ -123,7 +123,7 @@ def layers_in_a_graph(case: Case, experts: int, k: int) -> None:
     def layers(between: Callable[[], None]) -> None:
         x = case.x
         for scores, y in zip(logits, ys, strict=True):
-            ids, weights = route(scores, k, normalise=True)
+            ids, weights = route(scores, k, normalize=True)
             x = result(replace(case, x=x, ids=ids, weights=weights))
             between()
             y.copy_(x)

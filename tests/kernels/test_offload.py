@@ -226,29 +226,29 @@ def test_kernels_read_what_was_written(queries: int, device: torch.device) -> No
     Offload(KERNELS, random.Random(queries), device, queries, ROWS * queries * 22).run(8)
 
 
-def without_write_back(tier: Offload) -> None:
-    tier.write = lambda *args, **kwargs: None
+def without_write_back(offload: Offload) -> None:
+    offload.write = lambda *args, **kwargs: None
 
 
-def with_stale_places(tier: Offload) -> None:
+def with_stale_places(offload: Offload) -> None:
     """A page that is written anew is still looked up where it was."""
-    write = tier.write
+    write = offload.write
 
     def keeping(places: Tensor, host: Tensor, place_of: Tensor, *args: Any, **kwargs: Any) -> None:
         write(places, host, place_of.clone(), *args, **kwargs)
 
-    tier.write = keeping
+    offload.write = keeping
 
 
-def with_late_write_back(tier: Offload) -> None:
+def with_late_write_back(offload: Offload) -> None:
     """A page is written when the next step's tokens are in the rings already, and before anything is fetched."""
-    write = tier.write
-    tier.write = lambda *args, **kwargs: tier.late.append(lambda: write(*args, **kwargs))
+    write = offload.write
+    offload.write = lambda *args, **kwargs: offload.late.append(lambda: write(*args, **kwargs))
 
 
-def with_a_ring_too_short(tier: Offload) -> None:
+def with_a_ring_too_short(offload: Offload) -> None:
     """Drafts run over into the page that holds what is certain."""
-    tier.ring = 1
+    offload.ring = 1
 
 
 MISTAKES = [without_write_back, with_stale_places, with_late_write_back, with_a_ring_too_short]
@@ -256,10 +256,10 @@ MISTAKES = [without_write_back, with_stale_places, with_late_write_back, with_a_
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_caught(mistake: Callable[[Offload], None]) -> None:
-    tier = Offload(REFERENCES, random.Random(2), torch.device("cpu"), 4, ROWS * 4 * 22)
-    mistake(tier)
+    offload = Offload(REFERENCES, random.Random(2), torch.device("cpu"), 4, ROWS * 4 * 22)
+    mistake(offload)
     with pytest.raises(AssertionError, match="query"):
-        tier.run(60)
+        offload.run(60)
 
 
 @settings(max_examples=6, deadline=None)

@@ -20,15 +20,15 @@ from kernels.moe.router import route
 DEEPSEEK = dict(topk_method="group_limited_greedy", routed_scaling_factor=2.5)
 # Router, config and what `route` has to be told.
 ROUTERS = {
-    "qwen3": (Qwen3MoeTopKRouter, Qwen3MoeConfig(norm_topk_prob=True), dict(normalise=True)),
+    "qwen3": (Qwen3MoeTopKRouter, Qwen3MoeConfig(norm_topk_prob=True), dict(normalize=True)),
     "qwen3-plain": (Qwen3MoeTopKRouter, Qwen3MoeConfig(norm_topk_prob=False), {}),
-    "mixtral": (MixtralTopKRouter, MixtralConfig(), dict(normalise=True)),
+    "mixtral": (MixtralTopKRouter, MixtralConfig(), dict(normalize=True)),
     "gpt-oss": (GptOssTopKRouter, GptOssConfig(), dict(scoring="top_softmax")),
     "deepseek-v2": (DeepseekV2TopkRouter, DeepseekV2Config(**DEEPSEEK), dict(scale=2.5)),
     "deepseek-v3": (
         DeepseekV3TopkRouter,
         DeepseekV3Config(routed_scaling_factor=2.5, norm_topk_prob=True),
-        dict(scoring="sigmoid", group_score=2, normalise=True, scale=2.5),
+        dict(scoring="sigmoid", group_score=2, normalize=True, scale=2.5),
     ),
 }
 # Experts, groups and the groups and experts of a token.
@@ -118,11 +118,11 @@ def test_ties_zeros_of_either_sign_and_infinities(
 @pytest.mark.parametrize(
     "shared_count, options",
     [
-        (3, dict(normalise=True, scale=2.5)),
+        (3, dict(normalize=True, scale=2.5)),
         (1, dict(scoring="top_softmax")),
         (1, dict(scoring="sigmoid", groups=4, top_groups=2, group_score=2, biased=True)),
     ],
-    ids=["normalised", "top-softmax", "grouped"],
+    ids=["normalized", "top-softmax", "grouped"],
 )
 def test_experts_that_every_token_goes_to(shared_count: int, options: dict[str, Any], device: torch.device) -> None:
     """They take the lowest ids, and have a weight that neither scale nor sum touches."""
@@ -140,7 +140,7 @@ def test_experts_that_every_token_goes_to(shared_count: int, options: dict[str, 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # of the interpreter
 def test_of_no_use_to_anyone(device: torch.device) -> None:
     """All sigmoids underflow: weights of zero, not NaN; and no tokens at all."""
-    _, weights = route(torch.full((1, 4), -200.0, device=device), 2, scoring="sigmoid", normalise=True)
+    _, weights = route(torch.full((1, 4), -200.0, device=device), 2, scoring="sigmoid", normalize=True)
     assert weights.tolist() == [[0.0, 0.0]]
     ids, weights = route(torch.ones(0, 4, device=device), 2)
     assert ids.shape == weights.shape == (0, 2)

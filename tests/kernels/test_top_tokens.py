@@ -81,7 +81,7 @@ def test_any_levels_over_up_to_four_ranks(levels: list[float], cuts: list[int], 
 
 @OPS
 def test_a_broken_row_is_alone(ops: Any, device: torch.device) -> None:
-    """It has no token (-1); what it says means nothing, and its neighbours do not notice."""
+    """It has no token (-1); what it says means nothing, and its neighbors do not notice."""
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
     logits[1, 3], logits[2] = torch.nan, -torch.inf
     tokens = torch.tensor([4, -1, -1, 49])

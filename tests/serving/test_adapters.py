@@ -49,7 +49,7 @@ def events(text: str) -> list[dict[str, Any]]:
 
 
 def joined(found: list[dict[str, Any]], path: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Events with neighbours of one kind as one: how a text is cut depends on the tokens."""
+    """Events with neighbors of one kind as one: how a text is cut depends on the tokens."""
     received: list[dict[str, Any]] = []
     for event in found:
         if received and event["type"].endswith("delta") and received[-1]["type"] == event["type"] and path[0] in event:

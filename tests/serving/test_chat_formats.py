@@ -95,7 +95,7 @@ def test_the_template_tells_the_dialect(row: dict[str, str]) -> None:
     assert (found and found.name) == row["dialect"]
 
 
-DEFS = {"colour": {"type": "string", "enum": ["red", "1"]}, "point": {"type": "object"}}
+DEFS = {"color": {"type": "string", "enum": ["red", "1"]}, "point": {"type": "object"}}
 
 
 @pytest.mark.parametrize("row", KNOWN["typed"])

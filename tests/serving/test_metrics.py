@@ -32,7 +32,7 @@ MODEL = ("model_name", "demo-model")
 
 
 async def cached(job: FakeJob, submit: Request) -> None:
-    drafts = {"drafts": 10, "drafts_kept_0": 7, "drafts_kept_1": 3}
+    drafts = {"drafts": 10, "drafts_accepted_0": 7, "drafts_accepted_1": 3}
     job.send(Stats({"pages": 64, "pages_used": 16, "pages_free": 48} | drafts))
     job.send(RequestUpdate(submit.id, 3, 2, 0))
     await job.emit(submit, [100], cached_tokens=2)
@@ -135,7 +135,7 @@ async def test_every_documented_metric_moves(serve: Serve) -> None:
     assert (await look())["num_requests_waiting"] == 1
     api_server.job.send(RequestUpdate(1, 3, 2, 0))
     gauges = {"pages": 9, "pages_used": 2, "pages_cached": 3, "pages_free": 4, "preemptions": 5}
-    api_server.job.send(Stats(gauges | {"drafts": 3, "drafts_kept_0": 2}))
+    api_server.job.send(Stats(gauges | {"drafts": 3, "drafts_accepted_0": 2}))
     await until(lambda: api_server.engine_client.stats)
     assert (await look())["num_requests_running"] == 1
     (submit,) = api_server.job.submits
@@ -211,6 +211,6 @@ def test_a_server_tells_it(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCa
     engine_client = Api(ServeConfig(), ApiKeys(None)).engine_client
     for drafts, accepted in [(1000, 900), (2000, 1800), (1000, 850), (2000, 1400)]:
         engine_client._handle_message(
-            Stats({"drafts": drafts, "drafts_kept_0": accepted, "drafts_kept_1": accepted // 2})
+            Stats({"drafts": drafts, "drafts_accepted_0": accepted, "drafts_accepted_1": accepted // 2})
         )
     assert [line[:49] for line in caplog.messages] == ["drafts: 55% of first drafts are accepted, 90% wer"]

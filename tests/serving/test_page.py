@@ -344,7 +344,7 @@ async def test_a_long_answer_scrolls_along_until_its_reader_scrolls(chat: bool, 
     "chat, width, dark", [(False, 360, False), (False, 1000, True), (True, 360, True), (True, 1000, False)]
 )
 async def test_it_can_be_read_and_reached(chat: bool, width: int, dark: bool, browse: Browse) -> None:
-    """On a phone too, by those who do not see it, and where colours are inverted."""
+    """On a phone too, by those who do not see it, and where colors are inverted."""
     look = {"viewport": {"width": width, "height": 700}, "color_scheme": "dark" if dark else "light"}
     tab, page = await browse(look | {"is_mobile": width < 600, "has_touch": width < 600}, chat)
     await tab.send("word " * 40 + "x" * 300, keys="Enter" if chat else "Control+Enter")

@@ -146,13 +146,13 @@ def test_any_walk_of_plain_json_is_calls(base: str | None, function: str | None)
     assert 1 in numbers and (function is not None or len(numbers) > 1)
 
 
-COLOURS = {"$defs": {"colour": {"type": "string", "enum": ["red", "1"]}}}
+COLORS = {"$defs": {"color": {"type": "string", "enum": ["red", "1"]}}}
 
 
 @pytest.mark.parametrize("name", WITH_CALLS)
 @pytest.mark.parametrize("row", KNOWN["schemas"])
 def test_arguments_are_what_their_schema_says(name: str, row: dict[str, Any]) -> None:
-    tools = [tool("f", {"properties": {"x": row["schema"]}, "required": ["x"]} | CLOSED | COLOURS)]
+    tools = [tool("f", {"properties": {"x": row["schema"]}, "required": ["x"]} | CLOSED | COLORS)]
     found = set[str]()
     for answer in walks(name, grammar_of(name, tools, many=False)):
         _, ((_, arguments),) = read(Parser(BY_NAME[name].template, "", validated(tools)), answer)

@@ -87,7 +87,7 @@ def test_counts(held: list[list[int]]) -> None:
             if place >= n:
                 break
             accepted[place] += 1
-    assert (found["tried"], found["kept"]) == (tried, accepted)
+    assert (found["tried"], found["accepted"]) == (tried, accepted)
     assert sum(accepted) == sum(map(sum, held)) and found["iterations"] == tried[0] == found["drafts"] // 5
     assert found["tokens"] == pytest.approx(sum(1 + sum(x) / len(x) for x in held) / len(held))
 
@@ -109,14 +109,14 @@ def test_ways_are_those_that_differ() -> None:
 def test_refused_drafts_are_counted_by_how_probable_they_were() -> None:
     """Greedy: none is the likeliest token, so none has more than half of the weight."""
     window = rows(policies=["window"], gamma=[3], sparsity=[0.05])["window", "code"]
-    assert 0 < window["refused"] == sum(window["refused_tenths"]) == window["iterations"] - window["kept"][-1]
-    assert sum(window["refused_tenths"][5:]) == 0 and window["as_plain"] == 2 and window["tokens"] < 4
+    assert 0 < window["rejected"] == sum(window["rejected_tenths"]) == window["iterations"] - window["accepted"][-1]
+    assert sum(window["rejected_tenths"][5:]) == 0 and window["as_plain"] == 2 and window["tokens"] < 4
 
 
 def test_what_reads_everything_keeps_everything() -> None:
     """On two ranks too, and with the target's own noise."""
     found = rows(policies=["full", "any"], sparsity=[1.0], kvp=[2], temperature=[0.6])
-    assert all(row["kept"] == row["tried"] and row["tokens"] == 4 for row in found.values())
+    assert all(row["accepted"] == row["tried"] and row["tokens"] == 4 for row in found.values())
     assert all(row["as_plain"] == row["prompts"] == 2 for row in found.values()) and len(found) == 2
 
 

@@ -47,7 +47,7 @@ def test_its_help_and_config_are_its_own() -> None:
 
     assert "bench=KIND" in shown("--help")
     info = shown("--info", "layout=tp")
-    assert "  bench: comm, decode, hopb, hosts" in info and "mode: tp\n" in info and "\n  bench.points (" in info
+    assert "  bench: comm, decode, hopb, multi-node" in info and "mode: tp\n" in info and "\n  bench.points (" in info
     job = shown("--cfg", "job", "bench=decode")
     assert "  kind: decode\n" in job and "hydra" not in job
 

@@ -64,10 +64,10 @@ def test_constants_of_planted_rows() -> None:
     rows = [
         {"bytes": size, "seconds": 3e-6 + size / 5e10, "resolve_seconds": 4e-6, "gpus": 2} for size in (2e6, 8e6, 3e7)
     ]
-    tiered = constants.link(found, rows)
-    assert tiered.link_bytes_per_s is not None and tiered.link_bytes_per_s.value == pytest.approx(5e10, rel=1e-4)
-    assert tiered.fetch_s is not None and tiered.fetch_s.value == pytest.approx(7e-6, rel=1e-4)
-    assert tiered.fetch_s.level == MEASURED and "on 2 GPUs at once" in tiered.fetch_s.source
+    offloaded = constants.link(found, rows)
+    assert offloaded.link_bytes_per_s is not None and offloaded.link_bytes_per_s.value == pytest.approx(5e10, rel=1e-4)
+    assert offloaded.fetch_s is not None and offloaded.fetch_s.value == pytest.approx(7e-6, rel=1e-4)
+    assert offloaded.fetch_s.level == MEASURED and "on 2 GPUs at once" in offloaded.fetch_s.source
 
     times = {1: 2e-6, 8: 7e-6}
     rows = [

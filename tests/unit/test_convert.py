@@ -99,7 +99,7 @@ def vocabulary() -> dict[str, Any]:
     return {"tokens": texts, "types": types, "merges": merges}
 
 
-def write(path: Path, kind: str, pre: str = "smollm", change: Change | None = None, quantised: Any = None) -> Path:
+def write(path: Path, kind: str, pre: str = "smollm", change: Change | None = None, quantized: Any = None) -> Path:
     """A file as llama.cpp's converter writes it: for Llama with the halves of rotated pairs side by side."""
     model = model_of(kind)
     config, architecture = model.config, kind.split()[0]
@@ -128,8 +128,8 @@ def write(path: Path, kind: str, pre: str = "smollm", change: Change | None = No
     writer.add_pad_token_id(0)
     writer.add_chat_template("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}")
     for name, values in tensors_of(model, architecture).items():
-        if quantised is not None and values.ndim > 1:
-            writer.add_tensor(name, gguf.quantize(values, quantised), raw_dtype=quantised)
+        if quantized is not None and values.ndim > 1:
+            writer.add_tensor(name, gguf.quantize(values, quantized), raw_dtype=quantized)
         else:
             writer.add_tensor(name, values)
     if change is not None:
@@ -201,7 +201,7 @@ def test_the_model_is_the_one_that_was_written(kind: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("kind", ["Q4_1", "F16", "BF16"])
 def test_stored_numbers_are_those_that_transformers_reads(kind: str, tmp_path: Path) -> None:
-    write(tmp_path / "x.gguf", "llama", quantised=GGMLQuantizationType[kind])
+    write(tmp_path / "x.gguf", "llama", quantized=GGMLQuantizationType[kind])
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="x.gguf", dtype=torch.float32).state_dict()
     ours = load_file(converted(tmp_path, "dtype=float32") / "model.safetensors")
     assert ours.keys() == theirs.keys() - {"lm_head.weight"}
@@ -211,9 +211,9 @@ def test_stored_numbers_are_those_that_transformers_reads(kind: str, tmp_path: P
     assert config["dtype"] == {"F16": "float16"}.get(kind, "bfloat16")
 
 
-def test_quantised_experts_are_the_nearest_numbers(tmp_path: Path) -> None:
+def test_quantized_experts_are_the_nearest_numbers(tmp_path: Path) -> None:
     """transformers reads no such file: it takes the experts' width for that of one checkpoint."""
-    write(tmp_path / "x.gguf", "qwen3moe", quantised=GGMLQuantizationType.Q8_0)
+    write(tmp_path / "x.gguf", "qwen3moe", quantized=GGMLQuantizationType.Q8_0)
     read = AutoModelForCausalLM.from_pretrained(converted(tmp_path, "dtype=float32")).state_dict()
     for name, values in model_of("qwen3moe").state_dict().items():
         step = values.abs().max() / 127  # of the blocks with the largest numbers; their scale is a float16
@@ -523,12 +523,12 @@ def test_numbers_that_cannot_be_stored(
     assert "output_norm.weight" in error and words in error
 
 
-@pytest.mark.parametrize("quantised", [None, GGMLQuantizationType.Q8_0])
+@pytest.mark.parametrize("quantized", [None, GGMLQuantizationType.Q8_0])
 def test_the_other_byte_order_is_refused(
-    quantised: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    quantized: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(globals(), "GGUFWriter", partial(GGUFWriter, endianess=gguf.GGUFEndian.BIG))
-    file = write(tmp_path / "x.gguf", "llama", quantised=quantised)
+    file = write(tmp_path / "x.gguf", "llama", quantized=quantized)
     error = refused(capsys, str(file), str(tmp_path / "out"))
     assert f"is in big-endian byte order: convert it first with `gguf-convert-endian {file} little`" in error
 

@@ -21,7 +21,7 @@ from kernels.moe.router import route
 HIDDEN, TOKENS = 24, 13
 # Counts and widths that few ranks divide; more ranks than experts; many experts without tokens.
 SPECS = {
-    "plain": MoESpec(experts=11, top_k=3, width=52, normalise=True),
+    "plain": MoESpec(experts=11, top_k=3, width=52, normalize=True),
     "few": MoESpec(experts=5, top_k=2, width=3, shared_width=5),  # the shared one also on ranks without experts
     "many": MoESpec(experts=64, top_k=1, width=10),
     "biased": MoESpec(
@@ -29,7 +29,7 @@ SPECS = {
         router="router", storage="stacked",
     ),
     "shared": MoESpec(
-        experts=12, top_k=3, width=10, shared_width=29, scoring="sigmoid", normalise=True, scale=2.5,
+        experts=12, top_k=3, width=10, shared_width=29, scoring="sigmoid", normalize=True, scale=2.5,
         groups=4, top_groups=2, group_score=2, score_correction_bias="gate.e_score_correction_bias",
     ),
     "shared-as-wide": MoESpec(experts=7, top_k=2, width=11, shared_width=22, scale=0.3),  # as two of the routed ones
@@ -66,7 +66,7 @@ def expected(spec: MoESpec, x: Tensor, experts: range) -> Tensor:
     if spec.router_bias:
         logits += tensor(f"mlp.{spec.router}.bias", (E,))
     bias = tensor("mlp.gate.e_score_correction_bias", (E,)).float() if spec.score_correction_bias else None
-    options: dict[str, Any] = dict(scoring=spec.scoring, bias=bias, normalise=spec.normalise, scale=spec.scale)
+    options: dict[str, Any] = dict(scoring=spec.scoring, bias=bias, normalize=spec.normalize, scale=spec.scale)
     ids, scores = route(
         logits, spec.top_k, groups=spec.groups, top_groups=spec.top_groups, group_score=spec.group_score, **options
     )
@@ -172,7 +172,7 @@ def test_the_ranks_hold_every_expert_once_and_know_of_all(name: str, tpf: int, e
 def test_a_router_that_is_not_rounded_chooses_as_transformers_does_in_bf16(exact: bool) -> None:
     """DeepSeek's logits are fp32 products of bf16 numbers; rounded to bf16 (planted), some tokens go elsewhere."""
     spec = MoESpec(
-        experts=64, top_k=6, width=2, scoring="sigmoid", normalise=True, scale=2.5, groups=8, top_groups=4,
+        experts=64, top_k=6, width=2, scoring="sigmoid", normalize=True, scale=2.5, groups=8, top_groups=4,
         group_score=2, score_correction_bias="gate.e_score_correction_bias", exact_router=exact,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(5)

@@ -154,10 +154,12 @@ def test_hits_and_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fidelity_tasks, "RESIDENT_SHARES", (0.8,))
     known(monkeypatch, FEW)
     few = rows(task="hits", steps=8)["few"]
-    first, *others = few["named_by_layer"]
-    assert first == 0 < few["named"] < 1 and all(0 < share < 1 for share in others)
-    assert few["hits_by_layer"][0] == few["hits_ahead_by_layer"][0] and few["hits"] < few["hits_ahead"] < 1
-    assert few["fetched_ahead"] > 1 == few["fetched_ahead_by_layer"][0]
+    first, *others = few["predicted_by_layer"]
+    assert first == 0 < few["predicted"] < 1 and all(0 < share < 1 for share in others)
+    assert (
+        few["hits_by_layer"][0] == few["hits_with_prefetch_by_layer"][0] and few["hits"] < few["hits_with_prefetch"] < 1
+    )
+    assert few["fetched_with_prefetch"] > 1 == few["fetched_with_prefetch_by_layer"][0]
 
 
 class Wrong(DenseAttention):

@@ -7,7 +7,7 @@ from tests import gpus
 from tests.gpus import Memory, processes, rotated
 
 
-def test_neighbours_begin_with_different_gpus() -> None:
+def test_neighbors_begin_with_different_gpus() -> None:
     assert [rotated(["0", "1", "5"], f"gw{i}") for i in range(4)] == [
         ["0", "1", "5"], ["1", "5", "0"], ["5", "0", "1"], ["0", "1", "5"],
     ]  # fmt: skip

@@ -27,11 +27,16 @@ REPLACED = {
     "LogitsProcessor": "Shaper",
     "aux_hidden_states, nextn": "brought",
     "OffloadedCache, resident_blocks": "TieredCache TieredAttention hot_blocks",
+    "offload": "tier tiers tiered tier_steps hot_places",
     "RankInfo, KVPlacement": "Place Placement",
     "lookahead_tokens, SchedulePolicy, Limits": "lease Goal Bounds",
     "weight_offset": "gain_offset",
     "token_ids": "output_ids",
-    "offline throughput, sampling_params": "crowd wishes",
+    "offline throughput, sampling_params": "crowd crowds wishes",
+    "selected": "hopb_chosen chosen_us",
+    "accepted, rejected": "mean_kept kept_share kept_range refused_tenths",
+    "acceptance_by_position": "acceptance_by_place recall_by_place mass_by_place by_place",
+    "normalized, quantized, initialized": "normalise normalised user_normalised quantised unquantised initialised",
 }
 ROOMS = ("benchmarks", "comm", "examples", "helix", "kernels", "launch", "tests")
 

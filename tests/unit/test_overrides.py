@@ -121,7 +121,7 @@ def test_overrides_are_merged(config: dict[str, Any], overrides: dict[str, Any],
     assert not config or ignored_overrides(config, overrides, "c") == []
 
 
-def test_quantisation_is_merged_and_lists_replace() -> None:
+def test_quantization_is_merged_and_lists_replace() -> None:
     resolved = overridden(FP8, {"quantization_config": {"weight_block_size": [16, 16]}})
     assert resolved["quantization_config"] == {"quant_method": "fp8", "weight_block_size": [16, 16]}
     assert "quantization_config" not in overridden(FP8, {"quantization_config": None})

@@ -97,9 +97,9 @@ def test_a_gate_passes_from_what_it_asks_on(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_rows_of_fp8_are_not_those_of_bf16() -> None:
     """A key without `kv` is refused on what is recorded, and the item has a range for each."""
-    key = "batch", "length", "topk", "repeat", "ahead"
-    with pytest.raises(ValueError, match=r"tier-steps.jsonl: lines of .* have kv=auto and kv=fp8"):
-        results("tier-steps", *key, kind="tier-steps", tier="host", commit="0e072b03182d")
+    key = "batch", "length", "topk", "repeat", "prefetch"
+    with pytest.raises(ValueError, match=r"offload-steps.jsonl: lines of .* have kv=auto and kv=fp8"):
+        results("offload-steps", *key, kind="offload-steps", offload="host", commit="0e072b03182d")
     (item,) = [item for item in PAPERS["gather"].items() if "24 GB card" in item.what]
     assert re.fullmatch(r"\d+ to \d+ tokens/s in bf16, \d+ to \d+ in FP8, 1 x 1M", item.ours), item
 
@@ -125,13 +125,13 @@ def times_in(text: str) -> list[str]:
     return re.findall(r"\d+\.\d\d ms", text)
 
 
-def test_the_readme_has_the_whole_range_of_crowds() -> None:
+def test_the_readme_has_the_whole_range_of_offline_loads() -> None:
     """It covers every row of the tables with the default goal, single prompts too."""
     said = re.search(r"\| scheduling \|.*", (ROOT / "README.md").read_text("utf-8"))
     assert said is not None
     ranges = re.findall(r"(\d\.\d\d) to (\d\.\d\d)", said[0])
     recorded = []
-    for name in ("crowds", "crowds.1gpu", "crowds.8gpu"):
+    for name in ("throughput", "throughput.1gpu", "throughput.8gpu"):
         head, _, *rows = ([cell.strip() for cell in line.split("|")] for line in TABLES[name]() if line.startswith("|"))
         over = [row[head.index("over vLLM's, balance")] for row in rows]
         recorded.append((min(over), max(over)))

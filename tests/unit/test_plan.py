@@ -56,11 +56,11 @@ def test_states_are_counted() -> None:
     for options in (sparse, replace(sparse, offload=Offload(0.9))):  # of the layers with attention alone
         few = predict(spec, H200, one, 1 + M // 8, options)
         assert next(phase for phase in few.phases if phase.name == "states").bytes[0] == 2 * state_bytes
-    tiered, without = (
+    offloaded, without = (
         predict(replace(spec, layers=layers), H200, one, 1 + M // 8, options).memory.kv_bytes[0]
         for layers in (spec.layers, tuple(layer for layer in spec.layers if layer.mixer.is_attention))
     )
-    assert tiered - without == pytest.approx(state_bytes)
+    assert offloaded - without == pytest.approx(state_bytes)
     with pytest.raises(ValueError, match="recurrent states"):
         predict(spec, H200, Points.of("dp", 2, dp=2), 1, BF16)
 
@@ -253,10 +253,10 @@ def test_where_dense_attention_is_faster() -> None:
 
 
 def test_records_that_are_not_there_are_named() -> None:
-    for command in ("check", "bill"):
+    for command in ("check", "sparse"):
         with pytest.raises(SystemExit, match=r"error: .*nowhere\.jsonl cannot be read"):
             planner.main([command, "nowhere.jsonl"])
-    with pytest.raises(SystemExit, match="chek is unknown; known: check, bill"):
+    with pytest.raises(SystemExit, match="chek is unknown; known: check, sparse"):
         planner.main(["chek"])
 
 

@@ -34,7 +34,7 @@ def test_regret_is_measured_time_lost() -> None:
     ]
     best = min(cells, key=lambda cell: compare(cell, H200)["predicted_us"])
     (row,) = regrets(cells, SHIPPED)
-    assert row["chosen"] == best.layout and row["best"] == "tp kvp=1 tpa=4"
+    assert row["selected"] == best.layout and row["best"] == "tp kvp=1 tpa=4"
     assert row["regret"] == pytest.approx(best.ttl_us / 100 - 1)
     report = summary([row, row | {"measured_us": {"tp kvp=1 tpa=4": 106.0, "helix kvp=2 tpa=2": 104.0}}])
     assert "always helix kvp=2 tpa=2: 1 of 2 within 5% of the best measured, the worst 10.0% off" in report

@@ -132,14 +132,14 @@ def test_keys_of_a_run_mean_what_they_mean_there() -> None:
     assert not any("speculation" in word for word in answered("demo gpus=1 context=1K speculation=ngram acceptance=0")[
         1
     ].runtime_overrides(answered("demo gpus=1 context=1K")[0].choices[0]))  # fmt: skip
-    tiered, _ = answered(
+    offloaded, _ = answered(
         "qwen2.5-7b gpus=1 context=1M attention=block_sparse kv.offload=host hits=.8 kv.offload_host_bytes=9e10"
     )
-    choice = tiered.choices[0]
-    at = replace(tiered.query.options, append_block=choice.append_block)
+    choice = offloaded.choices[0]
+    at = replace(offloaded.query.options, append_block=choice.append_block)
 
     def largest(length: int) -> int:
-        return int(memory_of(tiered.query.spec, H200, Points.of("tp"), length, at).largest_batch[0])
+        return int(memory_of(offloaded.query.spec, H200, Points.of("tp"), length, at).largest_batch[0])
 
     assert choice.largest_batch == 1 and choice.host_bytes == pytest.approx(60.1e9, rel=0.01)
     assert (

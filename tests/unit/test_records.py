@@ -109,8 +109,8 @@ WHOLE = [
 IN_BF16 = {**WHOLE[0], "weights": None, "layers": 44, "ttl_p50_us": 1.0}  # of the same workload, and none of them
 LATENTS = {"model": "deepseek-v2-lite", "batch": 1, "length": M}
 HELIX, TP = "helix kvp=8 tpa=1 -> tpf=8 ep=1", "tp kvp=1 tpa=8 -> tpf=8 ep=1"
-CROWD = {"gpus": 1, "requests": 8, "length": 1 << 15, "new": 128}
-BALANCE = CROWD | {"engine": "helix", "goal": "balance"}
+OFFLINE_LOAD = {"gpus": 1, "requests": 8, "length": 1 << 15, "new": 128}
+BALANCE = OFFLINE_LOAD | {"engine": "helix", "goal": "balance"}
 SPECULATED = {
     "kind": "synthetic", "model": "a-7b", "layout": "helix kvp=2 tpa=2 -> tpf=4 ep=1", "batch": 2, "length": 64,
     "speculation": None,
@@ -134,7 +134,7 @@ def hopb(model: str, link: str | None, chunks: int, on_us: float, auto_us: float
 
 def kept(task: str, counts: list[int], **options: Any) -> Row:
     row = {"model": "demo-model", "length": 8192, "task": task, "policy": "any", "gamma": len(counts), "iterations": 10}
-    return row | {"kept": counts, "sparsity": 0.07, "reach": 8, "temperature": 0.0} | options
+    return row | {"accepted": counts, "sparsity": 0.07, "reach": 8, "temperature": 0.0} | options
 
 
 def drafter_job(commit: str, drafter: str, plain_us: float, us: float) -> list[Row]:
@@ -149,10 +149,10 @@ LAYER |= {"length": 1 << 17, "gamma": 3, "ttl_p50_us": 1250.0, "step_over_plain"
 SLOW = "host memory"
 PLANTED: dict[str, tuple[Records, list[str]]] = {
     # Rows of another model, and newer, change nothing of a model's.
-    "crowds.1gpu": (
+    "throughput.1gpu": (
         {
-            "crowds": [
-                CROWD | {"engine": "vllm 0.25.1", "goal": None, "model": "a", "seconds": 4.0},
+            "throughput": [
+                OFFLINE_LOAD | {"engine": "vllm 0.25.1", "goal": None, "model": "a", "seconds": 4.0},
                 BALANCE | {"model": "a", "seconds": 5.0},
                 BALANCE | {"model": "b", "seconds": 9.0},
             ]
@@ -271,12 +271,12 @@ def test_rows_stand_beside_those_that_they_compare_with(name: str, plant: Plant)
 
 def test_a_table_says_of_which_commits_its_rows_are(plant: Plant) -> None:
     points = [{"kind": "fetch", "pieces": n, "us": 1.0, "gbs": 2.0, "commit": commit} for n, commit in enumerate("aab")]
-    plant({"tier-steps": points})
-    assert TABLES["tier-fetch"]()[-2:] == ["", "Rows of 2 commits: a, b."]
-    plant({"tier-steps": points[:2]})
-    assert TABLES["tier-fetch"]()[-1].startswith("| 1 |")
-    plant({"tier-steps": []})
-    assert TABLES["tier-fetch"]() == [], "without a record there is no table"
+    plant({"offload-steps": points})
+    assert TABLES["offload-fetch"]()[-2:] == ["", "Rows of 2 commits: a, b."]
+    plant({"offload-steps": points[:2]})
+    assert TABLES["offload-fetch"]()[-1].startswith("| 1 |")
+    plant({"offload-steps": []})
+    assert TABLES["offload-fetch"]() == [], "without a record there is no table"
 
 
 def test_the_largest_batch_is_a_measured_one_within_the_budget() -> None:
@@ -284,7 +284,7 @@ def test_the_largest_batch_is_a_measured_one_within_the_budget() -> None:
     assert [largest_batch(of, budget) for budget in (4.9, 5.0, 8.0, 100.0)] == [None, 1, 1, 8]
 
 
-# ---- gains by acceptance, and fronts
+# ---- gains by acceptance, and Pareto fronts
 
 
 def test_tokens_of_an_iteration_are_measured_ones(plant: Plant) -> None:
@@ -330,12 +330,12 @@ def front_rows() -> list[Row]:
 
 
 def test_measured_points_stand_beside_the_simulated_ones(plant: Plant) -> None:
-    plant({"fronts": [row if "failed" not in row else {**row, "ttl_p50_us": None} for row in front_rows()]})
-    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in TABLES["fronts"]()]
+    plant({"pareto": [row if "failed" not in row else {**row, "ttl_p50_us": None} for row in front_rows()]})
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in TABLES["pareto"]()]
     assert len(table) == 2 + 7 and table[-1][4] == "does not fit"
     first = pareto.predicted_us(front_rows()[0])
     assert table[2][5] == f"{first / 1e3:.2f} ms" and table[2][6] == f"{first / 8e3 - 1:+.0%}"
-    budgets = [[cell.strip() for cell in line.split("|")[1:-1]] for line in TABLES["fronts-budgets"]()]
+    budgets = [[cell.strip() for cell in line.split("|")[1:-1]] for line in TABLES["pareto-budgets"]()]
     helix_row = next(line for line in budgets if line[1:4] == ["128K", "1 H100", "helix"])
     assert [cell.split()[0] for cell in helix_row[4:]] == ["1", "8", "8"]
 
@@ -428,7 +428,7 @@ NEEDLES = [
     )
 ]  # fmt: skip
 RECALL = [
-    {"length": 8 * K, "page": 128, "score": score, "budgets": [512, 4096], "recall": [0.5, 0.75], "kept": [0.9, 1.0]}
+    {"length": 8 * K, "page": 128, "score": score, "budgets": [512, 4096], "recall": [0.5, 0.75], "mass": [0.9, 1.0]}
     for score in ("bounds", "best", "pairs")
 ]
 BASELINES = [

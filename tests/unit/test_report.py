@@ -102,10 +102,10 @@ def test_what_became_of_drafts() -> None:
     assert found["decode_tokens"] == 8 and found["tokens_per_step"] == pytest.approx(8 / 5)
     assert found["speculation"] == {
         "mean_drafts": pytest.approx(4 / 3),
-        "mean_kept": pytest.approx(3 / 5),
+        "mean_accepted": pytest.approx(3 / 5),
         "steps_by_drafts": {0: 1, 2: 2},
-        "sequence_steps_by_kept": {0: 3, 1: 1, 2: 1},
-        "acceptance_by_place": [pytest.approx(2 / 3), 1.0],
+        "sequence_steps_by_accepted": {0: 3, 1: 1, 2: 1},
+        "acceptance_by_position": [pytest.approx(2 / 3), 1.0],
     }
 
 

@@ -124,17 +124,17 @@ def oracle(logits: Tensor, params: SamplingParams, position: int) -> int:
 
 
 def kept_by_sample(logits: Tensor, params: SamplingParams, monkeypatch: pytest.MonkeyPatch, world: int = 1) -> Tensor:
-    """Which tokens [V] `sample` can draw: row i's noise favours token i by 40, so that i wins wherever it is kept."""
+    """Which tokens [V] `sample` can draw: row i's noise favors token i by 40, so that i wins wherever it is kept."""
     V = len(logits)
     gap = (logits.max() - logits.min()) / params.temperature
-    assert gap < 40, f"a gap of {gap} outweighs the favour"
+    assert gap < 40, f"a gap of {gap} outweighs the favor"
 
-    def favour(seed: Tensor, position: Tensor, stream: int, index: Tensor) -> Tensor:
+    def favor(seed: Tensor, position: Tensor, stream: int, index: Tensor) -> Tensor:
         # Gumbel noise 36.7 for one token and -3.6 for the others.
         return 2.0**-53 + (position == index).double() * (1 - 2.0**-52)
 
     with monkeypatch.context() as patch:
-        patch.setattr(random, "uniform", favour)
+        patch.setattr(random, "uniform", favor)
         return draw(logits.expand(V, V), same(params, V), world=world) == torch.arange(V)
 
 
@@ -274,7 +274,7 @@ class TestTokens:
                 flags = dict(stochastic=True, filtered=filtered)
                 assert torch.equal(draw(logits, params, world=world, flags=flags), expected)
 
-    def test_a_request_ignores_its_row_and_its_neighbours(self) -> None:
+    def test_a_request_ignores_its_row_and_its_neighbors(self) -> None:
         logits, positions = word_logits(len(MIXED), 307), torch.arange(len(MIXED)) + 17
         together = draw(logits, MIXED, positions)
         order = torch.randperm(len(MIXED), generator=torch.Generator().manual_seed(1))
@@ -479,7 +479,7 @@ class TestUniform:
         )  # [4, 24, 24, 24]
         # 55296 numbers of 52 bits: 3e-7 equal pairs by chance.
         assert u.unique().numel() == u.numel()
-        assert u[0, 0, 0, 0] > 1e-6, "zero, which the finaliser maps to itself, must not be reached by zero counters"
+        assert u[0, 0, 0, 0] > 1e-6, "zero, which the finalizer maps to itself, must not be reached by zero counters"
 
     def test_never_zero_or_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
         one = torch.tensor([1])

@@ -131,8 +131,8 @@ def test_a_thousand_requests_with_aborts_leave_nothing() -> None:
 @pytest.mark.parametrize(
     "goal, least, most", [("latency", 0.02, 0.0251), ("balance", 0.2, 0.401), ("throughput", 0.5, 1.0)]
 )
-def test_crowds_stay_within_the_goals_bounds_and_nobody_starves(goal: str, least: float, most: float) -> None:
-    """A thousand prompts in five crowds, eight long ones before each: chunks become longer, and short again."""
+def test_bursts_stay_within_the_goals_bounds_and_nobody_starves(goal: str, least: float, most: float) -> None:
+    """A thousand prompts in five bursts, eight long ones before each: chunks become longer, and short again."""
     rng = np.random.default_rng(1)
     engine = SimulatedEngine(9000, kvp=4, append_block=4, page_size=4, max_batch=64, run_steps=8, goal=goal)
     for burst in range(5):
@@ -147,8 +147,8 @@ def test_crowds_stay_within_the_goals_bounds_and_nobody_starves(goal: str, least
     engine.check_nothing_is_left()
     assert engine.longest_s > least, "chunks stay short, however many wait"
     firsts = [s.times[0] for s in engine.served.values()]
-    last_of_crowd = [max(firsts[200 * i : 200 * (i + 1)]) for i in range(5)]
-    assert last_of_crowd == sorted(last_of_crowd), "a crowd passes the one before"
+    last_of_burst = [max(firsts[200 * i : 200 * (i + 1)]) for i in range(5)]
+    assert last_of_burst == sorted(last_of_burst), "a burst passes the one before"
     gaps = [b - a for s in engine.served.values() for a, b in pairwise(s.times)]
     assert max(gaps) <= most + 2 * engine.step_s, "a stream has waited for more than a chunk and a step"
 

@@ -208,10 +208,12 @@ def test_what_is_not_hot_comes_over_the_link(kvp: int, hits: float) -> None:
     """What is missing of a rank's share of the chosen blocks; all else is as over a cache on the GPU."""
     assert H200.link_bytes_per_s is not None and H200.fetch_s is not None
     more = {"kvp": kvp, "sparse": Sparse(32), **BF16}
-    on_gpu, tiered = (step("qwen2.5-7b", H200, "helix", **more, offload=offload) for offload in (None, Offload(hits)))
+    on_gpu, offloaded = (
+        step("qwen2.5-7b", H200, "helix", **more, offload=offload) for offload in (None, Offload(hits))
+    )
     come = (1 - hits) * 32 / kvp * 28 * 4 * 65536
     extra = 28 * H200.fetch_s.value + come / H200.link_bytes_per_s.value
-    assert tiered.ttl_s[0] - on_gpu.ttl_s[0] == pytest.approx(extra, rel=1e-6)
+    assert offloaded.ttl_s[0] - on_gpu.ttl_s[0] == pytest.approx(extra, rel=1e-6)
     with pytest.raises(ValueError, match=r"has no link_bytes_per_s or fetch_s"):
         step("qwen2.5-7b", replace(H200, fetch_s=None), "helix", **more, offload=Offload(hits))
 

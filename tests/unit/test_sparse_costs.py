@@ -1,4 +1,4 @@
-"""The bill of block-sparse steps: constants found in steps that were made with them, tables, the map, the command."""
+"""The cost model of block-sparse steps: constants found in steps made with them, tables, the map, the command."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ def row(layout: str, batch: int, length: int, sparse: Sparse | None, seconds: fl
 
 
 def planted(
-    bill: SparseCostModel = PLANTED, noise: Callable[[], float] = lambda: 1.0, layout: str = ONE
+    costs: SparseCostModel = PLANTED, noise: Callable[[], float] = lambda: 1.0, layout: str = ONE
 ) -> list[dict[str, Any]]:
-    """Rows of all points that fit one GPU, whose times a bill has made."""
+    """Rows of all points that fit one GPU, with times made by a cost model."""
     rows = []
     for length in LENGTHS:
         for batch in (1, 2, 4, 8):
             for sparse in BUDGETS if batch * length <= 2048 * K or layout == EIGHT else ():
                 made = row(layout, batch, length, sparse, 1.0)
                 read = reads(cell_of(made), batch, length, sparse)
-                rows.append(made | {"ttl_p50_us": 1e6 * noise() * bill.seconds(read)})
+                rows.append(made | {"ttl_p50_us": 1e6 * noise() * costs.seconds(read)})
     return rows
 
 
@@ -143,11 +143,11 @@ def test_a_sparse_row_that_read_everything_is_none(change: dict[str, Any], words
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    main(["bill", str(write(tmp_path / "steps.jsonl", planted()))])
+    main(["sparse", str(write(tmp_path / "steps.jsonl", planted()))])
     output = capsys.readouterr().out
     assert "finding takes 14.3 us a layer (finding_s), 0.71 a sequence (finding_sequence_s), and goes through" in output
     assert "bounds at 0.50 of the bandwidth (bounds_share); held out: within 3% (median) and 6% (worst)" in output
     assert "projected without overhead" in output and "4.40 TB/s" in output
     monkeypatch.setattr(sparse_cost_model, "RESULTS", tmp_path / "none")
-    main(["bill"])
+    main(["sparse"])
     assert "nothing to fit: it takes block-sparse steps" in capsys.readouterr().out

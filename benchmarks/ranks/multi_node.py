@@ -1,4 +1,4 @@
-"""Times what a decode step sends between hosts, and predicts it, inside a job (`bench=hosts`).
+"""Times what a decode step sends between hosts, and predicts it, inside a job (`bench=multi-node`).
 
 Pings are all-to-alls of half and of twice a step's message: a line through both gives the link's latency and bandwidth.
 The predicted time of an exchange is latency + bytes / bandwidth, plus packing and combining without sending.
@@ -40,7 +40,7 @@ def run(task: Task) -> JobResult:
     """
     model, _ = task.load()
     rows = at_each(task.plan, task.comm, partial(_time_point, task.plan, task.comm, model))
-    return {"hosts": [{"kind": "exchange", "backend": task.backend} | row for row in rows]}, 0
+    return {"multi_node": [{"kind": "exchange", "backend": task.backend} | row for row in rows]}, 0
 
 
 def _time_point(plan: CheckedRun, comm: Communicator, model: Decoder, batch: int, length: int) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Times decode over two agents on one machine that are connected only by sockets: `helix bench hosts`.
+"""Times decode over two agents on one machine that are connected only by sockets: `helix bench multi-node`.
 
 Each agent has one rank of `kvp=2` on its own GPU; NCCL may use neither peer access nor shared memory, so that
 messages travel as between hosts. Without GPUs both run on the CPU over gloo. A row has the bytes and the time of
@@ -47,7 +47,7 @@ def cases(ctx: BenchContext) -> list[tuple[str]]:
 def measure(ctx: BenchContext, model: str) -> Iterator[Row]:
     """Yields the rows of a job over two agents."""
     points = POINTS if ctx.gpu else ["4x256"]
-    overrides = [*named(model), "bench=hosts", "layout.kvp=2", f"bench.points=[{','.join(points)}]"]
+    overrides = [*named(model), "bench=multi-node", "layout.kvp=2", f"bench.points=[{','.join(points)}]"]
     overrides += [f"bench.steps={STEPS if ctx.gpu else 3}", f"comm.backend={'nccl' if ctx.gpu else 'gloo'}"]
     for row in over_agents(overrides, ctx.gpu):
         yield {"model": model, **row}
@@ -80,5 +80,5 @@ def over_agents(overrides: Sequence[str], gpus: bool) -> list[Row]:
             raise KeyboardInterrupt
         if any(codes):
             raise JobError(cause(lines) or f"exit codes {codes}")
-        rows: list[Row] = json.loads(record.read_text(encoding="utf-8"))["hosts"]
+        rows: list[Row] = json.loads(record.read_text(encoding="utf-8"))["multi_node"]
         return rows

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.jobs import JobError
-from benchmarks.models import hosts
+from benchmarks.models import multi_node
 from benchmarks.runner import BenchContext
 from tests.e2e.command_line import as_copies
 
@@ -20,8 +20,8 @@ def test_the_exchange_between_two_agents_is_timed_and_predicted(monkeypatch: pyt
     """Times of shared cores mean little, least of all their difference, which an exchange's is; bytes do."""
     as_copies(monkeypatch)
     device = torch.device("cpu")
-    ((model,),) = hosts.cases(BenchContext(device, 2))
-    (row,) = hosts.measure(BenchContext(device, 2), model)
+    ((model,),) = multi_node.cases(BenchContext(device, 2))
+    (row,) = multi_node.measure(BenchContext(device, 2), model)
     assert (row["model"], row["backend"], row["batch"]) == ("demo", "gloo", 4)
     assert abs(row["predicted_bytes"] / row["exchange_bytes"] - 1) < 0.1
     assert row["exchange_bytes"] == 8 * row["message_bytes"]  # layers of the demo model
@@ -42,10 +42,10 @@ def test_an_agent_that_fails_ends_both_and_says_why(tmp_path: Path, monkeypatch:
     agent.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(agent))
     with pytest.raises(JobError, match=r"^no room$"):
-        hosts.over_agents([], False)
+        multi_node.over_agents([], False)
 
 
 def test_one_gpu_has_no_other_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match="two hosts need two GPUs"):
-        hosts.cases(BenchContext(torch.device("cuda"), 1))
+        multi_node.cases(BenchContext(torch.device("cuda"), 1))
