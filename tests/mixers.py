@@ -58,7 +58,7 @@ class DecaySpec:
         channels = (len(layout.ffn_columns(rank, self.width)),)
         return KVCacheSpec("state", channels, "float32", "slot"), KVCacheSpec("rows", channels, "float32", "row")
 
-    def buffers(self, layout: HelixLayout, rank: int) -> int:
+    def activations_per_token(self, layout: HelixLayout, rank: int) -> int:
         """Returns the elements per token of a prefill step on a rank."""
         return 4 * len(layout.ffn_columns(rank, self.width))
 
