@@ -36,7 +36,7 @@ $(GGUF): | $(VENV)/.installed
 test: $(VENV)/.installed lint  ## Lint, type-check and run the tests that need no GPU.
 	$(BIN)/python -m pytest -n 2 --dist worksteal --durations=20 $(ARGS)
 
-test-all: $(VENV)/.installed lint  ## Run all of them, the slow ones and full products too.
+test-all: $(VENV)/.installed lint  ## Run all tests that need no GPU, including the slow ones.
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not real" $(ARGS)
 	tests/newcomer.sh
 
@@ -47,13 +47,13 @@ test-real: $(SMOLLM2)  ## Compare SmolLM2 with transformers, token for token, an
 test-gpu: $(VENV)/.installed  ## Run the tests that need GPUs, and the kernels' tests, in processes that share the GPUs.
 	$(BIN)/python -m pytest --gpu -n auto --dist worksteal --durations=20 $(ARGS)
 
-test-faults: $(VENV)/.installed  ## Plant one mistake after another: a test has to notice each.
+test-faults: $(VENV)/.installed  ## Plant one fault after another: each has to fail a test.
 	$(BIN)/python -m tests.faults $(ARGS)
 
-test-clients: $(VENV)/.installed  ## Use the server's page in Chromium, and clients and routers of others that are at hand.
+test-clients: $(VENV)/.installed  ## Use the server's page in Chromium, and the third-party clients and routers that are installed.
 	$(BIN)/python -m pytest tests -m clients -rs $(ARGS)
 
-test-load: $(VENV)/.installed  ## Hold 10,000 connections to a server beside 32 streams, then leave it alone.
+test-load: $(VENV)/.installed  ## Hold 10,000 connections to a server while 32 streams run, then leave it idle.
 	$(BIN)/python -m tests.serving.load $(ARGS)
 
 test-kills: $(VENV)/.installed  ## Kill ranks and front ends of a server, 20 times in each state.
@@ -64,7 +64,7 @@ lint: $(VENV)/.installed  ## Check style, format and types.
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
 
-format: $(VENV)/.installed  ## Format the code and mend what ruff can mend.
+format: $(VENV)/.installed  ## Format the code and fix what ruff can fix.
 	$(BIN)/python -m ruff check --fix .
 	$(BIN)/python -m ruff format .
 

@@ -84,7 +84,7 @@ BENCHMARKS = Benchmarks()
 KEYS: dict[str, tuple[Any, str]] = {
     "output": (Path, "a file to append JSON lines to (default: benchmarks/results/WHAT.jsonl, or .emulated-N.jsonl)"),
     "ranks": (int, "N ranks, more than there are GPUs: one or two GPUs emulate them (docs/results/emulated.md)"),
-    "models": (list[str], "some of its models, A,B"),
+    "models": (list[str], "run only these of its models, A,B"),
 }
 
 
@@ -122,7 +122,7 @@ def parse_context(what: str, arguments: Sequence[str], gpus: int) -> tuple[Bench
         )
     if models is not None:
         if not gpus:
-            raise ValueError("models: without a GPU only the demo model runs: leave it out")
+            raise ValueError(f"models={','.join(models)}: without a GPU only the demo model runs: leave it out")
         for model in models:
             if model not in benchmark.models:
                 raise ValueError(f"models: {unknown_message(model, benchmark.models)}")

@@ -344,11 +344,13 @@ def fit_steps(files: Sequence[Path], name: str | None, output: Path | None) -> N
     cells = read_cells(files)
     devices = sorted({cell.device for cell in cells})
     if len(devices) != 1:
-        raise ValueError(f"fit needs steps of one device; these are of {', '.join(devices) or 'none'}")
+        raise ValueError(f"fit needs steps of one device, but these are of {', '.join(devices) or 'none'}")
     base = hardware_of(devices[0]) if name is None else load_hardware(name)
     fitted, held_out = halves(cell for cell in cells if cell.is_dense)
     if not held_out:
-        raise ValueError(f"{len(cells)} recorded steps are too few: two workloads of dense models at least")
+        raise ValueError(
+            f"{len(cells)} recorded steps are too few: give steps of at least two workloads of dense models"
+        )
     split = "every other workload of dense models, in order of model, batch and length, with all its layouts"
     source = f"fitted on {len(fitted)} of {len(fitted) + len(held_out)} recorded steps: {split}"
     hardware = fit(base, fitted, source)

@@ -57,7 +57,7 @@ def main() -> None:
         to = Path(os.environ.get("ROWS", ROOT / "benchmarks" / "results")) / f"{name}.jsonl"
         record(name, (row | extra_columns for row in rows), ctx, to)
     except KeyError as error:
-        sys.exit(f"error: {error.args[0]}=... is missing")
+        sys.exit(f"error: {error.args[0]} missing: add {error.args[0]}=VALUE")
     except (ValueError, jobs.JobError, OSError) as error:
         sys.exit(f"error: {error}")
 

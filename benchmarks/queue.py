@@ -170,7 +170,7 @@ def main() -> None:
     try:
         values = parse(sys.argv[2:], KEYS)
         if "to" not in values:
-            raise ValueError("to: name a directory for logs and records, to=DIR")
+            raise ValueError("to missing: add to=DIR, the directory for logs and records")
         jobs = read(Path(sys.argv[1]).read_text(encoding="utf-8"))
         queue = Queue(jobs, torch.cuda.device_count(), values["to"])
     except (ValueError, OSError) as error:

@@ -39,12 +39,12 @@ class BenchConfig:
             the model.
         repeat: share of the last step's blocks that a block-sparse step selects again; unset: by the model.
         sparsities: shares of the keys that tune tries, with speculation.gamma drafts per step.
-        grid: tune finally measures each of sparsities with each of gammas.
+        grid: whether tune finally measures each of sparsities with each of gammas.
         output: JSON lines file of tune's measurements, which are not repeated; otherwise the rows of each point are
             appended as it ends.
         gpu_bytes: maximum that a rank may allocate of its GPU, with decode and prefill, to emulate a smaller card. The
             driver and loaded kernels come on top. Unset: no limit.
-        traces: what serve serves, names in benchmarks/ranks/serving.py; empty: all.
+        traces: traces that serve replays, names in benchmarks/ranks/serving.py; empty: all.
     """
 
     kind: Literal["none", "decode", "comm", "hopb", "multi-node", "prefill", "serve", "tune"] = "none"
@@ -78,7 +78,7 @@ def compose_config(overrides: Sequence[str]) -> LabConfig:
 
 def lab(config: Config) -> LabConfig:
     """Narrows a config to `LabConfig`."""
-    assert isinstance(config, LabConfig), "its command line was composed with the laboratory's settings"
+    assert isinstance(config, LabConfig), "its command line was composed with the benchmarks' settings"
     return config
 
 
@@ -131,8 +131,8 @@ def check(config: LabConfig) -> None:
         bench_points(bench)
     if speculation.drafter in ("model", "sparse") and bench.kind not in DRAFTED:
         raise ValueError(
-            f"bench.kind={bench.kind} cannot time speculation.drafter={speculation.drafter}: set speculation=none "
-            f"(it needs bench.kind=none, decode or tune)"
+            f"bench.kind={bench.kind} cannot time speculation.drafter={speculation.drafter}: set speculation=none, or "
+            "bench=none, decode or tune"
         )
     if config.serve.socket is not None and bench.kind != "none":
-        raise ValueError(f"serve.socket={config.serve.socket} and bench={bench.kind} exclude each other: leave one out")
+        raise ValueError(f"serve.socket={config.serve.socket} and bench={bench.kind} cannot be combined: leave one out")

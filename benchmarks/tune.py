@@ -70,7 +70,7 @@ def overrides(arguments: Sequence[str], leads: bool = True) -> tuple[str, list[s
     arguments = command_parser.read(arguments, TYPED).overrides
     options = dict(text.partition("=")[::2] for text in arguments)
     if not (name := options.get("name", "")):
-        raise ValueError("name missing: add name=NAME, and conf/speculation/NAME.yaml is written")
+        raise ValueError("name missing: add name=NAME, and the result is conf/speculation/NAME.yaml")
     for path in (tuned.check_name(name, CONF / "speculation"), DIRECTORY / f"{name}.png") if leads else ():
         path.parent.mkdir(exist_ok=True)
         check_writable("name", path)
@@ -101,7 +101,7 @@ def conclude(name: str, config: LabConfig) -> bool:
     for sentence in tuned.summary_lines(found):
         print(sentence)
     layout, bench = config.layout, config.bench
-    work = f"{len(prompts)} prompts" if prompts else f"{bench.points[0]} with drafts kept at {bench.acceptance}"
+    work = f"{len(prompts)} prompts" if prompts else f"{bench.points[0]} at an acceptance rate of {bench.acceptance}"
     where = f"{config.model.path or 'a shape'}, {layout.mode} kvp={layout.kvp} tpa={layout.tpa}, {work}"
     picture, file = DIRECTORY / f"{name}.png", CONF / "speculation" / f"{name}.yaml"
     save(tuned.heat_map(measured, found), picture, f"measured on {head['device']}, commit {head['commit']}")

@@ -79,7 +79,7 @@ class SymmMemCommunicator(TorchDistCommunicator):
             handle = symm_mem.rendezvous(self._ll_buffer, _world())
         except RuntimeError as error:
             raise RuntimeError(
-                f"the GPUs of this host cannot share {size} bytes of memory ({error}): use comm.backend=nccl"
+                f"the GPUs of this host cannot share {size} bytes of memory ({error}): set comm.backend=nccl"
             ) from error
         addresses = self._addresses(handle.buffer_ptrs, dict(zip(sizes, offsets, strict=True)))
         tables = {name: torch.tensor(table, dtype=torch.int64, device=self.device) for name, table in addresses.items()}
@@ -134,8 +134,8 @@ class SymmMemCommunicator(TorchDistCommunicator):
                 else self.kvp_group[missing - exchange.GROUP_RANK_OFFSET]
             )
             raise RuntimeError(
-                f"rank {self.rank} waited {self._timeout.total_seconds():.0f} s (comm.timeout_s) for rank {peer} "
-                "in a collective: it failed, hangs, or needs a larger comm.timeout_s"
+                f"rank {self.rank} waited {self._timeout.total_seconds():.0f} s (comm.timeout_s) for rank {peer} in a "
+                "collective: that rank failed or hangs, or comm.timeout_s is too small"
             )
 
     def all_gather(self, x: Tensor) -> Tensor:

@@ -153,7 +153,7 @@ class TorchDistCommunicator(Communicator):
                 raise
             raise RuntimeError(
                 f"rank {self.rank} waited {self._deadline.total_seconds():g} s (comm.timeout_s) for a message from "
-                "rank 0: its host hangs, or needs a larger comm.timeout_s"
+                "rank 0: that rank hangs, or comm.timeout_s is too small"
             ) from error
         received: T = objects[0]
         return received

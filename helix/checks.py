@@ -38,7 +38,8 @@ def check_origins(config: Config) -> None:
     for origin in config.serve.cors:
         if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s?#]+", origin):
             raise ValueError(
-                f"serve.cors has {origin!r}, which is no origin: write scheme and host, like https://chat.example, or *"
+                f"serve.cors has {origin!r}, which is not an origin: write scheme and host, such as "
+                "https://chat.example, or *"
             )
 
 
@@ -89,12 +90,15 @@ def check_offload(config: Config) -> None:
     kv = config.kv
     for key, given in (("offload_host_bytes", kv.offload_host_bytes), ("offload_gpu_bytes", kv.offload_gpu_bytes)):
         if given is not None and kv.offload == "none":
-            raise ValueError(f"kv.{key}={given:.0f} needs kv.offload=host, but kv.offload=none: set kv.offload=host")
+            raise ValueError(
+                f"kv.{key}={given:.0f} needs kv.offload=host, but kv.offload=none: set kv.offload=host, or leave "
+                f"out kv.{key}"
+            )
     if kv.offload == "none":
         if kv.offload_prefetch:
             raise ValueError(
                 "kv.offload_prefetch=true needs kv.offload=host (it prefetches blocks from host memory), but "
-                "kv.offload=none"
+                "kv.offload=none: set kv.offload=host, or leave out kv.offload_prefetch"
             )
         return
     if config.attention.policy != "block_sparse":
@@ -110,8 +114,8 @@ def check_offload(config: Config) -> None:
         )
     if config.speculation.drafter == "sparse":
         raise ValueError(
-            "kv.offload=host with speculation.drafter=sparse would verify over the whole cache in each step: set "
-            "speculation=ngram or another drafter, or kv.offload=none"
+            "kv.offload=host with speculation.drafter=sparse would read the whole cache over the link to verify "
+            "drafts: set speculation=ngram or another drafter, or kv.offload=none"
         )
     if kv.offload_prefetch and config.attention.num_blocks == 0:
         raise ValueError(
@@ -120,8 +124,8 @@ def check_offload(config: Config) -> None:
         )
     if kv.offload_host_bytes is None:
         raise ValueError(
-            "kv.offload=host needs kv.offload_host_bytes, the bytes of host memory that each rank pins (the free "
-            "memory of a host that grows on demand does not say how much there is)"
+            "kv.offload=host needs kv.offload_host_bytes, the bytes of host memory that each rank may pin: set "
+            "kv.offload_host_bytes=BYTES"
         )
 
 
@@ -144,7 +148,7 @@ def check_resume(config: Config) -> None:
 def check_weights(config: ModelConfig, key: str) -> None:
     """Checks that a model has a checkpoint or random weights; the error names what to set under `key`."""
     if config.path is None and config.load == "checkpoint":
-        place = " in place of model=NAME" if key == "model" else ""
+        place = " instead of model=NAME" if key == "model" else ""
         raise ValueError(
             f"this model is a shape without weights: set {key}.path=DIR{place} (a checkpoint's directory), or "
             f"{key}.load=random for random weights"
@@ -156,10 +160,10 @@ def check_layout(layout: HelixLayout, spec: DecoderSpec) -> None:
     layout.check_heads(spec.attention.q_heads, spec.attention.kv_heads)
     experts = None if spec.experts is None else spec.experts.experts
     if layout.ep > 1 and experts is None:
-        raise ValueError(f"layout.ep={layout.ep} but the model has no experts: set layout.ep=1")
+        raise ValueError(f"layout.ep={layout.ep}, but the model has no experts: set layout.ep=1")
     if experts is not None and layout.ep > experts:
         raise ValueError(
-            f"layout.ep={layout.ep} but the model has only {experts} experts: set layout.ep to at most {experts}; "
+            f"layout.ep={layout.ep}, but the model has only {experts} experts: set layout.ep to at most {experts}; "
             "layout.tpf splits each expert over the other ranks"
         )
 
@@ -171,15 +175,19 @@ def check_cache(config: Config, layout: HelixLayout, spec: DecoderSpec) -> None:
         return
     check_latents(config, spec)
     if not spec.full:
-        raise ValueError(f"{what}: all layers of the model have sliding windows, which stay in model.dtype: set auto")
+        raise ValueError(
+            f"{what}: all layers of the model have sliding windows, which stay in model.dtype: set kv.dtype=auto"
+        )
 
 
 def check_latents(config: Config, spec: DecoderSpec) -> None:
     """Checks that the model has the keys, values or index keys that `kv.dtype` quantizes."""
     if spec.attention.latent is not None and config.kv.dtype == "k16v8":
-        raise ValueError("kv.dtype=k16v8: with latents (MLA), keys and values are the same data: set fp8 or auto")
+        raise ValueError(
+            "kv.dtype=k16v8: with latents (MLA), keys and values are the same data: set kv.dtype=fp8 or kv.dtype=auto"
+        )
     if config.kv.dtype == "fp8_all" and not spec.indexers:
-        raise ValueError("kv.dtype=fp8_all: the model has no index keys (DSA): set fp8 or auto")
+        raise ValueError("kv.dtype=fp8_all: the model has no index keys (DSA): set kv.dtype=fp8 or kv.dtype=auto")
 
 
 def check_attention(config: Config, layout: HelixLayout, spec: DecoderSpec) -> None:
@@ -196,15 +204,16 @@ def check_attention(config: Config, layout: HelixLayout, spec: DecoderSpec) -> N
     min_blocks = 1 + -(-drafts // attention.block)
     if attention.local_blocks < min_blocks:
         raise ValueError(
-            f"attention.local_blocks={attention.local_blocks} blocks of attention.block={attention.block} tokens are "
-            f"too few for the unfinished block and speculation.gamma={drafts} drafts: set at least {min_blocks}"
+            f"attention.local_blocks={attention.local_blocks} is too few for the unfinished block and "
+            f"speculation.gamma={drafts} drafts, with attention.block={attention.block}: set attention.local_blocks to "
+            f"at least {min_blocks}"
         )
     if attention.choice == "local":
         return
     if attention.block != config.blocks.append:
         raise ValueError(
-            f"attention.choice=global needs attention.block={attention.block} equal to kv.append_block="
-            f"{config.blocks.append} (it compares blocks of all ranks): set one of them, or attention.choice=local"
+            f"attention.choice=global compares blocks of all ranks, so attention.block={attention.block} and "
+            f"kv.append_block={config.blocks.append} must be equal: change one of them, or set attention.choice=local"
         )
     if config.hopb.may_cut:
         raise ValueError(

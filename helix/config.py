@@ -81,10 +81,10 @@ class KVConfig:
         tokens: capacity in tokens over all ranks; unset: from memory_fraction.
         memory_fraction: share of the memory that is free after the weights are loaded.
         prefix_cache: whether to reuse the KV cache for prompts with a common prefix.
-        snapshots: number of state snapshots to keep for prompts with a common prefix, for models with recurrent states.
+        snapshots: for models with recurrent states: number of state snapshots to keep for prompts with a common prefix.
         host_snapshots: number of further snapshots in pinned host memory, to which the least valuable ones are evicted.
             Each takes the bytes of a sequence's states on each rank.
-        offload: none: keys and values are on the GPU; host: they are in pinned host memory, and each step fetches the
+        offload: none: the KV cache is on the GPU; host: it is in pinned host memory, and each step fetches the
             blocks that it selects over the link (attention=block_sparse only).
         offload_host_bytes: host memory for keys and values per rank, with offload=host.
         offload_gpu_bytes: GPU memory for keys and values per rank, with offload=host; unset: from memory_fraction.
@@ -221,7 +221,7 @@ class SpeculationConfig:
             for its first and last query; window: the latest keys; quest: pages that each draft scores best by their
             bounds. MODULE:NAME: a function that makes the drafts' attention, given a cache and the engine's sizes.
         sparsity: share of a sequence's keys that sparse reads, at least 256 keys.
-        noise: of sparse, mtp and eagle3. shared: drafts are sampled with the target's noise, and every token is the
+        noise: for sparse, mtp and eagle3. shared: drafts are sampled with the target's noise, and every token is the
             same as without drafts; own: drafts are sampled independently and verified by rejection sampling, which
             changes which tokens a request gets.
         path: directory of eagle3's checkpoint.
@@ -250,13 +250,13 @@ class DecodeConfig:
     """What `helix run` decodes, and the sizes of steps.
 
     Attributes:
-        prompts: JSON lines of prompts.
-        output: JSON lines of results; unset: only text on the terminal.
+        prompts: file of prompts, JSON lines.
+        output: file of results, JSON lines; unset: only text on the terminal.
         resume: keep what `output` already holds and run the rest.
         max_batch: maximum number of sequences in a batch, or auto: as many as there are prompts and memory, up to 512
             tokens a step; 8 on CPUs and with kv.offload=host. More prompts wait. With mode=dp, each rank has its share,
             rounded up.
-        max_length: maximum tokens of a sequence, prompt and new ones; unset: as many as the model and the cache allow.
+        max_length: maximum tokens of a sequence, prompt and answer; unset: as many as the model and the cache allow.
         prefill_chunk: maximum prompt tokens per step, or auto: as many as are fast and leave memory to the cache.
         stream: print text as it is generated.
         max_tokens, temperature, top_k, top_p, min_p, seed, stop: defaults for prompt lines that leave them unset.
@@ -316,7 +316,8 @@ class ServeConfig:
         api_keys: file of keys, lines of OWNER KEY; unset: no key is needed.
         open: allow an address that other hosts can reach without api_keys.
         cors: origins whose pages may use the server, such as https://chat.example; `*` is all.
-        body_mib: maximum MiB of a request; unset: 64, or 16 bytes per token of the longest sequence if that is more.
+        body_mib: maximum size of a request's body, MiB; unset: 64, or 16 bytes per token of the longest sequence if
+            that is more.
         max_queue: maximum number of requests that wait for the engine.
         write_timeout_s: how long to wait for a client to read its response, seconds.
         restarts: how often the ranks may restart within ten minutes before the server exits.
@@ -354,7 +355,7 @@ class Config:
 
     Attributes:
         record: file for the run's record, JSON.
-        seed: of random weights.
+        seed: seed of the random weights.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)

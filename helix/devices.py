@@ -32,7 +32,10 @@ def ranks(config: Config) -> int:
     layout = config.layout
     if config.comm.backend == "emulated":
         if not (processes := emulating_processes()):
-            raise ValueError("comm.backend=emulated needs a GPU to emulate ranks, and this machine has none")
+            raise ValueError(
+                "comm.backend=emulated needs a GPU that emulates ranks, but this machine has none: set "
+                "comm.backend=gloo for CPU ranks"
+            )
         return processes
     if layout.mode == "auto":
         return 1 if config.comm.backend == "gloo" else max(torch.cuda.device_count(), 1)
@@ -40,7 +43,7 @@ def ranks(config: Config) -> int:
     if made.world_size > (limit := max_ranks()):
         widths = "layout.dp" if made.mode == "dp" else "layout.kvp and layout.tpa"
         raise ValueError(
-            f"{made.ranks}, but this host runs at most {limit}: reduce {widths}, or spread the ranks over hosts "
+            f"{made.ranks}, but this host runs at most {limit}: lower {widths}, or spread the ranks over hosts "
             "(launch/agent.sh)"
         )
     return made.world_size
@@ -61,11 +64,11 @@ def choose_backend(backend: str, rank_info: RankInfo, facts: list[dict[str, Any]
     if backend != "gloo" and not covered:
         raise ConfigError(
             f"comm.backend={backend} needs a GPU for each rank, but a host has {gpus} GPUs for "
-            f"{rank_info.local_world_size} ranks: use fewer ranks or comm.backend=gloo"
+            f"{rank_info.local_world_size} ranks: start fewer ranks, or set comm.backend=gloo"
         )
     if backend == "symm_mem" and not peers:
         raise ConfigError(
-            "comm.backend=symm_mem needs several ranks on one host, with peer access between their GPUs: use "
+            "comm.backend=symm_mem needs several ranks on one host, with peer access between their GPUs: set "
             "comm.backend=nccl"
         )
     return EMULATED_LINK if backend == "emulated" and not within_reach else backend

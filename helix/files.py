@@ -51,7 +51,7 @@ def parse_json(text: str, constant: Callable[[str], float] = float) -> Any:
     except ValueError as error:  # an integer of thousands of digits; Python appends advice after a semicolon
         raise ValueError(f"a number cannot be read: {str(error).partition(';')[0]}") from error
     except RecursionError:
-        raise ValueError("nested too deep to be read") from None
+        raise ValueError("nested too deeply") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__}, expected a JSON object")
+        raise ValueError(f"{path} must have a JSON object, not a {type(content).__name__}")
     return content
 
 

@@ -61,19 +61,20 @@ class HelixLayout:
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
-            raise ValueError(f"layout.mode={self.mode!r} is unknown; choose one of {', '.join(MODES)}")
+            raise ValueError(f"layout.mode={self.mode!r} is unknown; known: {', '.join(MODES)}")
         for name in ("kvp", "tpa", "tpf", "ep", "dp"):
             width = getattr(self, name)
             if type(width) is not int or width < 1:
                 raise ValueError(f"layout.{name}={width!r} must be an integer of at least 1")
         if self.mode == "tp" and self.kvp != 1:
             raise ValueError(
-                f"layout.mode=tp has no KV parallelism: layout.kvp={self.kvp} must be 1 (or use mode=helix)"
+                f"layout.mode=tp has no KV parallelism, but layout.kvp={self.kvp}: set layout.kvp=1 or "
+                "layout.mode=helix"
             )
         if self.mode == "dp" and self.kvp * self.tpa != 1:
             raise ValueError(
-                f"layout.mode=dp attends each sequence on one rank: layout.kvp={self.kvp} and layout.tpa={self.tpa} "
-                "must be 1 (layout.dp is the number of ranks)"
+                f"layout.mode=dp attends each sequence on one rank, but layout.kvp={self.kvp} and "
+                f"layout.tpa={self.tpa}: set both to 1, and layout.dp to the number of ranks"
             )
         if self.mode != "dp" and self.dp != 1:
             raise ValueError(
@@ -83,8 +84,8 @@ class HelixLayout:
         if self.tpf * self.ep != self.ffn_ranks:
             ranks = {"medha": "tpa", "dp": "dp"}.get(self.mode, "kvp*tpa")
             raise ValueError(
-                f"layout.tpf*ep = {self.tpf}*{self.ep} = {self.tpf * self.ep} but mode={self.mode} runs the FFN on "
-                f"{ranks} = {self.ffn_ranks} ranks; leave layout.tpf unset to derive it as {ranks}/ep"
+                f"layout.tpf*ep = {self.tpf}*{self.ep} = {self.tpf * self.ep}, but layout.mode={self.mode} runs the "
+                f"FFN on {ranks} = {self.ffn_ranks} ranks: leave out layout.tpf, and it is {ranks}/ep"
             )
 
     @classmethod
@@ -96,7 +97,8 @@ class HelixLayout:
             ranks = tpa if mode == "medha" else dp * kvp * tpa
             if ep < 1 or ranks % ep:
                 raise ValueError(
-                    f"layout.ep={ep} does not divide the {ranks} ranks of the FFN, so layout.tpf is undefined"
+                    f"layout.ep={ep} does not divide the {ranks} ranks of the FFN: set layout.ep to a divisor of "
+                    f"{ranks}"
                 )
             tpf = ranks // ep
         return cls(mode, kvp, tpa, tpf, ep, dp)

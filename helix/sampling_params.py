@@ -64,7 +64,7 @@ class Parameter:
             return
         is_bool = isinstance(value, bool) and self.kind is not bool
         if is_bool or not isinstance(value, _TYPES[self.kind]) or not self._is_inside(value):
-            raise ValueError(f"sampling parameter {name} = {value!r:.500}: must be {self.accepted}")
+            raise ValueError(f"{name}={value!r:.500} must be {self.accepted}")
 
     def _is_inside(self, value: Any) -> bool:
         # NaN compares false, and so is never inside.
@@ -165,10 +165,10 @@ class SamplingParams:
         for name, parameter in PARAMETERS.items():
             parameter.check(name, getattr(self, name))
         for token in self.stop_token_ids:
-            TOKEN_ID.check("stop_token_ids token", token)
+            TOKEN_ID.check("stop_token_ids: token", token)
         for token, bias in self.logit_bias.items():
-            TOKEN_ID.check("logit_bias token", token)
-            BIAS.check(f"logit_bias of token {token}", bias)
+            TOKEN_ID.check("logit_bias: token", token)
+            BIAS.check(f"logit_bias[{token}]", bias)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:

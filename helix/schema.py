@@ -116,7 +116,7 @@ def parse_value(key: str, value: Any, kind: Any) -> Any:
     """
     if is_dataclass(kind):
         keys = ", ".join(f"{key}.{name}" for name in field_types(kind))
-        raise ValueError(f"{key}={format_value(value)}: {key} is set by its keys: {keys}")
+        raise ValueError(f"{key}={format_value(value)}: set its keys instead: {keys}")
     try:
         return _convert(value, kind)
     except (ValueError, OverflowError):

@@ -45,7 +45,9 @@ def read(environment: Mapping[str, str]) -> LaunchConfig:
     try:
         socket.getaddrinfo(host.strip("[]"), None)
     except (OSError, UnicodeError) as error:
-        raise ValueError(f"ENDPOINT={endpoint}: the host name cannot be resolved") from error
+        raise ValueError(
+            f"ENDPOINT={endpoint}: the host name cannot be resolved: set a name or address that all hosts reach"
+        ) from error
     nodes = _count(environment, "NODES", 2, 1 << 16)
     ranks = _count(environment, "RANKS", torch.cuda.device_count(), max_ranks())
     grace: dict[str, Any] = (
@@ -104,14 +106,15 @@ def wait_for_agents(store: dist.Store, config: LaunchConfig) -> None:
             if theirs != str(nodes):
                 time.sleep(4 * POLL_S)  # the store may end with this agent: let the others see the error first
                 raise RuntimeError(
-                    f"NODES={nodes} on {local}, but NODES={theirs} on {host}: set NODES to the number of hosts on all"
+                    f"NODES={nodes} on {local}, but NODES={theirs} on {host}: set NODES to the number of hosts, "
+                    "the same on all"
                 )
         if count >= nodes:
             return
         if time.monotonic() > end:
             raise RuntimeError(
                 f"ENDPOINT={config.rdzv_endpoint}: {count} of NODES={nodes} agents joined within {JOIN_S} s as "
-                f"RUN={config.run_id}"
+                f"RUN={config.run_id}: start one on each host, with the same RUN"
             )
         time.sleep(POLL_S)
 
@@ -169,7 +172,10 @@ def main(arguments: Sequence[str], environment: Mapping[str, str], program: Prog
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except RendezvousError:
-        print_error(f"{where}: NODES={config.max_nodes} agents did not meet there as RUN={config.run_id}")
+        print_error(
+            f"{where}: not all NODES={config.max_nodes} agents joined as RUN={config.run_id}: start one on each host, "
+            "with the same RUN"
+        )
         return 1
     except RuntimeError as error:
         print_error(error)

@@ -171,10 +171,10 @@ class BatchRunner:
         body = make_body(prompt, self._config.decode)
         if prompt.url is not None:
             if body.stream:
-                raise ApiError(400, "stream=true: batch responses are not streamed", param="stream")
+                raise ApiError(400, "stream=true: batch responses are not streamed: leave it out", param="stream")
             self._session.check_model(body.model)
         elif body.stop and self._session.tokenizer.backend is None:
-            raise ValueError("stop strings need a tokenizer, and the model directory has none")
+            raise ValueError(f"stop={body.stop!r:.60} needs a tokenizer, but the model has none: leave it out")
         return body
 
     def _show(self, prompt: PromptLine, count: int, index: int, delta: Delta) -> None:

@@ -23,10 +23,10 @@ COMMANDS = {
 # Run by name, as `benchmarks.NAME`: nothing here imports them.
 LABORATORY = {
     "bench": "benchmark kernels, collectives and whole models",
-    "tune": "tune self-speculation: fraction of keys and number of drafts",
+    "tune": "tune speculation=sparse: the share of keys to read and the number of drafts",
     "calibrate": "measure this machine for the planner",
     "planner": "compare the planner's predictions with recorded steps",
-    "papers": "list how Helix follows its papers, item by item; redraw their figures",
+    "papers": "list which parts of its papers Helix implements, and redraw their figures",
     "fidelity": "compare block-sparse with dense attention, step by step",
     "acceptance": "measure the acceptance rate of self-drafted tokens",
     "needles": "generate needle prompts and score the answers",
@@ -62,7 +62,8 @@ def main() -> None:
         sys.exit(f"error: {unknown_message(name, COMMANDS | LABORATORY)}")
     if name in LABORATORY and not (ROOT / "benchmarks").is_dir():
         sys.exit(
-            f"error: helix {name} needs the package benchmarks, which {ROOT} does not have: run it from a checkout"
+            f"error: helix {name} needs a checkout of Helix (records, sources, demo model), but {ROOT} is not one: "
+            "clone the repository"
         )
     package = "benchmarks" if name in LABORATORY else "launch"
     program = [str(ROOT / "torchrun_entry.py")] if name == "run" else ["-m", f"{package}.{name}"]

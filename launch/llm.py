@@ -233,7 +233,7 @@ class LLM:
         try:
             self._check_process()
             if self._closed:
-                raise RuntimeError("this LLM is closed: make a new one")
+                raise RuntimeError("this LLM is closed: create another")
         except RuntimeError:
             work.close()
             raise
@@ -300,7 +300,7 @@ class LLM:
         deadline = time.monotonic() + START_S
         while self._engine_client.state != "ready":
             if time.monotonic() > deadline:
-                self._engine_client.fail(f"they did not start within {START_S:.0f} s")
+                self._engine_client.fail(f"the ranks did not start within {START_S:.0f} s")
             if self._engine_client.state == "failed" or not (self._rank is None or self._rank.is_alive()):
                 raise self._failure()
             await asyncio.sleep(POLL_S)
@@ -311,7 +311,7 @@ class LLM:
             relay(output, self._rank_lines)
 
     def _on_supervision_end(self, supervision: asyncio.Task[None]) -> None:
-        self._engine_client.fail("they were ended" if supervision.cancelled() else str(supervision.exception()))
+        self._engine_client.fail("the ranks were ended" if supervision.cancelled() else str(supervision.exception()))
 
     def _failure(self) -> Exception:
         self._relay.join(LAST_LINES_S)

@@ -103,7 +103,7 @@ def select(ctx: BenchContext, layers: int, heads: int, batch: int, length: int) 
         for copy in (0, 0, 1, 0):
             choose(copy)
             choose(copy, wanted, select_by_torch)
-            assert torch.equal(table, wanted), "the keys that are chosen are not torch's"
+            assert torch.equal(table, wanted), "the selected keys differ from torch's"
 
     row: Row = {"kind": "select", "layers": layers, "kv_heads": heads, "batch": batch, "length": length}
     row["read_bytes"] = read

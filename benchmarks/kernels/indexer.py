@@ -93,7 +93,7 @@ def measure_choice(ctx: BenchContext, rows: int, ranks: int, tokens: int) -> lis
     assert int(counts.min()) >= share and int(counts.max()) <= share + 1, f"{counts.tolist()} instead of {share}"
     bound = ordered(scores[0]).topk(share, -1).values[:, -1:]
     selected_scores = ordered(scores[0].gather(1, slots[:, :share].long()))
-    assert (selected_scores >= bound).float().mean() > 0.99, "others than the best were chosen"
+    assert (selected_scores >= bound).float().mean() > 0.99, "the selected tokens are not the best-scoring ones"
     us = seconds(run, 2, device) * 1e6
     row: Row = {"kind": "choice", "rows": rows, "ranks": ranks, "tokens": tokens, "us": us}
     return [row | {"bar_us": 40.0 if rows < 8 else None}]

@@ -47,7 +47,9 @@ def measure(ctx: BenchContext, heads: int, queries: int, length: int) -> list[Ro
 
     # Weights, keys and outputs are rounded to bf16 at different places: some 2^-8 of the norm each.
     error = (expanded(0).float() - (wanted := absorbed(0).float())).norm() / wanted.norm()
-    assert error < 3e-2, f"one is off by {float(error):.1e} of the other's norm at {(heads, queries, length)}"
+    assert error < 3e-2, (
+        f"absorbed and expanded attention differ by {float(error):.1e} of the norm at {(heads, queries, length)}"
+    )
     row: dict[str, Any] = {"kind": "mla-prefill", "heads": heads, "queries": queries, "length": length}
     row["absorbed_us"], row["us"] = (seconds(run, 1, device) * 1e6 for run in (absorbed, expanded))
     pairs = queries * (length - queries / 2) * heads

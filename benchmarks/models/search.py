@@ -41,7 +41,7 @@ def search(
         need = (memory.weight_bytes + memory.kv_bytes / options.memory_fraction).min()
         raise ValueError(
             f"{hardware.name}: no layout of {max(gpus)} GPUs has memory for one sequence of {length} tokens: at least "
-            f"{need / 1e9:.1f} GB a GPU are needed, {hardware.memory_bytes.value / 1e9:.0f} GB are there"
+            f"{need / 1e9:.1f} GB per GPU are needed, but each has {hardware.memory_bytes.value / 1e9:.0f} GB"
         )
     points = points[fits]
     pieces = [points[np.arange(at, min(at + PIECE, len(points)))] for at in range(0, len(points), PIECE)]

@@ -39,7 +39,7 @@ def code(tokenizer: Any, length: int, count: int) -> list[Continuation]:
     """
     ids = encode(tokenizer, "\n".join(haystacks.sources()))
     if len(ids) < length:
-        raise ValueError(f"this repository's sources have {len(ids)} tokens: set length lower")
+        raise ValueError(f"this repository's sources have {len(ids)} tokens: set a lower length")
     begins = [i * (len(ids) - length) // max(1, count - 1) for i in range(count)]
     return [Continuation("code", torch.tensor(ids[at : at + length]), (torch.empty(0).long(),)) for at in begins]
 

@@ -63,8 +63,8 @@ def source_windows(tokenizer: Any, windows: int, length: int) -> Tensor:
     ids = encode(tokenizer, "\n".join(sources()))
     if len(ids) < windows * length:
         raise ValueError(
-            f"{windows} texts of {length} tokens are more than the {len(ids)} tokens of this repository's sources: set "
-            "windows or length lower"
+            f"{windows} texts of {length} tokens are more than the {len(ids)} tokens of this repository's sources: "
+            "lower windows or length"
         )
     return torch.tensor(ids[: windows * length]).view(windows, length)
 
@@ -84,7 +84,7 @@ class Haystack:
         else:
             self.ids = encode(tokenizer, "\n".join(line for line in sources() if "magic number" not in line))
         if len(self.ids) <= length:
-            raise ValueError(f"this repository's sources have {len(self.ids)} tokens: set length={length} lower")
+            raise ValueError(f"this repository's sources have {len(self.ids)} tokens: lower length={length}")
         begins = {i for i in {*self.ids} if tokenizer.decode([i]).startswith("\n")}
         self.lines = [at for at, token in enumerate(self.ids) if token in begins]
         if not self.lines:

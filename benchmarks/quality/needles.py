@@ -98,6 +98,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"{found} of {total} needles found")
             sys.exit(found == 0)
         else:
-            raise ValueError(f"{' '.join(arguments)}: there are `make KEY=VALUE ...` and `score FILE` (see --help)")
+            raise ValueError(f"{' '.join(arguments)}: expected `make KEY=VALUE ...` or `score FILE` (see --help)")
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")

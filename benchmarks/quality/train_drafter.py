@@ -150,7 +150,9 @@ def train(values: dict[str, Any]) -> dict[str, Any]:
         unseen = source_windows(tokenizer, UNSEEN, length)
     ids, unseen = ids.to(device), unseen.to(device)
     if len(ids) <= length:
-        raise ValueError(f"only {len(ids)} tokens to train on: more than length={length} are needed")
+        raise ValueError(
+            f"only {len(ids)} tokens to train on, but length={length} needs more: lower it, or give more texts"
+        )
     optimizer = torch.optim.AdamW(layer.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
     began, step = time.perf_counter(), 0
     while (done := max((time.perf_counter() - began) / seconds, step / max_steps)) < 1:

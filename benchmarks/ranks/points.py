@@ -95,8 +95,8 @@ def engine_at(
     reserved = length + steps * (1 + max(gammas(config)))
     if reserved > model.spec.max_positions:
         raise ConfigError(
-            f"{length} tokens and {reserved - length} steps exceed the model's {model.spec.context}: "
-            "set model.config.max_position_embeddings, or bench.points of fewer"
+            f"{length} tokens and {reserved - length} steps exceed the model's {model.spec.context}: raise "
+            "model.config.max_position_embeddings, or set bench.points with fewer tokens"
         )
     ranks = plan.layout.dp
     tokens = -(-batch // ranks) * ranks * reserved  # over all ranks; in mode dp all hold the same number

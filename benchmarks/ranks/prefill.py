@@ -112,6 +112,6 @@ def _serve(engine: Engine, requests: list[Request], advance: Callable[[int], Non
     prefilled: dict[str | int, int] = {}
     for update in chain.from_iterable(engine.serve(Inbox.of(requests))):
         if update.finish_reason == "error":
-            raise RuntimeError(f"a prompt that is timed was refused: {update.reason}")
+            raise RuntimeError(f"a timed prompt was refused: {update.reason}")
         prefilled[update.id] = update.num_computed_tokens
         advance(sum(prefilled.values()))

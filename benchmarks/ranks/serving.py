@@ -95,7 +95,7 @@ class Client:
             (tables,) = self.engine.tables
             table = tables.admit(tokens, count, 0)
             if table is None:
-                raise ConfigError(f"a context of {count} tokens does not fit the cache: use more GPUs")
+                raise ConfigError(f"a context of {count} tokens does not fit the cache: raise layout.kvp")
             tables.end(table, tokens)
         return tokens
 
@@ -201,7 +201,7 @@ def first_tokens(client: Client, small: int) -> Iterator[dict[str, Any]]:
             follow_up = client.request(context, 100, 4)
             found.append(client.serve([Arrival(0.0, follow_up)])[int(follow_up.id)])
         if client.leads:
-            assert all(f.num_cached_tokens >= length for f in found), "a turn behind a context is a hit"
+            assert all(f.num_cached_tokens >= length for f in found), "a turn after its context hits the prefix cache"
             first = [f.first_s for f in found[1:]]
             yield {
                 "trace": "next turn", "batch": 1, "length": length,
@@ -305,7 +305,7 @@ def run(task: Task) -> JobResult:
     # All that memory holds, as for a server; without a GPU, what the traces need.
     wanted = 4 * M if small == 1 else 16 * M // small
     if unknown := set(traces := lab(plan.config).bench.traces) - set(TRACES):
-        raise ConfigError(f"bench.traces has {min(unknown)!r}: choose from {', '.join(TRACES)}")
+        raise ConfigError(f"bench.traces has {min(unknown)!r}, which is unknown; known: {', '.join(TRACES)}")
     slots, auto = max_slots(plan.config, comm.device.type), plan.config.decode.max_batch == "auto"
     engine = build_engine(plan.layout, model, plan.config, slots, wanted, fewer=auto)
     apply_synthetic(engine.runner, lab(plan.config))

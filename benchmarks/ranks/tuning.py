@@ -198,9 +198,8 @@ class PromptSample(_TuningSample):
         lacking = max(sum(stripes.pages_for(self._need(r)) for r in batch) - free for batch in self.batches)
         if (lacking_pages := max(comm.all_gather_object(lacking))) > 0:
             raise ConfigError(
-                f"decode.max_batch={config.decode.max_batch}: a batch of the longest prompts "
-                f"lacks {lacking_pages} pages of a "
-                "rank's KV cache: use a smaller decode.max_batch, shorter prompts, or a larger layout.kvp"
+                f"decode.max_batch={config.decode.max_batch}: a batch of the longest prompts lacks {lacking_pages} "
+                "pages of a rank's KV cache: lower decode.max_batch, shorten the prompts, or raise layout.kvp"
             )
         self.kind = DecodeGraphKey.of([r.sampling for r in requests])
         self.console = task.console
@@ -227,7 +226,8 @@ class PromptSample(_TuningSample):
                 full = [step_s for step_s, slot_tokens in zip(seconds, sampled, strict=True) if all(slot_tokens)]
         if not tokens:
             raise ConfigError(
-                f"{self.config.decode.prompts}: every prompt ends with its first token: there is nothing to draft"
+                f"{self.config.decode.prompts}: every answer ends with its first token, so there is nothing to "
+                "draft: use other prompts"
             )
         by_position = zip(timings.acceptance.accepted, timings.acceptance.verified, strict=True)
         more: dict[str, Any] = {"steps": len(timings.ttl_s), "sequence_steps": timings.sequence_steps}

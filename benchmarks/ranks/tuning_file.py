@@ -38,13 +38,16 @@ def check_tuning(config: LabConfig, prompts: Sequence[PromptLine]) -> None:
             raise ValueError(f"bench.{key}={values} must be an ascending list of at least one positive number")
     if bench.gammas[-1] > speculation.gamma:
         too_many = f"more than speculation.gamma={speculation.gamma}, the most drafts of a step"
-        raise ValueError(f"bench.gammas has {bench.gammas[-1]}, {too_many}: raise it, or leave that out")
+        raise ValueError(f"bench.gammas has {bench.gammas[-1]}, {too_many}: raise it, or leave out that value")
     if bench.sparsities[-1] > 1:
-        raise ValueError(f"bench.sparsities={bench.sparsities}: a share of the keys is at most 1")
+        raise ValueError(f"bench.sparsities={bench.sparsities} must be shares of the keys, at most 1")
     if bench.output is None:
-        raise ValueError("bench=tune keeps what it measures: set bench.output=FILE.jsonl, or use helix tune")
+        raise ValueError(
+            "bench=tune needs bench.output, the file of its measurements: set bench.output=FILE.jsonl, or use helix "
+            "tune"
+        )
     if config.decode.output is not None:
-        raise ValueError(f"decode.output={config.decode.output}: tuning writes no texts: leave it out")
+        raise ValueError(f"decode.output={config.decode.output}: bench=tune writes no texts: leave it out")
     if prompts:
         if bench.acceptance is not None or config.model.load == "random" or config.comm.backend == "emulated":
             raise ValueError(
@@ -60,7 +63,7 @@ def check_tuning(config: LabConfig, prompts: Sequence[PromptLine]) -> None:
             "to tune on times only, at that acceptance"
         )
     elif len(bench_points(bench)) != 1:
-        raise ValueError(f"bench.points={bench.points}: tuning takes one point: start a job for each")
+        raise ValueError(f"bench.points={bench.points}: bench=tune takes one point: start a job for each")
     read_measured(config, prompts)
 
 

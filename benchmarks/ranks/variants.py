@@ -22,7 +22,9 @@ def variants(config: LabConfig) -> dict[str, LabConfig]:
     found = {}
     for label in config.bench.variants or [""]:
         if unknown := [part for part in label.split() if part.partition("=")[0] not in KEYS]:
-            raise ValueError(f"bench.variants has {unknown[0]!r}: a variant sets {', '.join(KEYS)}, as in KEY=VALUE")
+            raise ValueError(
+                f"bench.variants has {unknown[0]!r}: a variant is KEY=VALUE ..., with keys {', '.join(KEYS)}"
+            )
         try:
             content = asdict(config)
             for group, key, value in (part.replace("=", ".", 1).split(".", 2) for part in label.split()):
@@ -35,8 +37,8 @@ def variants(config: LabConfig) -> dict[str, LabConfig]:
         if found[label].attention.num_blocks > config.attention.num_blocks:
             raise ValueError(
                 f"bench.variants has {label!r}, but the cache is made for "
-                f"attention.num_blocks={config.attention.num_blocks}: set "
-                "attention.num_blocks to the most that a variant has"
+                f"attention.num_blocks={config.attention.num_blocks}: set attention.num_blocks to the largest of all "
+                "variants"
             )
     if found and config.attention.policy == "dense" and config.bench.variants:
         raise ValueError("bench.variants need block-sparse steps: set attention=block_sparse, or leave them out")

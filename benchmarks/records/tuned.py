@@ -37,14 +37,14 @@ def summary_lines(tuned: TuningResult) -> list[str]:
     """Returns the result, one sentence per line."""
     lines = []
     if tuned.plateau is not None:
-        ends = "" if tuned.reached_plateau else ", the largest that was tried: more of them may keep more"
+        ends = "" if tuned.reached_plateau else ", the largest share tried: with more keys, more drafts may be accepted"
         lines.append(f"Accepted tokens level off at {100 * tuned.plateau:.3g}% of the keys{ends}.")
     rates = [f"{m.source} {m.rate:.1f}" for m in (tuned.plain, tuned.sparse, tuned.ngram) if m is not None]
     lines.append(f"Tokens/s of a user: {'; '.join(rates)}.")
     fastest = tuned.fastest
     gain = fastest.rate / tuned.plain.rate
     if fastest is tuned.plain:
-        lines.append("Plain decoding is the fastest here: drafts do not pay.")
+        lines.append("Plain decoding is the fastest here: drafts do not pay off.")
     elif fastest is tuned.ngram:
         lines.append(
             f"Drafts by prompt lookup are the fastest here: {fastest.source}, {gain:.2f} times plain decoding."
@@ -87,7 +87,7 @@ def check_name(name: str, directory: Path) -> Path:
             f"name={name} must be letters, digits, - and _, a letter first, and none of {', '.join(WORDS)}"
         )
     if path.exists() and not path.read_text(encoding="utf-8").startswith(WRITTEN):
-        raise ValueError(f"name={name}: {path} was not written by benchmarks.tune, take another name")
+        raise ValueError(f"name={name}: {path} was not written by helix tune: choose another name")
     return path
 
 

@@ -26,7 +26,7 @@ from helix.engine.inbox import Abort, Inbox
 from helix.engine.pages import PagePool
 from helix.engine.prefill_time import PrefillTime, doubling_depth
 from helix.engine.prefix import PrefixTree
-from helix.engine.request import Logprobs, PromptLogprobs, Request, RequestUpdate
+from helix.engine.request import EMPTY_PROMPT, Logprobs, PromptLogprobs, Request, RequestUpdate, outside_vocabulary
 from helix.engine.request_state import RequestState
 from helix.engine.scheduler import Scheduler
 from helix.engine.scheduler_output import SchedulerOutput
@@ -172,25 +172,25 @@ class Engine:
         """Returns why this engine can never serve a request, or None if it can."""
         spec, limit = self.runner.model.spec, self.runner.sizes.length
         if len(request.prompt) == 0:
-            return "the prompt is empty"
+            return EMPTY_PROMPT
         ids = np.asarray(request.prompt)
         outside = ids[(ids < 0) | (ids >= spec.vocab)]
         if len(outside):
-            return f"prompt token id {outside[0]} is outside the vocabulary [0, {spec.vocab})"
+            return outside_vocabulary("prompt", outside[0], spec.vocab)
         if (token := max(request.sampling.logit_bias, default=0)) >= spec.vocab:
-            return f"logit_bias token {token} is outside the vocabulary [0, {spec.vocab})"
+            return outside_vocabulary("logit_bias", token, spec.vocab)
         if request.max_tokens < 1:
             return f"max_tokens={request.max_tokens} must be at least 1"
         length = len(request.prompt) + request.max_tokens
         if length > spec.max_positions:
             return (
                 f"prompt of {len(request.prompt)} tokens plus max_tokens={request.max_tokens} exceeds the model's "
-                f"{spec.context}"
+                f"{spec.context}: shorten the prompt, or lower max_tokens"
             )
         if length > limit:
             return (
-                f"prompt of {len(request.prompt)} tokens plus max_tokens={request.max_tokens} needs {length} tokens "
-                f"of KV, but max_length={limit} ({self.runner.cache.remedy})"
+                f"prompt of {len(request.prompt)} tokens plus max_tokens={request.max_tokens} needs {length} tokens of "
+                f"KV, but a sequence has at most {limit} here: {self.runner.cache.remedy}"
             )
         return None
 

@@ -11,6 +11,13 @@ import numpy as np
 
 from helix.sampling_params import SamplingParams
 
+EMPTY_PROMPT = "the prompt is empty: it needs at least one token"
+
+
+def outside_vocabulary(name: str, token: int, vocab: int) -> str:
+    """Returns the message for a token id that the model does not have."""
+    return f"{name} has token id {token}, but the model's vocabulary is [0, {vocab}): remove it"
+
 
 class Grammar(Protocol):
     """State of a grammar that constrains one request's output, on rank 0."""

@@ -103,7 +103,7 @@ def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
             except ValueError:
                 continue
             named = ", ".join(f"{key}={config[key]!r:.100}" for key in keys)
-            raise ValueError(f"config.json: {named}: {error}") from error
+            raise ValueError(f"config.json: {named}: {str(error).removeprefix('config.json: ')}") from error
         raise
 
 

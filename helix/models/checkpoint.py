@@ -185,7 +185,7 @@ class CheckpointFiles:
         if os.path.lexists(path / INDEX):
             listed = read_json(path / INDEX).get("weight_map")
             if not isinstance(listed, dict) or not listed:
-                raise ValueError(f"{path / INDEX} has no weight_map")
+                raise ValueError(f"{path / INDEX} has no weight_map: download it again")
             for tensor, file in listed.items():
                 if not _is_within(file):
                     raise ValueError(f"{path / INDEX} has {tensor} in {file!r:.80}, which is not a path within {path}")

@@ -107,7 +107,7 @@ class Eagle3Layer:
         if spec.vocab is not None:
             ids = torch.arange(spec.vocab) if ids is None else ids
             if len(ids) != spec.vocab or not bool((ids[1:] > ids[:-1]).all()):
-                raise ValueError(f"d2t must give {spec.vocab} ascending token ids")
+                raise ValueError(f"d2t must map to {spec.vocab} ascending token ids")
             first, end = (int(torch.searchsorted(ids, i)) for i in (self.vocab_rows.start, self.vocab_rows.stop))
             self._head = weights.parameter(end - first, hidden)
             weights.bind(self._head, "lm_head.weight", (spec.vocab, hidden), range(first, end))

@@ -75,7 +75,8 @@ def check_sizes(config: Any, *needed: str) -> None:
     """Raises ValueError unless these attributes are positive integers within the limits."""
     sizes = {key: getattr(config, key, None) for key in needed}
     if wrong := [f"{key}={size!r}" for key, size in sizes.items() if not _is_size(size)]:
-        raise ValueError(f"config.json has {', '.join(wrong)}: positive integers are expected")
+        expected = "a positive integer" if len(wrong) == 1 else "positive integers"
+        raise ValueError(f"config.json: {', '.join(wrong)} must be {expected}")
     for key, size in sizes.items():
         if key != "max_position_embeddings" and size is not None and size > MAX_SIZE:
             raise ValueError(f"config.json: {key}={size} must be at most {MAX_SIZE}")
@@ -151,7 +152,7 @@ def decoder_spec(
         raise ValueError(f"config.json: rms_norm_eps={config.rms_norm_eps!r} must not be negative")
     dtype = dtype_name(config.dtype or "float32")
     if dtype not in DTYPES:
-        raise ValueError(f"config.json: dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
+        raise ValueError(f"config.json: dtype={dtype!r} is not supported; supported: {', '.join(DTYPES)}")
     positions, limited_by = _context(config)
     full, local = ("full_attention", "sliding_attention") if config.model_type in TWO_ROPES else (None, None)
     width = attention.rope if isinstance(attention, MLASpec) else attention.head_dim
@@ -290,7 +291,7 @@ def _check_before(config: Mapping[str, Any], model_type: str) -> None:
     for key in ("dtype", "torch_dtype"):
         name = config.get(key)
         if isinstance(name, str) and name not in DTYPES:
-            raise ValueError(f"config.json: {key} {name!r} is not supported; supported: {', '.join(DTYPES)}")
+            raise ValueError(f"config.json: {key}={name!r} is not supported; supported: {', '.join(DTYPES)}")
     layers = config.get("num_hidden_layers")
     if isinstance(layers, int) and layers > MAX_LAYERS:
         raise ValueError(f"config.json: num_hidden_layers={layers} must be at most {MAX_LAYERS}")
@@ -312,7 +313,7 @@ def _check_before(config: Mapping[str, Any], model_type: str) -> None:
     for part in (config, *rope):
         for key in ("num_attention_heads", "original_max_position_embeddings"):
             if isinstance(part.get(key), int) and not _is_size(part[key]):
-                raise ValueError(f"config.json has {key}={part[key]}: positive integers are expected")
+                raise ValueError(f"config.json: {key}={part[key]} must be a positive integer")
 
 
 def _is_size(value: Any) -> bool:

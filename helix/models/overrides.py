@@ -97,7 +97,7 @@ def check_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any], nam
     if over.get("rope_parameters", 0) is None:
         raise ValueError(
             f"{name}.{inside}rope_parameters=null would delete rope_theta, too: set {name}.{inside}rope_scaling=null "
-            "to turn scaling off, or single keys of rope_parameters"
+            "to turn scaling off, or set single keys of rope_parameters"
         )
     for path, value in _leaves(overrides):
         text = ".".join(map(str, path))
@@ -107,8 +107,7 @@ def check_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any], nam
         nearest = _nearest(text, top)
         named = f" ({name}.architectures={whole.get('architectures')})" if not config else ""
         raise ValueError(
-            f"{name}.{text}={value!r:.100}: no reader of {family} models{named} knows this key; the nearest known one "
-            f"is {name}.{nearest}"
+            f"{name}.{text}={value!r:.100}: {family} models{named} have no such key (did you mean {name}.{nearest}?)"
         )
 
 

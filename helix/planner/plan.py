@@ -72,19 +72,22 @@ class PlanQuery:
         if self.ttl_s is not None and not self.ttl_s > 0:
             raise ValueError(f"ttl_ms={1e3 * self.ttl_s:g} must be positive")
         if self.gpus > self.hardware.gpus:
-            known = f"{self.hardware.name} is described with {self.hardware.gpus} in one NVLink domain"
-            raise ValueError(f"gpus={self.gpus}, but {known}: several domains are not modeled")
+            known = f"{self.hardware.name} has {self.hardware.gpus} GPUs in an NVLink domain"
+            raise ValueError(
+                f"gpus={self.gpus}, but {known}, and the planner does not predict several domains: set at most "
+                f"{self.hardware.gpus}"
+            )
         if self.batch is None and self.ttl_s is None:
-            raise ValueError("give batch, or ttl_ms and the largest batch within it is planned")
+            raise ValueError("set batch, or set ttl_ms to plan the largest batch within it")
         if self.gamma is not None and self.acceptance is None:
-            raise ValueError(f"gamma={self.gamma} needs acceptance: the probability that a drafted token is accepted")
+            raise ValueError(f"gamma={self.gamma} needs acceptance: set it to the probability that a draft is accepted")
         if self.gamma is not None and self.gamma >= MAX_QUERIES:
             raise ValueError(f"gamma={self.gamma} must be at most {MAX_QUERIES - 1}, the runtime's limit")
         if self.acceptance is not None and not 0 <= self.acceptance <= 1:
-            raise ValueError(f"acceptance={self.acceptance:g} must be from 0 to 1: it is a probability")
+            raise ValueError(f"acceptance={self.acceptance:g} must be a probability, from 0 to 1")
         if self.draft_has_cost and self.acceptance is None:
             drafter = "speculation=sparse" if self.layer is None else "a draft layer"
-            raise ValueError(f"{drafter} needs acceptance: the probability that a drafted token is accepted")
+            raise ValueError(f"{drafter} needs acceptance: set it to the probability that a draft is accepted")
 
     @property
     def draft_has_cost(self) -> bool:
@@ -383,7 +386,7 @@ def _why_first(ranking: Ranking) -> str:
     close = [
         c.name for c in others if c not in ties and _speed(ranking, first) < (1 + MEDIAN_ERROR) * _speed(ranking, c)
     ]
-    closer = f" Within the prediction error of {MEDIAN_ERROR:.0%}: {', '.join(close)}; time them." if close else ""
+    closer = f" Within the prediction error of {MEDIAN_ERROR:.0%}: {', '.join(close)}; measure them." if close else ""
     return comparison + (f" {same}." if ties else "") + closer
 
 
@@ -450,22 +453,26 @@ def _phases(gains: dict[str, float], names: Sequence[str]) -> tuple[str, str]:
 def _no_layout_fits(q: PlanQuery, rejected: list[RejectedLayout]) -> ValueError:
     if not rejected:
         fixed = "".join(f" layout.{name}={width}" for name, width in q.widths)
-        dp = ": dp is for as many sequences as GPUs, for dense steps without drafts" if "dp" in q.modes else ""
-        return ValueError(f"modes={','.join(q.modes)}{fixed} have no layout of {q.gpus} GPUs for this question{dp}")
+        dp = (
+            ": dp needs at least as many sequences as GPUs, attention=dense and speculation=none"
+            if "dp" in q.modes
+            else ""
+        )
+        return ValueError(f"modes={','.join(q.modes)}{fixed} have no layout of {q.gpus} GPUs for this workload{dp}")
     closest = min(rejected, key=lambda r: r.missing_bytes)
     batch, memory = q.batch or 1, q.hardware.memory_bytes.value
     wanted = f"{batch} sequence{'s' if batch > 1 else ''} of {q.context} tokens"
     gpus = f"{q.gpus} x {q.hardware.name} ({memory / 1e9:.0f} GB each)"
     remedies = []
     if (weights := min(r.weight_bytes for r in rejected)) > memory:
-        why = f"the weights alone take {weights / 1e9:.1f} GB a GPU"
+        why = f"the weights alone take {weights / 1e9:.1f} GB per GPU"
     else:
-        why = f"{closest.layout} lacks least, {closest.missing_bytes / 1e9:.1f} GB a GPU"
+        why = f"the closest, {closest.layout}, lacks {closest.missing_bytes / 1e9:.1f} GB per GPU"
         fewer = largest_batch(q)
         remedies.append(f"batch={fewer} would fit" if fewer else "not one sequence fits")
     if q.gpus < q.hardware.gpus:
         enough = min_gpus(q)
-        none = f"nor would gpus={q.hardware.gpus} do, one NVLink domain"
+        none = f"gpus={q.hardware.gpus} (a whole NVLink domain) would not do either"
         remedies.append(none if enough is None else f"gpus={enough} would do")
     return NoLayoutFits(f"no layout of {gpus} has memory for {wanted}: {why}", remedies)
 

@@ -51,7 +51,7 @@ class Points:
             ValueError: the mode is unknown, or `ep` does not divide the ranks.
         """
         if mode not in MODES:
-            raise ValueError(f"mode={mode!r} is unknown; choose one of {', '.join(MODES)}")
+            raise ValueError(f"mode={mode!r} is unknown; known: {', '.join(MODES)}")
         sizes = dict.fromkeys(("pp", "dp", "kvp", "tpa", "ep"), 1) | widths
         ranks = sizes["tpa"] if mode == "medha" else sizes["dp"] * sizes["kvp"] * sizes["tpa"]
         groups = max(sizes["ep"], 1)
@@ -327,7 +327,7 @@ def layouts(spec: DecoderSpec, gpus: Iterable[int], modes: Sequence[str] = MODES
         ValueError: a mode is unknown.
     """
     if unknown := [mode for mode in modes if mode not in MODES]:
-        raise ValueError(f"unknown modes {', '.join(unknown)}; choose from {', '.join(MODES)}")
+        raise ValueError(f"modes={','.join(unknown)} is unknown; known: {', '.join(MODES)}")
     numbers = [MODES.index(name) for name in modes]
     grids: list[Grid] = []
     for total in sorted(set(gpus)):

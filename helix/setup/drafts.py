@@ -54,7 +54,9 @@ def load_eagle3(
         layout.check_heads(attention.q_heads, attention.kv_heads)
         window = min(config.window or spec.max_positions, target.spec.max_positions)
         if window in target.spec.windows:
-            raise ValueError(f"its window of {window} tokens equals a window of the target: change speculation.window")
+            raise ValueError(
+                f"its window of {window} tokens equals a window of the target: set another speculation.window"
+            )
         checkpoint = Checkpoint(Path(str(config.path)))
         d2t = checkpoint.whole("d2t") if "d2t" in checkpoint.files else None
         ids = None if d2t is None else d2t + torch.arange(len(d2t))
@@ -100,7 +102,10 @@ def make_draft(config: Config, target_layout: HelixLayout, target: DecoderSpec) 
     speculation = config.speculation
     try:
         if speculation.model.path is None and not speculation.model.config:
-            raise ValueError("speculation=model needs speculation.model.path=DIR")
+            raise ValueError(
+                "speculation=model needs speculation.model.path, the draft model's directory: set "
+                "speculation.model.path=DIR"
+            )
         spec = make_spec(replace(config, model=speculation.model), "speculation.model")
         check_weights(speculation.model, "speculation.model")
         check_latents(config, spec)

@@ -124,13 +124,13 @@ def make_cache(
     if kv.tokens is not None and pages < sizes.pages:
         raise ConfigError(
             f"kv.tokens={kv.tokens} needs {sizes.pages} pages of {page_cost} bytes on each rank, but "
-            f"kv.memory_fraction={kv.memory_fraction} of the free memory holds {pages} {beside}: "
-            "set fewer kv.tokens, or a larger layout.kvp"
+            f"kv.memory_fraction={kv.memory_fraction} of the free memory holds {pages} {beside}: lower kv.tokens, or "
+            "raise layout.kvp"
         )
     if pages == 0:
         raise ConfigError(
             f"kv.memory_fraction={kv.memory_fraction} of the free memory holds no page of {page_cost} bytes {beside}: "
-            "raise it, set a smaller decode.prefill_chunk, or use a layout with fewer weights per rank"
+            "raise it, lower decode.prefill_chunk, or set a layout with fewer weights per rank"
         )
     host_snapshots = (
         make_host_snapshots(kv.host_snapshots, cache_specs, placement, comm, sizes) if kv.host_snapshots else None
@@ -206,7 +206,7 @@ def build_engine(
         max_length, cache.remedy = limit, "raise decode.max_length"
     elif layout.dp > 1:
         cache.remedy = (
-            "raise kv.tokens or kv.memory_fraction, or use layout.mode=helix: dp keeps a sequence on one rank"
+            "raise kv.tokens or kv.memory_fraction, or set layout.mode=helix (dp keeps a sequence on one rank)"
         )
     global_selection = config.attention.policy != "dense" and config.attention.choice == "global"
     sizes = replace(sizes, length=max_length, pages=cache.pages)

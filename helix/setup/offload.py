@@ -114,7 +114,7 @@ def make_offloaded_cache(
         raise ConfigError(
             f"kv.tokens={kv.tokens} needs {sizes.pages} pages of {page_bytes} bytes on each rank, but "
             f"kv.offload_host_bytes={kv.offload_host_bytes:.0f} holds {on_host}: set at least "
-            f"{sizes.pages * page_bytes}, or fewer kv.tokens"
+            f"{sizes.pages * page_bytes}, or lower kv.tokens"
         )
     longest = min(sizes.length, on_host * stripes.page_tokens)
     policy = make_policy(config.attention, placement, longest, comm, kv)
@@ -146,8 +146,8 @@ def make_offloaded_cache(
     page_limits = (int(kv.offload_host_bytes) // page_bytes, (capacity - min_bytes) // gpu_page_bytes)
     on_host, on_gpu = (min(comm.all_gather_object(pages)) * stripes.page_tokens for pages in page_limits)
     cache.remedy = (
-        f"kv.offload_host_bytes={kv.offload_host_bytes:.0f} has room for {on_host} tokens, the GPU's share of "
-        f"{capacity} bytes for {on_gpu}: raise the smaller one, or use a larger layout.kvp"
+        f"kv.offload_host_bytes={kv.offload_host_bytes:.0f} has room for {on_host} tokens, and the GPU's share of "
+        f"{capacity} bytes for {on_gpu}: raise the smaller one, or layout.kvp"
     )
     return cache
 

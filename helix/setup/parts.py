@@ -46,7 +46,10 @@ def make_spec(config: Config, key: str = "model") -> DecoderSpec:
 def make_eagle3(config: SpeculationConfig, target: DecoderSpec) -> Eagle3Spec:
     """Reads the EAGLE-3 spec; ValueError if its checkpoint is not for this target."""
     if config.path is None:
-        raise ValueError("speculation=eagle3 needs speculation.path=DIR, the directory of the draft layer's checkpoint")
+        raise ValueError(
+            "speculation=eagle3 needs speculation.path, the directory of the draft layer's checkpoint: set "
+            "speculation.path=DIR"
+        )
     path = Path(config.path)
     try:
         files = CheckpointFiles(path)

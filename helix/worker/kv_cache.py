@@ -129,7 +129,7 @@ class KVCache(SequenceObserver):
     """
 
     fetches = False
-    remedy = "raise kv.tokens or kv.memory_fraction, or use a larger layout.kvp"
+    remedy = "raise kv.tokens, kv.memory_fraction or layout.kvp"
 
     def __init__(
         self,
@@ -347,4 +347,4 @@ def free_bytes(device: torch.device) -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024 // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # as torchrun sets it
-    raise RuntimeError("cannot size the KV cache: /proc/meminfo has no MemAvailable; set kv.tokens, and run on Linux")
+    raise RuntimeError("cannot size the KV cache: /proc/meminfo has no MemAvailable: run on Linux")

@@ -135,7 +135,7 @@ class OffloadedCache(KVCache):
     """
 
     fetches = True
-    remedy = "raise kv.offload_host_bytes and kv.offload_gpu_bytes, or use a larger layout.kvp"
+    remedy = "raise kv.offload_host_bytes and kv.offload_gpu_bytes, or layout.kvp"
 
     def __init__(
         self,

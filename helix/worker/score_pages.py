@@ -32,7 +32,7 @@ class ScorePages:
     def grow(self, slot: int, count: int) -> None:
         pages = self._pages.setdefault(slot, [])
         begin, count = len(pages), max(count - len(pages), 0)
-        assert count <= len(self._free), f"{count} pages of scores wanted, {len(self._free)} free"
+        assert count <= len(self._free), f"{count} pages of scores needed, but {len(self._free)} are free"
         pages += [self._free.pop() for _ in range(count)]
         self.tables[slot, begin : len(pages)] = to_device(
             torch.tensor(pages[begin:], dtype=torch.int32), self.tables.device

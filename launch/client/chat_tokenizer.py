@@ -132,7 +132,11 @@ class ChatTokenizer:
         """
         tokenizer = self._require_backend()
         if not self.has_template:
-            raise ApiError(400, "the model has no chat template: use /v1/completions", code="no_chat_template")
+            raise ApiError(
+                400,
+                "the model has no chat template: set serve.chat_template=FILE, or send prompts to /v1/completions",
+                code="no_chat_template",
+            )
         tool_dicts = [tool.model_dump(exclude_none=True) for tool in tools] if tools else None
 
         try:

@@ -237,7 +237,7 @@ class EngineClient:
                 try:
                     messages = decoder.feed(data)
                 except ValueError as error:
-                    return f"the ranks sent data that is {error}"
+                    return f"the ranks sent data that cannot be decoded: {error}"
                 for message in messages:
                     if isinstance(message, Failed):
                         why = f"the ranks failed: {message.reason}"
@@ -280,7 +280,7 @@ class EngineClient:
         if len(new) == 1:
             ((group, given_up),) = new.items()
             for generation in [generation for generation in self.generations.values() if generation.group == group]:
-                self._finish(generation, "error", f"the engine failed as it started this request: {why}")
+                self._finish(generation, "error", f"the engine failed while it started this request: {why}")
             return given_up
         for generation in [one for one in self.generations.values() if one.stage not in (Stage.UNSENT, Stage.QUEUED)]:
             generation.crashes += 1

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from helix.engine.request import outside_vocabulary
 from launch.answers.chat_formats import ChatFormat, assistant_turn, required_call_format
 from launch.answers.grammars import Parts, structured_output_grammar, tool_call_grammar
 from launch.client.chat_tokenizer import ChatTokenizer
@@ -69,10 +70,10 @@ def process_prompt(
             prompt = tokenizer.encode(prompt, engine_info.max_length, body.add_special_tokens)
             _check_ids(tokenizer, prompt, engine_info, "prompt")
         elif len(prompt) and (largest := prompt.max()) >= engine_info.vocab:
-            raise ApiError(400, f"prompt has {largest}, but the vocabulary is [0, {engine_info.vocab})", param="prompt")
+            raise ApiError(400, outside_vocabulary("prompt", largest, engine_info.vocab), param="prompt")
         prompts.append(prompt)
     if not prompts:
-        raise ApiError(400, "prompt must not be empty", param="prompt")
+        raise ApiError(400, "prompt is an empty list: send at least one prompt", param="prompt")
     echoed = [item if isinstance(item, str) else tokenizer.decode(item) for item in (body.prompts if body.echo else [])]
     return ProcessedPrompt(prompts, echoed, None, make_grammar_spec(tokenizer, body, engine_info))
 

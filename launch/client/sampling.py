@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from helix.engine.request import Request
+from helix.engine.request import EMPTY_PROMPT, Request, outside_vocabulary
 from helix.sampling_params import OPTIONS, SamplingParams
 from launch.client.engine_messages import EngineInfo
 from launch.client.errors import ApiError
@@ -66,7 +66,7 @@ def make_sampling_params(
     bias = {int(name): value for name, value in (body.logit_bias or {}).items()}
     for param, ids in (("logit_bias", bias), ("stop_token_ids", body.stop_token_ids or [])):
         if outside := [i for i in ids if i >= vocab]:
-            raise ApiError(400, f"{param} has {outside[0]}, but the vocabulary is [0, {vocab})", param=param)
+            raise ApiError(400, outside_vocabulary(param, outside[0], vocab), param=param)
     given = {name: value for name in OPTIONS if (value := getattr(body, name, None)) is not None}
     values = {name: option.request_default for name, option in OPTIONS.items()} | dict(defaults) | given
     logprobs = num_logprobs(body)
@@ -96,7 +96,7 @@ def resolve_max_tokens(request: GenerationFields, prompt: int, unset: int | None
         (capacity, "the KV cache's capacity (kv.tokens)") if fits else (engine_info.context, "the model's context")
     )
     if prompt == 0:
-        raise ApiError(400, "the prompt is empty: it needs at least one token", param="prompt")
+        raise ApiError(400, EMPTY_PROMPT, param="prompt")
     if prompt + (requested or 1) > capacity:
         new = f" and {requested} new tokens are {prompt + requested}, which" if requested else ""
         raise ApiError(

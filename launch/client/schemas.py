@@ -276,7 +276,10 @@ class Conversation(Schema):
         if not self.continue_final_message:
             return self
         if self.add_generation_prompt:
-            raise ValueError("continue_final_message continues a message, but add_generation_prompt=true starts one")
+            raise ValueError(
+                "continue_final_message continues a message, but add_generation_prompt=true starts one: send only one "
+                "of them"
+            )
         last = self.message_list[-1] if self.message_list else None
         if last is None or last.role != "assistant" or not last.text:
             what = "there are no messages" if last is None else f"the last message has role {last.role!r}"
@@ -330,10 +333,13 @@ class Chat(GenerationFields, Conversation):
             and self.structured_output.param != "response_format"
         ):
             raise ValueError(
-                f"tool_choice requires a call, but {self.structured_output.param} another format: send only one of them"
+                f"tool_choice requires a call, but {self.structured_output.param} sets another format: send only "
+                "one of them"
             )
         if self.must_call_tool and self.continue_final_message:
-            raise ValueError("tool_choice requires a call, but continue_final_message continues a text")
+            raise ValueError(
+                "tool_choice requires a call, but continue_final_message continues a text: send only one of them"
+            )
         return self
 
     @property

@@ -105,14 +105,14 @@ class Supervisor:
                 raise JobFailed("the ranks did not start")
             given_up = self._engine_client.on_job_lost(why)
             if given_up is not None:
-                LOG.warning("not retried: %s", _describe(given_up))
+                LOG.warning("not retrying %s: it was the only new request when the ranks failed", _describe(given_up))
             failures.append(time.monotonic())
             while failures[0] < time.monotonic() - WINDOW_S:
                 failures.popleft()
             if self._serve.attach is None and len(failures) > self._serve.restarts:
                 raise JobFailed(f"more than serve.restarts={self._serve.restarts} failures in ten minutes: {why}")
             doing = "reconnecting" if self._serve.attach else "restarting"
-            LOG.warning("%s: %s, %d requests wait", why, doing, len(self._engine_client.generations))
+            LOG.warning("%s: %s; requests waiting: %d", why, doing, len(self._engine_client.generations))
             self._engine_client.observer.on_restart()
             await asyncio.sleep(BACKOFF_S[min(len(failures), len(BACKOFF_S)) - 1])
 

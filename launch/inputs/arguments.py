@@ -39,9 +39,9 @@ def parse(
         if key not in kinds:
             raise ValueError(unknown_message(key, kinds))
         if key in values:
-            raise ValueError(f"{key} is given twice")
+            raise ValueError(f"{key} is given twice: leave one out")
         if not text:
-            raise ValueError(f"{key}= has no value")
+            raise ValueError(f"{key}= has no value: add one, or leave it out")
         values[key] = parse_value(key, text.split(",") if get_origin(kinds[key]) is list else text, kinds[key])
     if missing := [key for key in needed if key not in values]:
         raise ValueError(f"{' and '.join(missing)} missing: add {' '.join(f'{key}=VALUE' for key in missing)}")
@@ -58,4 +58,7 @@ def handle_help(arguments: Sequence[str], text: str | None) -> bool:
 def need_checkout(command: str) -> None:
     """Exits if the command needs files that a wheel does not have: records, docs, all sources, the demo model."""
     if not (HOME / "pyproject.toml").exists():
-        sys.exit(f"error: {command} needs a checkout of Helix (records, sources, demo model); {HOME} is none")
+        sys.exit(
+            f"error: {command} needs a checkout of Helix (records, sources, demo model), but {HOME} is not one: clone "
+            "the repository"
+        )

@@ -48,7 +48,8 @@ def choose(
     """
     widths = ("kvp", "tpa", "tpf", "ep")
     if given := [f"layout.{key}" for key in widths if getattr(config.layout, key) != getattr(LayoutConfig(), key)]:
-        raise ValueError(f"layout=auto chooses {', '.join(given)} itself: leave them unset, or set layout=helix")
+        them = "it" if len(given) == 1 else "them"
+        raise ValueError(f"layout=auto chooses {' and '.join(given)} itself: leave {them} out, or set layout=helix")
     if device is None:
         tpa = max(n for n in range(1, world_size + 1) if world_size % n == 0 and spec.attention.kv_heads % n == 0)
         layout = HelixLayout.create("helix", world_size // tpa, tpa)

@@ -198,7 +198,7 @@ def _first_line(error: Exception) -> str:
 def _check_override(text: str, settings: Settings, sweeps: bool) -> str:
     """Checks an override, or raises ValueError; quotes paths, and leaves the rest to Hydra's grammar."""
     if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
-        raise ValueError(f"{text!r} is not UTF-8")
+        raise ValueError(f"{text!r} is not UTF-8 text")
     match = re.fullmatch(r"(\+\+|\+|~|)([^=]*)(=?)(.*)", text, re.DOTALL)
     assert match is not None, "any text matches"
     sign, key, equals, value = match.groups()

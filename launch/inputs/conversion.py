@@ -74,7 +74,7 @@ def _tokenizer(model: GGUFModel) -> Any:
     except ValueError as error:
         raise ValueError(f"{model.path}: {error}") from error
     if (most := max(tokenizer.get_vocab().values(), default=0)) >= model.spec.vocab:
-        raise ValueError(f"{model.path} has a token {most}, but embeddings for only {model.spec.vocab} tokens")
+        raise ValueError(f"{model.path} has token id {most}, but embeddings for only {model.spec.vocab} tokens")
     tokenizer.model_max_length = model.spec.max_positions
     return tokenizer
 

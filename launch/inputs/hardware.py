@@ -53,8 +53,8 @@ def load_hardware(name: str) -> Hardware:
         return Hardware.from_mapping(read_hardware(Path(name)))
     if name not in known_hardware():
         raise ValueError(
-            f"unknown hardware {name!r}; known: {', '.join(known_hardware())} (or add conf/hardware/{name}.yaml, "
-            f"which `{CALIBRATE}` measures)"
+            f"hardware={name!r} is unknown; known: {', '.join(known_hardware())} (or add conf/hardware/{name}.yaml, "
+            f"which `{CALIBRATE}` writes)"
         )
     return Hardware.from_mapping(read_hardware(HARDWARE / f"{name}.yaml"))
 

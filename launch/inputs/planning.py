@@ -172,13 +172,16 @@ def _check(config: PlanConfig, typed: set[str]) -> None:
     if drafter == "none" and acceptance is not None:
         raise ValueError(f"acceptance={acceptance:g} needs drafts, but there are none: set speculation=ngram")
     if drafter == "model":
-        raise ValueError("speculation.drafter=model is not predicted: the planner knows nothing about draft models")
+        raise ValueError("speculation.drafter=model is not predicted: set another drafter, or speculation=none")
     if drafter != "none" and acceptance is None:
-        raise ValueError(f"speculation.drafter={drafter} needs acceptance: the probability that a draft is accepted")
-    if drafter == "eagle3" and config.speculation.path is None:
-        raise ValueError("speculation.drafter=eagle3 needs speculation.path=DIR, the directory of its checkpoint")
+        raise ValueError(
+            f"speculation.drafter={drafter} needs acceptance: set it to the probability that a draft is accepted"
+        )
     if drafter == "sparse" and config.attention.policy != "dense":
-        raise ValueError("speculation.drafter=sparse verifies with dense attention: leave out attention")
+        raise ValueError(
+            "speculation.drafter=sparse verifies drafts with full attention, but "
+            f"attention.policy={config.attention.policy}: set attention=dense, or speculation=ngram"
+        )
     for key, needed in (("hits", "kv.offload=host"), ("guessed", "kv.offload_prefetch=true")):
         share, set_ = (
             getattr(config, key),
@@ -189,9 +192,9 @@ def _check(config: PlanConfig, typed: set[str]) -> None:
     if config.hopb.chunks not in ("auto", "best", "none"):
         raise ValueError(f"hopb.chunks={config.hopb.chunks}: the planner chooses the number itself: leave out hopb")
     if config.kv.append_block is not None:
-        raise ValueError(f"kv.append_block={config.kv.append_block}: the planner chooses it itself: leave it out")
+        raise ValueError(f"kv.append_block={config.kv.append_block}: the planner chooses this itself: leave it out")
     if config.comm.backend not in ("auto", "symm_mem", "nccl"):
-        raise ValueError(f"comm.backend={config.comm.backend} is not predicted; choose one of auto, symm_mem, nccl")
+        raise ValueError(f"comm.backend={config.comm.backend} is not predicted: set auto, symm_mem or nccl")
     if config.modes and config.layout.mode != "auto":
         raise ValueError(f"modes={','.join(config.modes)} and layout.mode={config.layout.mode}: set only one of them")
     if config.kv.offload == "host" and config.kv.offload_host_bytes is None:

@@ -182,7 +182,9 @@ def _parse(line: str, index: int) -> PromptLine:
         raise ValueError(f"id {name!r:.60} must be text or an integer")
     text, ids, messages = (entry.get(key) for key in ("prompt", "prompt_ids", "messages"))
     if sum(one is not None for one in (text, ids, messages)) != 1:
-        raise ValueError('needs one of "prompt" (text), "prompt_ids" (token ids) and "messages" (a conversation)')
+        raise ValueError(
+            'needs exactly one of "prompt" (text), "prompt_ids" (token ids) and "messages" (a conversation)'
+        )
     if text is not None and not isinstance(text, str):
         raise ValueError(f'"prompt" must be text, not {text!r:.60}')
     if ids is not None and not (isinstance(ids, list) and all(type(t) is int for t in ids)):

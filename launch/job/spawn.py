@@ -216,7 +216,7 @@ def _kill(ranks: Sequence[Fork]) -> None:
         while process.poll() is None and time.monotonic() < deadline:
             time.sleep(POLL_S / 10)
         if process.poll() is None:
-            LOG.error("rank %d (process %d) was killed but is still there", rank, process.pid)
+            LOG.error("rank %d (process %d) was killed but has not ended", rank, process.pid)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ TOKENS = tuple(float(1 << n) for n in range(0, 23, 2))  # per request, up to fou
 ENGINE = {
     "pages": ("kv_pages", "KV cache pages on each rank"),
     "pages_used": ("kv_pages_used", "pages held by sequences"),
-    "pages_cached": ("kv_pages_cached", "unused pages kept for prefix hits"),
+    "pages_cached": ("kv_pages_cached", "pages that no sequence uses, kept for prefix hits"),
     "pages_free": ("kv_pages_free", "free pages"),
 }
 OWN = {"restarts", *(name for name, _ in ENGINE.values())}  # vLLM does not have these
@@ -53,18 +53,16 @@ class Metrics:
         self.decode = histogram("request_decode_time_seconds", "from the first token to the end")
         self.e2e_latency = histogram("e2e_request_latency_seconds", "from a request to its end")
         self.prompt_lengths = histogram("request_prompt_tokens", "tokens of a request's prompt", TOKENS)
-        self.new_lengths = histogram("request_generation_tokens", "tokens drawn for a request", TOKENS)
+        self.new_lengths = histogram("request_generation_tokens", "tokens generated for a request", TOKENS)
         self.prompt_tokens = counter("prompt_tokens", "tokens of prompts")
-        self.prefix_cache_queries = counter(
-            "prefix_cache_queries", "tokens of prompts that were looked up in the cache"
-        )
-        self.cached_tokens = counter("prefix_cache_hits", "tokens of prompts that were in the cache")
+        self.prefix_cache_queries = counter("prefix_cache_queries", "prompt tokens looked up in the prefix cache")
+        self.cached_tokens = counter("prefix_cache_hits", "prompt tokens found in the prefix cache")
         self.new_tokens = counter("generation_tokens", "tokens drawn")
-        self.ended = counter("request_success", "requests that ended, by how", "finished_reason")
+        self.ended = counter("request_success", "finished requests, by finish reason", "finished_reason")
         for reason in ("stop", "length", "abort", "error"):
             self.ended.labels(reason)  # export it from the start, so that rates work
-        self.preemptions = counter("num_preemptions", "requests that gave their pages to others, each time")
-        self.drafts = counter("spec_decode_num_drafts", "steps of a request that verified drafts")
+        self.preemptions = counter("num_preemptions", "preemptions: a request's pages were freed for others")
+        self.drafts = counter("spec_decode_num_drafts", "drafts verified: one per request and step")
         self.accepted_drafts = counter(
             "spec_decode_num_accepted_tokens_per_pos", "accepted draft tokens, by position", "position"
         )
@@ -100,10 +98,10 @@ class ServerMetrics(Observer):
         self._new_tokens, self._counted = 0, time.monotonic()  # tokens since the last stats message, and its time
         self._acceptance = AcceptanceMonitor()
         self.metrics = metrics = Metrics()
-        metrics.watch("num_requests_waiting", "requests queued, not yet admitted", lambda: self.engine_client.waiting)
+        metrics.watch("num_requests_waiting", "requests in the queue", lambda: self.engine_client.waiting)
         metrics.watch(
             "num_requests_running",
-            "requests that were admitted",
+            "requests admitted and not finished",
             lambda: len(self.engine_client.generations) - self.engine_client.waiting,
         )
         metrics.watch("kv_cache_usage_perc", "share of the pages that sequences hold, 0 to 1", self._usage)

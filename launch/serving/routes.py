@@ -21,6 +21,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from helix.config import ServeConfig
+from helix.engine.request import outside_vocabulary
 from launch.client.answer import Answer
 from launch.client.chat_template import variables
 from launch.client.engine_client import EngineClient
@@ -248,7 +249,7 @@ class Api:
         body = await self._body(request, Detokenize, max(engine_info.context, MIN_TOKENIZE_IDS))
         executor, ids = self._executor_for(body.model), body.ids
         if len(ids) and (largest := ids.max()) >= engine_info.vocab:  # tokenizers silently skip unknown ids
-            raise ApiError(400, f"tokens has {largest}, but the vocabulary is [0, {engine_info.vocab})", param="tokens")
+            raise ApiError(400, outside_vocabulary("tokens", largest, engine_info.vocab), param="tokens")
         return JSONResponse({"prompt": await executor.run(ids.nbytes, executor.tokenizer.decode, ids)})
 
     async def _scrape(self, request: Request) -> ASGIApp:

@@ -91,14 +91,14 @@ def cases() -> list[Any]:
 
 # Requests that are refused while others are served, and words of the message.
 REQUESTS: list[tuple[dict[str, Any], str]] = [
-    ({"prompt_ids": [1], "temperature": -1}, "temperature = -1"),
-    ({"prompt_ids": [1], "temperature": float("inf")}, "temperature = inf"),
-    ({"prompt_ids": [1], "temperature": float("nan")}, "temperature = nan"),
+    ({"prompt_ids": [1], "temperature": -1}, "temperature=-1"),
+    ({"prompt_ids": [1], "temperature": float("inf")}, "temperature=inf"),
+    ({"prompt_ids": [1], "temperature": float("nan")}, "temperature=nan"),
     ({"prompt_ids": [1], "seed": 2**70}, "seed = 1180591620717411303424"),
     ({"prompt_ids": [1], "top_k": 2**70}, "top_k = 1180591620717411303424"),
     ({"prompt_ids": [2**70]}, "prompt has 1180591620717411303424"),
     ({"prompt_ids": [-1]}, "token id -1"),
-    ({"prompt_ids": []}, "prompt must not be empty"),
+    ({"prompt_ids": []}, "prompt is an empty list"),
     ({"prompt_ids": [1], "max_tokens": 2**70}, "1180591620717411303424 new tokens are"),
     ({"prompt_ids": [1], "max_tokens": 0}, "max_tokens=0"),
 ]

@@ -148,7 +148,7 @@ def test_configs(arguments: list[str], words: str, tmp_path: Path) -> None:
 
 
 LONG = [
-    ("[" * 100_000, "line 2: nested too deep"),
+    ("[" * 100_000, "line 2: nested too deeply"),
     ('{"prompt_ids": [' + "9" * 5000 + "]}", "line 2: a number cannot be read: Exceeds the limit (4300 digits)"),
     ("\ufeff{}", "line 2: not JSON"),
 ]

@@ -89,7 +89,7 @@ def test_text_in_text_out_and_refusals_among_it(tmp_path: Path) -> None:
     by_id = {line["id"]: line for line in lines}
     reasons = {line["id"]: line["reason"] for line in lines if line["finish_reason"] == "error"}
     assert set(reasons) == {"empty", "outside", "kühl", "long", "longer"}
-    assert "empty" in reasons["empty"] and "4096" in reasons["outside"] and "temperature = -1" in reasons["kühl"]
+    assert "empty" in reasons["empty"] and "4096" in reasons["outside"] and "temperature=-1" in reasons["kühl"]
     assert "are 316, which exceed the KV cache's capacity (kv.tokens) of 200 tokens" in reasons["long"]
     assert "context of 32768" in reasons["longer"]
     for name in ("plain", 1, "sampled"):

@@ -38,14 +38,17 @@ PROMPT = tuple(range(1, 20))
 
 REFUSED = [
     (Request(0, (), 5), "the prompt is empty"),
-    (Request(1, (1, 257), 5), "token id 257 is outside the vocabulary [0, 257)"),
+    (Request(1, (1, 257), 5), "prompt has token id 257, but the model's vocabulary is [0, 257)"),
     (Request(2, (-1,), 5), "token id -1 is"),
     (Request(3, (1, 2**31), 5), "token id 2147483648 is"),
     (Request(4, (1, -(2**70), 2**63), 5), "token id -1180591620717411303424 is"),
-    (Request(5, PROMPT, 3, SamplingParams(logit_bias={257: 1.0})), "logit_bias token 257 is outside the vocabulary"),
+    (
+        Request(5, PROMPT, 3, SamplingParams(logit_bias={257: 1.0})),
+        "logit_bias has token id 257, but the model's vocabulary",
+    ),
     (Request(6, PROMPT, 0), "max_tokens=0"),
     (Request(7, PROMPT, 500), "exceeds the model's context of 512"),
-    (Request(8, PROMPT, 82), "needs 101 tokens of KV, but max_length=100"),
+    (Request(8, PROMPT, 82), "needs 101 tokens of KV, but a sequence has at most 100 here: "),
 ]
 
 

@@ -91,6 +91,6 @@ def test_a_line_that_is_refused_ends_no_file(tmp_path: Path, monkeypatch: pytest
     ids, hot, wrong, plain, panic = found
     assert code == REFUSED and plain["finish_reason"] == "length"
     assert "1099511627776" in ids["reason"] and wrong["reason"] == "planted"
-    assert "temperature = -1" in hot["reason"] and hot["prompt_tokens"] == 3
+    assert "temperature=-1" in hot["reason"] and hot["prompt_tokens"] == 3
     assert panic["response"]["status_code"] == 500
     assert "Panic: planted" in panic["response"]["body"]["error"]["message"]

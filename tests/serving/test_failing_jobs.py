@@ -141,7 +141,7 @@ async def test_the_only_new_request_is_not_tried_again(
     assert sum(submit.prompt[0] == 3 for submit in api_server.job.submits) == n
     log = caplog.text
     assert "the ranks failed: MemoryError: of this one" in log
-    assert "not retried: request its-id, a prompt of 1 tokens, max_tokens=5, grammar: none, sampling: temp" in log
+    assert "not retrying request its-id, a prompt of 1 tokens, max_tokens=5, grammar: none, sampling: temp" in log
 
 
 async def test_of_several_new_requests_each_is_tried_again(serve: Serve) -> None:
@@ -289,4 +289,4 @@ async def test_ranks_that_say_what_nobody_reads_are_started_again(
     assert answer.status_code == 500 and "malformed message" in answer.json()["error"]["message"]
     assert api_server.engine_client.state == "ready"
     assert (await api_server.post(COMPLETIONS, {"prompt": [2], "max_tokens": 2})).status_code == 200
-    assert "the ranks sent data that is not a frame: a header of 2147483648 bytes" in caplog.text
+    assert "the ranks sent data that cannot be decoded: not a frame: a header of 2147483648 bytes" in caplog.text

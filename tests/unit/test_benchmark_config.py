@@ -64,7 +64,7 @@ def test_a_missing_laboratory_is_said(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(cli, "ROOT", tmp_path)
     for name in cli.LABORATORY:
         monkeypatch.setattr(sys, "argv", ["helix", name])
-        error = rf"error: helix {name} needs the package benchmarks, .* run it from a checkout"
+        error = rf"error: helix {name} needs a checkout of Helix .* clone the repository"
         with pytest.raises(SystemExit, match=error):
             cli.main()
 

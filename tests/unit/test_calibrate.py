@@ -224,7 +224,7 @@ def test_what_calibration_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     assert "must end in .yaml" in refused("output=mine.json")
     assert "did you mean output=VALUE?" in refused("--output", "mine.yaml")
-    assert "unknown hardware 'a100'" in refused("hardware=a100")
+    assert "hardware='a100' is unknown" in refused("hardware=a100")
     few = tmp_path / "few.jsonl"
     few.write_text(next(line for line in FILES[0].read_text().splitlines() if "superseded" not in line) + "\n")
     assert "1 recorded steps are too few" in refused(f"fit={few}")

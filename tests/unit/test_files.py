@@ -94,10 +94,10 @@ def as_nobody(path: Path) -> Iterator[None]:
     [
         (b"{", r"a\.json: not JSON: Expecting property name .* at character 2"),
         (b'{"a":\n}', r"a\.json: not JSON: Expecting value at line 2, character 1"),
-        (b"[" * 100_000, r"a\.json: nested too deep"),
+        (b"[" * 100_000, r"a\.json: nested too deeply"),
         (b'{"a": ' + b"9" * 5000 + b"}", r"a\.json: a number cannot be read: Exceeds the limit \(4300 digits\) [^;]*$"),
         (b'{"a": NaN}', r"a\.json: a number cannot be read: it is NaN"),
-        (b"[1]", r"a\.json holds a list, expected a JSON object"),
+        (b"[1]", r"a\.json must have a JSON object, not a list"),
         ("{}".encode("utf-16"), r"a\.json is not UTF-8 text: byte 1 "),
         (b"", r"a\.json: not JSON"),
     ],

@@ -148,7 +148,7 @@ def test_dp_attends_with_all_heads_and_spreads_the_ffn() -> None:
     "arguments, words",
     [
         (("helix", 2, 2, 3, 1), ["tpf*ep = 3*1", "= 4 ranks"]),
-        (("tp", 2, 2, 4, 1), ["kvp=2", "must be 1"]),
+        (("tp", 2, 2, 4, 1), ["kvp=2", "layout.kvp=1"]),
         (("medha", 2, 2, 4, 1), ["tpa = 2"]),
         (("ring", 2, 2, 4, 1), ["ring", "helix, tp, medha, dp"]),
         (("dp", 2, 1, 2, 1), ["layout.kvp=2", "layout.tpa=1"]),

@@ -53,7 +53,7 @@ def test_auto_is_the_first_that_can_be(place: RankInfo, found: list[dict[str, An
 @pytest.mark.parametrize(
     "backend, found, words",
     [
-        ("symm_mem", facts(4, 4, 4) + facts(4, peers=False), "peer access between their GPUs: use comm.backend=nccl"),
+        ("symm_mem", facts(4, 4, 4) + facts(4, peers=False), "peer access between their GPUs: set comm.backend=nccl"),
         ("nccl", facts(4, 4, 4, 3), "comm.backend=nccl needs a GPU for each rank, but a host has 3 GPUs for 4 ranks"),
         ("symm_mem", facts(4, 4, 4, 3), "symm_mem needs a GPU for each rank, but a host has 3 GPUs for 4 ranks"),
     ],

@@ -115,7 +115,10 @@ def test_what_more_would_take_is_said_of_both_memories() -> None:
     cache = made(config(300.5 * bytes_per_page(), GPU - (min_memory.resident.num_blocks - 200) * size.resident_block))[
         0
     ]
-    assert f"has room for {300 * 32} tokens, the GPU's share of" in cache.remedy and "raise the smaller" in cache.remedy
+    assert (
+        f"has room for {300 * 32} tokens, and the GPU's share of" in cache.remedy
+        and "raise the smaller" in cache.remedy
+    )
     gpu_bytes = int(cache.remedy.partition(" bytes for ")[2].partition(":")[0])
     assert gpu_bytes % 32 == 0 and gpu_bytes > 300 * 32
 

@@ -174,11 +174,11 @@ def test_overrides_of_a_command_line(tmp_path: Path) -> None:
     )
     assert resolved_config(models_of(draft)["speculation.model"])["rope_parameters"]["rope_theta"] == 1e6
     assert [line.partition("=")[0] for line in ignored(draft)] == ["speculation.model.config.rope_parameters.factor"]
-    with pytest.raises(ValueError, match=r"^model\.config\.hiden_size=3: no reader of qwen3 models"):
+    with pytest.raises(ValueError, match=r"^model\.config\.hiden_size=3: qwen3 models have no such key"):
         make_spec(of("model.config.hiden_size=3"))
     with pytest.raises(ValueError, match=r"^model\.config\.architectures=\['LlamaForCausalLM'\] cannot replace"):
         make_spec(of("model.config.architectures=[LlamaForCausalLM]"))
-    with pytest.raises(ValueError, match=r"architectures=\['LlamaForCausalLM'\]\) knows this key"):
+    with pytest.raises(ValueError, match=r"architectures=\['LlamaForCausalLM'\]\) have no such key"):
         make_spec(compose_config(["model=deepseek-r1", "model.config.architectures=[LlamaForCausalLM]"]))
 
 

@@ -188,15 +188,18 @@ def test_helix_helps_where_kv_is_most_and_not_where_it_is_little() -> None:
     "more, words",
     [
         ({"model": "deepseek-r1"}, r"no layout of 8 x NVIDIA H200 \(149 GB each\).*the weights alone take \S+ G"),
-        ({"batch": 1000}, r"for 1000 sequences.*lacks least, \S+ GB a GPU; batch=\d+ would fit$"),
-        ({"model": "deepseek-r1", "gpus": 4}, r"the weights alone .*; nor would gpus=8 do"),
+        ({"batch": 1000}, r"for 1000 sequences.*the closest, .*, lacks \S+ GB per GPU; batch=\d+ would fit$"),
+        (
+            {"model": "deepseek-r1", "gpus": 4},
+            r"the weights alone .*; gpus=8 \(a whole NVLink domain\) would not do either",
+        ),
         # 812 GB, of which 76 are QKV: 8 heads go to tpa=2 at most on 6 ranks, (812 - 76) / 6 + 76 / 2 = 161 GB.
         (
             {"model": "llama-3.1-405b", "gpus": 1, "context": 1024, "batch": 1},
-            r"the weights alone take 811\.7 GB a GPU; gpus=8 would do",
+            r"the weights alone take 811\.7 GB per GPU; gpus=8 would do",
         ),
         ({"gpus": 2, "batch": 10}, r"batch=4 would fit; gpus=5 would do"),
-        ({"batch": None}, "give batch, or ttl_ms"),
+        ({"batch": None}, "set batch, or set ttl_ms"),
     ],
 )
 def test_what_cannot_be_planned(more: dict[str, Any], words: str) -> None:
@@ -305,7 +308,7 @@ def test_auto_on_cpus_and_where_it_cannot_be() -> None:
     assert why.count("the rest") == 1
     for overrides, device, words in (
         ((), "NVIDIA A100", r"there is no hardware description of 'NVIDIA A100', only of .*NVIDIA H200 \(h200\)"),
-        (("layout.kvp=2", "layout.ep=2"), H200.name, r"layout=auto chooses layout\.kvp, layout\.ep itself"),
+        (("layout.kvp=2", "layout.ep=2"), H200.name, r"layout=auto chooses layout\.kvp and layout\.ep itself"),
         (("model.dtype=float32",), H200.name, r"does not predict model\.dtype=float32"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -111,7 +111,7 @@ def test_widths_and_modes_that_are_asked_for() -> None:
     assert {c.name for c in ranking.choices} == {"helix kvp=4 tpa=2", "medha kvp=4 tpa=2"}
     assert ranking.verdict == "Helix is not compared here: layout.kvp=4 is given."
     assert [c.name for c in answered("qwen2.5-7b gpus=8 context=1M -tp 8")[0].choices] == ["tp tpa=8"]
-    with pytest.raises(ValueError, match=r"modes=tp layout.tpa=4 have no layout of 8 GPUs for this question$"):
+    with pytest.raises(ValueError, match=r"modes=tp layout.tpa=4 have no layout of 8 GPUs for this workload$"):
         answered("qwen2.5-7b gpus=8 context=1M -tp 4")
     off = answered("qwen2.5-7b gpus=8 context=1M hopb.chunks=none")[0]
     assert off.query.chunks == (1,) and {c.chunks for c in off.choices} == {1}

@@ -174,21 +174,21 @@ class TestParams:
         ],
     )
     def test_refuses_by_name_value_and_range(self, field: str, value: object) -> None:
-        with pytest.raises(ValueError, match=rf"sampling parameter {field} = .*: must be ") as error:
+        with pytest.raises(ValueError, match=rf"{field}=.* must be ") as error:
             SamplingParams(**{field: value})  # type: ignore[arg-type]
         assert repr(value) in str(error.value)
 
     @pytest.mark.parametrize(
         "params, words",
         [
-            (dict(logit_bias={-1: 1.0}), "logit_bias token = -1: must be an integer"),
-            (dict(logit_bias={"5": 1.0}), "logit_bias token = '5': must be an integer"),
-            (dict(logit_bias={2**31: 1.0}), "logit_bias token = 2147483648: must be an integer"),
-            (dict(logit_bias={5: 100.5}), r"logit_bias of token 5 = 100.5: must be a number in \[-100, 100\]"),
-            (dict(logit_bias={5: math.nan}), "logit_bias of token 5 = nan: must be a number"),
+            (dict(logit_bias={-1: 1.0}), "logit_bias: token=-1 must be an integer"),
+            (dict(logit_bias={"5": 1.0}), "logit_bias: token='5' must be an integer"),
+            (dict(logit_bias={2**31: 1.0}), "logit_bias: token=2147483648 must be an integer"),
+            (dict(logit_bias={5: 100.5}), r"logit_bias\[5\]=100.5 must be a number in \[-100, 100\]"),
+            (dict(logit_bias={5: math.nan}), r"logit_bias\[5\]=nan must be a number"),
             (dict(logit_bias=dict.fromkeys(range(301), 0.0)), "must be values of at most 300 token ids"),
-            (dict(stop_token_ids=[1, -1]), "stop_token_ids token = -1: must be an integer"),
-            (dict(stop_token_ids=[True]), "stop_token_ids token = True: must be an integer"),
+            (dict(stop_token_ids=[1, -1]), "stop_token_ids: token=-1 must be an integer"),
+            (dict(stop_token_ids=[True]), "stop_token_ids: token=True must be an integer"),
             (dict(stop_token_ids=range(301)), "must be a list of at most 300 token ids"),
             (dict(stop_token_ids=[1] * 301), "must be a list of at most 300 token ids"),
         ],

@@ -27,7 +27,7 @@ def points(tmp_path: Path, *overrides: str) -> list[Point]:
 
 def test_a_mistake_of_all_points_ends_the_sweep(tmp_path: Path) -> None:
     found = points(tmp_path, "decode.top_p=3", "layout.kvp=2 decode.top_p=3", "layout.tpa=3")
-    with pytest.raises(ValueError, match=r"^decode: sampling parameter top_p = 3"):
+    with pytest.raises(ValueError, match=r"^decode: top_p=3"):
         check(found)
     found = points(tmp_path, "kv.offload_prefetch=true", "kv.offload_prefetch=true", "layout.tpa=3", "layout.kvp=2")
     check(found)

@@ -54,13 +54,13 @@ def config_of(tmp_path: Path, *more: str) -> Config:
         (["bench.gammas=[4,2]"], "bench.gammas=[4, 2] must be an ascending list"),
         (["bench.gammas=[0,2]"], "bench.gammas=[0, 2] must be an ascending list of at least one positive number"),
         (["bench.gammas=[8]"], "bench.gammas has 8, more than speculation.gamma=4"),
-        (["bench.sparsities=[0.5,2]"], "bench.sparsities=[0.5, 2.0]: a share of the keys is at most 1"),
+        (["bench.sparsities=[0.5,2]"], "bench.sparsities=[0.5, 2.0] must be shares of the keys, at most 1"),
         (["bench.sparsities=[0.1,0.1]"], "bench.sparsities=[0.1, 0.1] must be an ascending list"),
-        (["decode.output=o.jsonl"], "decode.output=o.jsonl: tuning writes no texts"),
+        (["decode.output=o.jsonl"], "decode.output=o.jsonl: bench=tune writes no texts"),
         (["bench.acceptance=0.9"], "leave out bench.acceptance, model.load=random and comm.backend=emulated"),
         (["decode.max_tokens=1"], "max_tokens of at least 2"),
         (["decode.prompts=null"], "nothing to tune on: set decode.prompts=FILE.jsonl, or set bench.acceptance=0.9"),
-        (["decode.prompts=null", "bench.acceptance=0.9", "bench.points=[1x8,2x8]"], "tuning takes one point"),
+        (["decode.prompts=null", "bench.acceptance=0.9", "bench.points=[1x8,2x8]"], "bench=tune takes one point"),
         (["speculation=ngram"], "bench=tune tunes speculation=sparse, not speculation.drafter=suffix"),
         (["attention=block_sparse"], "speculation.drafter=sparse verifies drafts with full attention"),
     ],
@@ -73,7 +73,7 @@ def test_what_cannot_be_tuned_is_refused(tmp_path: Path, more: list[str], error:
 
 def test_a_name_is_needed_and_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, told in (
-        (["model=demo"], "error: name missing: add name=NAME, and conf/speculation/NAME.yaml is written\n"),
+        (["model=demo"], "error: name missing: add name=NAME, and the result is conf/speculation/NAME.yaml\n"),
         (["name=sparse", "layout.kpv=2"], "error: layout.kpv is unknown; known: layout.mode, "),
     ):
         assert tune.main(arguments) == 1
@@ -136,7 +136,7 @@ def rows(sparse_us: float, ngram_us: float) -> list[dict[str, Any]]:
             {"drafter": "suffix", "gamma": 2, "suffix_pool_tokens": 0},
             "Drafts by prompt lookup are the fastest here",
         ),
-        (9000, 9000, {"drafter": "none"}, "Plain decoding is the fastest here: drafts do not pay."),
+        (9000, 9000, {"drafter": "none"}, "Plain decoding is the fastest here: drafts do not pay off."),
     ],
 )
 def test_the_fastest_is_written_and_runs(
