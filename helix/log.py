@@ -19,6 +19,7 @@ from typing import Any, TextIO
 LEVEL, FORMAT = "HELIX_LOG_LEVEL", "HELIX_LOG_FORMAT"  # environment variables; the ranks inherit them
 LEVELS, FORMATS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"), ("text", "json")
 PREFIX = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} [A-Z]+ (rank \d+ )?[\w.]+: ")
+STDOUT_CLOSED = "stdout is a pipe whose reader has closed it"
 
 
 class _Stderr(logging.StreamHandler[TextIO]):

@@ -25,6 +25,7 @@ from launch.client.session import Session
 from launch.client.supervisor import Supervisor
 from launch.inputs.prompt_files import SERVED, PromptFile, PromptLine, ResultFile, check_defaults, make_body
 from launch.inputs.terminal import PromptsTerminal
+from launch.log import STDOUT_CLOSED, print_error
 from launch.serving.openai import OpenAIAnswer
 
 OPEN_PER_SLOT = 2  # open requests per row of the batch: the next ones are tokenized while the batch runs
@@ -59,7 +60,7 @@ async def decode(config: Config, prompts: Sequence[PromptLine], socket: Path) ->
     except (ValueError, RankError) as error:
         print_error(error)
     except SystemExit:  # rich raises it on a broken pipe
-        print_error("stdout is a pipe whose reader has closed it")
+        print_error(STDOUT_CLOSED)
     return 1
 
 

@@ -163,12 +163,12 @@ PARTS = (
         lambda ctx: SCORED if ctx.gpu else [(2, 2, 1, 2 * K)],
         select,
         "layers kv_heads batch length us missed_us target_us",
-        "the choice of keys",
+        "selection of keys",
     ),
     Part(
         lambda ctx: ATTENDED if ctx.gpu else [(4, 2, 2, 2 * K, 128, 2)],
         attend,
-        "heads batch length keys_read run us target_us",
-        "attention over chosen keys",
+        "heads batch length kept run us target_us",
+        "attention over selected keys",
     ),
 )

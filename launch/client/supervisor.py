@@ -105,7 +105,7 @@ class Supervisor:
                 raise JobFailed("the ranks did not start")
             given_up = self._engine_client.on_job_lost(why)
             if given_up is not None:
-                LOG.warning("not retrying %s: it was the only new request when the ranks failed", _describe(given_up))
+                LOG.warning("not retrying the only new request: %s", _describe(given_up))
             failures.append(time.monotonic())
             while failures[0] < time.monotonic() - WINDOW_S:
                 failures.popleft()

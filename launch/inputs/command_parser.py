@@ -115,7 +115,7 @@ class _Parser(argparse.ArgumentParser):
 class _StoreOnce(argparse.Action):
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         if self.nargs != 0 and getattr(namespace, self.dest) is not None:
-            raise ValueError(f"{self.dest} is given twice")
+            raise ValueError(f"{self.dest} is given twice: leave one out")
         setattr(namespace, self.dest, "" if self.nargs == 0 else values)
 
 

@@ -8,7 +8,6 @@ import re
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO, overload
@@ -19,6 +18,7 @@ from helix.config import Config, DecodeConfig
 from helix.errors import RankError
 from helix.files import check_file, parse_json, read_text
 from helix.sampling_params import PARAMETERS, SamplingParams
+from helix.schema import unknown_message
 from launch.client.answer import RequestOutput
 from launch.client.errors import ApiError
 from launch.client.options import LINE_OPTIONS, with_defaults
@@ -174,9 +174,7 @@ def _parse(line: str, index: int) -> PromptLine:
         return _parse_batch(entry)
     unknown = sorted(set(entry) - set(KEYS))
     if unknown:
-        near = get_close_matches(unknown[0], KEYS, n=1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
-        raise ValueError(f"unknown keys {', '.join(unknown)}; known: {', '.join(KEYS)}{hint}")
+        raise ValueError(unknown_message(unknown[0], KEYS))
     name = entry.get("id", index)
     if isinstance(name, bool) or not isinstance(name, str | int):
         raise ValueError(f"id {name!r:.60} must be text or an integer")

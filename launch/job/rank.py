@@ -40,6 +40,7 @@ from launch.job.memory import shortage
 from launch.job.report import Console, Phases, describe_weights, log_plan, write_record
 from launch.job.spawn import SOCKET
 from launch.job.task import JobResult, Task
+from launch.log import STDOUT_CLOSED, print_error
 
 LOG = logging.getLogger(f"helix.{__name__}")
 
@@ -95,7 +96,7 @@ def _rank(config: Config, job_kind: JobKind, run: Callable[[Task], JobResult], p
     except ConfigError as error:
         job.end(f"error: {error}")
     except SystemExit:  # rich raises it on a broken pipe
-        job.fail(RankError("stdout is a pipe whose reader has closed it"))
+        job.fail(RankError(STDOUT_CLOSED))
     except Exception as error:
         job.fail(error)
 

@@ -39,9 +39,9 @@ PROMPT = tuple(range(1, 20))
 REFUSED = [
     (Request(0, (), 5), "the prompt is empty"),
     (Request(1, (1, 257), 5), "prompt has token id 257, but the model's vocabulary is [0, 257)"),
-    (Request(2, (-1,), 5), "token id -1 is"),
-    (Request(3, (1, 2**31), 5), "token id 2147483648 is"),
-    (Request(4, (1, -(2**70), 2**63), 5), "token id -1180591620717411303424 is"),
+    (Request(2, (-1,), 5), "prompt has token id -1, but"),
+    (Request(3, (1, 2**31), 5), "prompt has token id 2147483648, but"),
+    (Request(4, (1, -(2**70), 2**63), 5), "prompt has token id -1180591620717411303424, but"),
     (
         Request(5, PROMPT, 3, SamplingParams(logit_bias={257: 1.0})),
         "logit_bias has token id 257, but the model's vocabulary",

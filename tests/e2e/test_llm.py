@@ -65,7 +65,9 @@ def test_a_plain_process_starts_its_ranks_itself() -> None:
             c.tokens for c in wanted
         ]
         refused = llm.generate([(1, 999), (1, 2)], max_tokens=2)
-        assert refused[0].finish_reason == "error" and "has 999, but the vocabulary" in (refused[0].reason or "")
+        assert refused[0].finish_reason == "error" and "has token id 999, but the model's vocabulary" in (
+            refused[0].reason or ""
+        )
         assert len(refused[1].token_ids) == 2
         (longer,) = llm.generate((1, 2, 3), max_tokens=400)
         assert longer.finish_reason == "error" and "exceed the KV cache's capacity" in (longer.reason or "")

@@ -144,7 +144,7 @@ async def test_pages_of_other_origins_may_use_it_where_they_are_listed(serve: Se
 
 @pytest.mark.parametrize("origin", ["chat.example", "https://chat.example/", "https://", ""])
 def test_what_is_no_origin_is_refused(origin: str) -> None:
-    with pytest.raises(ValueError, match=f"serve.cors has '{origin}', which is no origin"):
+    with pytest.raises(ValueError, match=f"serve.cors has '{origin}', which is not an origin"):
         check(compose_config([f"serve.cors=['{origin}']"]))
     check(compose_config(["serve.cors=[https://chat.example:8443,app://notes,*]"]))
 

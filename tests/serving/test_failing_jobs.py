@@ -136,12 +136,13 @@ async def test_the_only_new_request_is_not_tried_again(
     )
     assert refused.status_code == 500
     message = refused.json()["error"]["message"]
-    assert "as it started this request" in message and "MemoryError: of this one" in message
+    assert "while it started this request" in message and "MemoryError: of this one" in message
     assert [(await other).status_code for other in others] == [200, 200]
     assert sum(submit.prompt[0] == 3 for submit in api_server.job.submits) == n
     log = caplog.text
     assert "the ranks failed: MemoryError: of this one" in log
-    assert "not retrying request its-id, a prompt of 1 tokens, max_tokens=5, grammar: none, sampling: temp" in log
+    described = "request its-id, a prompt of 1 tokens, max_tokens=5, grammar: none, sampling: temp"
+    assert f"not retrying the only new request: {described}" in log
 
 
 async def test_of_several_new_requests_each_is_tried_again(serve: Serve) -> None:
