@@ -15,7 +15,7 @@ from typing import Any
 from helix.checks import check
 from helix.config import Config
 from helix.errors import RankError
-from helix.log import print_error
+from helix.log import STDOUT_CLOSED, print_error
 from launch.client.answer import Answer, RequestOutput, to_request_output
 from launch.client.choice import Delta
 from launch.client.engine_client import EngineClient
@@ -25,7 +25,6 @@ from launch.client.session import Session
 from launch.client.supervisor import Supervisor
 from launch.inputs.prompt_files import SERVED, PromptFile, PromptLine, ResultFile, check_defaults, make_body
 from launch.inputs.terminal import PromptsTerminal
-from launch.log import STDOUT_CLOSED, print_error
 from launch.serving.openai import OpenAIAnswer
 
 OPEN_PER_SLOT = 2  # open requests per row of the batch: the next ones are tokenized while the batch runs

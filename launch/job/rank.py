@@ -21,7 +21,7 @@ from helix.devices import COMMUNICATORS, gpu_facts, gpu_name
 from helix.errors import ConfigError, RankError
 from helix.layers.specs import Formats
 from helix.layout import HelixLayout
-from helix.log import print_error
+from helix.log import STDOUT_CLOSED, print_error
 from helix.models.decoder import Decoder
 from helix.models.draft_layer import DraftLayer
 from helix.models.loading import is_untrained, randomize, weights_of
@@ -40,7 +40,6 @@ from launch.job.memory import shortage
 from launch.job.report import Console, Phases, describe_weights, log_plan, write_record
 from launch.job.spawn import SOCKET
 from launch.job.task import JobResult, Task
-from launch.log import STDOUT_CLOSED, print_error
 
 LOG = logging.getLogger(f"helix.{__name__}")
 
