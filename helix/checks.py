@@ -157,7 +157,8 @@ def check_weights(config: ModelConfig, key: str) -> None:
 
 def check_layout(layout: HelixLayout, spec: DecoderSpec) -> None:
     """Checks that the layout can shard the model."""
-    layout.check_heads(spec.attention.q_heads, spec.attention.kv_heads)
+    for heads in spec.heads:
+        layout.check_heads(*heads)
     experts = None if spec.experts is None else spec.experts.experts
     if layout.ep > 1 and experts is None:
         raise ValueError(f"layout.ep={layout.ep}, but the model has no experts: set layout.ep=1")
@@ -177,6 +178,15 @@ def check_cache(config: Config, layout: HelixLayout, spec: DecoderSpec) -> None:
     if not spec.full:
         raise ValueError(
             f"{what}: all layers of the model have sliding windows, which stay in model.dtype: set kv.dtype=auto"
+        )
+
+
+def check_length(config: Config, layout: HelixLayout, spec: DecoderSpec) -> None:
+    """Checks that `decode.max_length` is within the model's context."""
+    length, most = config.decode.max_length, spec.max_positions
+    if length is not None and length > most:
+        raise ValueError(
+            f"decode.max_length={length} exceeds the model's {spec.context}: set at most {most}{spec.stretched(length)}"
         )
 
 
@@ -200,6 +210,8 @@ def check_attention(config: Config, layout: HelixLayout, spec: DecoderSpec) -> N
         raise ValueError(f"{what} does not support latents (MLA), which this model has: set attention=dense")
     if not spec.full:
         raise ValueError(f"{what}: every layer of the model already has a sliding window: set attention=dense")
+    if spec.full_layers_differ:
+        raise ValueError(f"{what} needs the same heads in every layer with full attention: set attention=dense")
     drafts = 0 if config.speculation.drafter == "none" else config.speculation.gamma
     min_blocks = 1 + -(-drafts // attention.block)
     if attention.local_blocks < min_blocks:
@@ -237,6 +249,8 @@ def check_sparse_drafter(config: Config, layout: HelixLayout, spec: DecoderSpec)
         raise ValueError(f"{what} does not support latents (MLA), which this model has: set speculation=ngram")
     if not spec.full:
         raise ValueError(f"{what}: every layer of the model already has a sliding window: set speculation=ngram")
+    if spec.full_layers_differ:
+        raise ValueError(f"{what} needs the same heads in every layer with full attention: set speculation=ngram")
     if config.attention.policy != "dense":
         raise ValueError(
             f"{what} verifies drafts with full attention, but attention.policy={config.attention.policy}: set "
@@ -291,5 +305,5 @@ CONFIG_RULES: tuple[Callable[[Config], None], ...] = (
     check_origins, check_imports, check_pages, check_subblocks, check_offload, check_snapshots, check_resume,
 )  # fmt: skip
 MODEL_RULES: tuple[Callable[[Config, HelixLayout, DecoderSpec], None], ...] = (
-    check_cache, check_attention, check_sparse_drafter, check_data_parallel, check_states,
+    check_cache, check_length, check_attention, check_sparse_drafter, check_data_parallel, check_states,
 )  # fmt: skip

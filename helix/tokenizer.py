@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as Backend
 
 from helix.files import read_json, read_text
 
+OTHER_TOKENIZERS = ("tiktoken.model", "tekken.json", "tokenizer.model")  # formats that only their authors' code reads
 LLAMA = ("LlamaTokenizer", "LlamaTokenizerFast")
 # Names of special tokens in tokenizer_config.json.
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -90,6 +91,41 @@ class Tokenizer:
 def has_tokenizer(path: str | Path | None) -> bool:
     """Returns whether a checkpoint directory has a `tokenizer.json`."""
     return path is not None and os.path.lexists(Path(path) / "tokenizer.json")
+
+
+def without_tokenizer(path: str | Path | None) -> str:
+    """Says what a model without a tokenizer lacks, for messages: it has `no tokenizer.json`."""
+    if path is None:
+        return "no tokenizer"
+    others = [name for name in OTHER_TOKENIZERS if os.path.lexists(Path(path) / name)]
+    return "no tokenizer.json" + (f" ({' and '.join(others)} cannot be read)" if others else "")
+
+
+def default_template(templates: Mapping[str, str]) -> str:
+    """Returns the default chat template, else the first; empty if there is none."""
+    return templates.get("default") or next(iter(templates.values()), "")
+
+
+def read_chat_template(path: Path) -> str:
+    """Reads the default chat template of a checkpoint directory, which loading the tokenizer would take longer for.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    try:
+        return default_template(_chat_templates(path, _read(path / "tokenizer_config.json").get("chat_template")))
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"the chat template in {path} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def read_added_tokens(path: Path) -> dict[int, str]:
+    """Reads the ids and texts of added tokens from a tokenizer's files; empty where they do not list them."""
+    listed = _read(path / "tokenizer_config.json").get("added_tokens_decoder")
+    if isinstance(listed, dict) and listed:
+        return {int(i): str(one.get("content")) for i, one in listed.items() if i.isdecimal() and isinstance(one, dict)}
+    added = _read(path / "tokenizer.json").get("added_tokens")
+    tokens = [one for one in added if isinstance(one, dict)] if isinstance(added, list) else []
+    return {one["id"]: str(one.get("content")) for one in tokens if isinstance(one.get("id"), int)}
 
 
 def check_tokenizer_files(path: str | Path | None) -> None:

@@ -13,7 +13,7 @@ COMMANDS = {
     "run": "generate completions for a file of prompts",
     "serve": "serve a model over an OpenAI-compatible HTTP API, with a chat page",
     "chat": "chat with a model in the terminal",
-    "info": "show this machine, and the kernels and collectives that Helix uses on it",
+    "info": "show this machine, or what a model is and what GPUs would hold of it",
     "plan": "rank a model's layouts by predicted time",
     "sweep": "run a job for each combination of values",
     "convert": "convert a GGUF file to a Hugging Face checkpoint",

@@ -185,7 +185,7 @@ class Engine:
         if length > spec.max_positions:
             return (
                 f"prompt of {len(request.prompt)} tokens plus max_tokens={request.max_tokens} exceeds the model's "
-                f"{spec.context}: shorten the prompt, or lower max_tokens"
+                f"{spec.context}: shorten the prompt or lower max_tokens{spec.stretched(length)}"
             )
         if length > limit:
             return (

@@ -23,8 +23,8 @@ from helix.worker.step import Step
 from kernels.attention.head_squares import head_squares
 from kernels.attention.kv_append import kv_append
 from kernels.attention.split_kv import PartialAttention
+from kernels.dense.gate_mul import gate_mul
 from kernels.dense.qkv_append import qkv_append
-from kernels.dense.sigmoid_mul import sigmoid_mul
 from kernels.scaled import as_tensor, matrix_rows
 
 
@@ -106,7 +106,7 @@ class ShardedAttention:
 
 
 class Queries(NamedTuple):
-    """Queries [N, Hq, D] of a TPA slice, and the output gates [N, heads * D] of this rank's heads, if any."""
+    """Queries [N, Hq, D] of a TPA slice, and the output gates [N, heads * D] or [N, heads] of this rank's heads."""
 
     heads: Tensor
     gate: Tensor | None
@@ -156,7 +156,8 @@ class Attention(ShardedAttention):
         self.spec, name = spec, f"{name}.self_attn"
 
         dim, q, kv = spec.head_dim, layout.q_heads(*heads), layout.kv_heads(comm.rank, spec.kv_heads)
-        order, q_head_rows = rope_row_order(dim, spec.rotated or dim), (1 + spec.gated) * dim
+        gate_in_q = spec.gate is not None and spec.gate.name is None
+        order, q_head_rows = rope_row_order(dim, spec.rotated or dim), (1 + gate_in_q) * dim
 
         def row_ranges(heads: range, head_rows: list[range], each: int = dim) -> list[range]:
             # `head_rows` of each head, which has `each` rows; whole heads form one range.
@@ -172,7 +173,7 @@ class Attention(ShardedAttention):
                 ]
             return [Rows(f"{name}.{part}_proj", total * dim, each, spec.qkv_bias) for each in row_ranges]
 
-        self._q_rows, q_total = len(q) * dim, (1 + spec.gated) * spec.q_heads
+        self._q_rows, q_total = len(q) * dim, (1 + gate_in_q) * spec.q_heads
         stacked = [
             *rows("q", q_total, row_ranges(q, order, q_head_rows), 0),
             *rows("k", spec.kv_heads, row_ranges(kv, order), spec.q_heads),
@@ -180,7 +181,11 @@ class Attention(ShardedAttention):
         ]
         self.qkv = ColumnParallel(weights, spec.inputs or spec.hidden, stacked)
         self.gate: ColumnParallel | None = None
-        if spec.gated:
+        if spec.gate is not None and spec.gate.name is not None:
+            o, width = layout.o_heads(*heads), spec.gate_width
+            gate = Rows(f"{name}.{spec.gate.name}", spec.q_heads * width, range(o.start * width, o.stop * width))
+            self.gate = ColumnParallel(weights, spec.hidden, [gate])
+        elif gate_in_q:
             gates = row_ranges(layout.o_heads(*heads), [range(dim, q_head_rows)], q_head_rows)
             self.gate = ColumnParallel(weights, spec.hidden, rows("q", q_total, gates, 0))
         self.norms: tuple[Tensor, Tensor, float] | None = None
@@ -221,7 +226,10 @@ class Attention(ShardedAttention):
     def finish(self, q: Queries, cache: KVCache, step: Step, policy: AttentionPolicy) -> PartialProjection:
         """Returns this rank's partial sum [N, H] of the output."""
         found = self.attend(q.heads, cache.layer(self.index, step.cu_q is not None), step, policy).flatten(1)
-        return self.output(found if q.gate is None else sigmoid_mul(found, q.gate))
+        if q.gate is None:
+            return self.output(found)
+        assert self.spec.gate is not None
+        return self.output(gate_mul(found, q.gate, self.spec.gate.function))
 
     def _queries_and_append(self, x: Tensor, angles: Angles, cache: KVCache, step: Step) -> Tensor:
         layer_cache = cache.layer(self.index, prefill=step.cu_q is not None)

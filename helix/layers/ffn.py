@@ -28,7 +28,8 @@ from comm.partial import PartialProjection, PartialSum
 from helix.layers.linear import ColumnParallel, RowParallel, Rows
 from helix.layers.specs import MLPSpec, MoESpec
 from helix.layers.weights import ModelShard, Weights
-from kernels.dense.sigmoid_mul import sigmoid_mul
+from kernels.dense.gate_mul import gate_mul
+from kernels.dense.silu_mul import silu_mul
 from kernels.moe.experts import RoutedExperts
 from kernels.moe.router import route
 from kernels.scaled import matrix_rows
@@ -38,7 +39,7 @@ class GatedMLP:
     """FFN W_down (f(W_gate x) * W_up x) with activation f; each rank has its inner columns and gives a partial sum."""
 
     def __init__(self, shard: ModelShard, hidden: int, spec: MLPSpec, name: str) -> None:
-        width, bias, self.activation = spec.width, spec.bias, spec.activation
+        width, bias, self.spec = spec.width, spec.bias, spec
         columns = shard.layout.ffn_columns(shard.comm.rank, width)
         rows = [Rows(f"{name}.{part}_proj", width, columns, bias) for part in ("gate", "up")]
         if spec.fused:
@@ -49,12 +50,15 @@ class GatedMLP:
 
     def __call__(self, x: Tensor, weight: Tensor | None = None) -> PartialProjection:
         """Returns this rank's partial sum [N, H] for x [N, H], times the sigmoid of `weight` [N, 1]."""
-        if self.activation == "silu":
-            inner = self.gate_up(x, gated=True)
-        else:
+        spec = self.spec
+        if spec.activation == "gelu_tanh":
             gate, up = self.gate_up(x).chunk(2, 1)
             inner = F.gelu(gate, approximate="tanh").mul_(up)
-        return self.down(inner if weight is None else sigmoid_mul(inner, weight))
+        elif spec.clamp_at is None:
+            inner = self.gate_up(x, gated=True)
+        else:
+            inner = silu_mul(self.gate_up(x), spec.clamp_at)
+        return self.down(inner if weight is None else gate_mul(inner, weight))
 
 
 class MoE:
@@ -63,9 +67,9 @@ class MoE:
     A rank may have no experts, and then gives zeros.
     """
 
-    def __init__(self, shard: ModelShard, hidden: int, spec: MoESpec, name: str) -> None:
+    def __init__(self, shard: ModelShard, hidden: int, spec: MoESpec, layer: str) -> None:
         weights, layout, rank = shard.weights, shard.layout, shard.comm.rank
-        self.spec = spec
+        self.spec, name = spec, f"{layer}.{spec.block}"
         self.experts = layout.experts(rank, spec.experts)
         self.columns = layout.expert_columns(rank, spec.width)
         router = Rows(f"{name}.{spec.router}", spec.experts, range(spec.experts), spec.router_bias)
@@ -76,29 +80,36 @@ class MoE:
             self.score_correction_bias = weights.parameter(spec.experts, dtype=torch.float32)
             weights.bind(self.score_correction_bias, f"{name}.{spec.score_correction_bias}", (spec.experts,))
 
-        plain = spec.storage == "apart" and spec.clamp_at is None and spec.shared_gate is None
+        plain = spec.storage == "apart" and spec.shared_gate is None
+        plain = plain and spec.clamp_at is None and spec.shared_clamp_at is None
         like_routed = layout.ep == 1 and plain and spec.shared_width % spec.width == 0
         self.shared_count = spec.shared_width // spec.width if like_routed else 0  # experts that every token selects
         local, width = len(self.experts) + self.shared_count * bool(self.experts), len(self.columns)
-        names = self._names(weights, hidden, name)
+        names = self._names(weights, hidden, layer)
         self.gate_up = weights.matrix(local, 2 * width, hidden, names=names[0])  # gate's rows, then up's
         self.down = weights.matrix(local, hidden, width, names=names[1], columns=self.columns, total=spec.width)
         self.gate_up_bias: Tensor | None = None
         self.down_bias: Tensor | None = None
         if spec.storage == "apart":
-            self._bind_separate(weights, hidden, name)
+            self._bind_separate(weights, hidden, layer)
+        elif spec.storage == "by_matrix":
+            self._bind_by_matrix(weights, hidden, name)
         else:
             self._bind_stacked(weights, hidden, f"{name}.experts")
         self.shared: GatedMLP | None = None
         if spec.shared_width and not self.shared_count:
-            self.shared = GatedMLP(shard, hidden, MLPSpec(spec.shared_width), f"{name}.{spec.shared}")
+            shared = MLPSpec(spec.shared_width, clamp_at=spec.shared_clamp_at)
+            self.shared = GatedMLP(shard, hidden, shared, f"{layer}.{spec.shared}")
 
-    def _names(self, weights: Weights, hidden: int, name: str) -> tuple[list[str], list[str]]:
+    def _names(self, weights: Weights, hidden: int, layer: str) -> tuple[list[str], list[str]]:
         # Checkpoint tensors of gate and up, and of down; none unless both stay quantized.
-        spec = self.spec
+        spec, name = self.spec, f"{layer}.{self.spec.block}"
         if spec.storage == "apart":
             blocks = [f"{name}.experts.{e}" for e in self.experts]
-            blocks += [f"{name}.{spec.shared}"] * (self.shared_count > 0)
+            blocks += [f"{layer}.{spec.shared}"] * (self.shared_count > 0)
+        elif spec.storage == "by_matrix":
+            blocks = [name]
+        if spec.storage in ("apart", "by_matrix"):
             gate_up, down = (
                 [f"{block}.{matrix}.weight" for block in blocks for matrix in matrices]
                 for matrices in (spec.matrices[:2], spec.matrices[2:])
@@ -113,16 +124,17 @@ class MoE:
         alike = self.shared_count < 2 or (formats[1] is not None and spec.width % formats[1].group == 0)
         return (gate_up, down) if None not in formats and alike else ([], [])
 
-    def _bind_separate(self, weights: Weights, hidden: int, name: str) -> None:
+    def _bind_separate(self, weights: Weights, hidden: int, layer: str) -> None:
         # Three matrices per expert; shared experts are slices of one expert's matrices.
         spec = self.spec
         assert not spec.expert_bias, "no family has it"
         for i in range(self.shared_count):
             local_index = i if self.experts else None
-            self._bind_expert(weights, hidden, f"{name}.{spec.shared}", local_index, spec.shared_width, i * spec.width)
+            shared, begin = f"{layer}.{spec.shared}", i * spec.width
+            self._bind_expert(weights, hidden, shared, local_index, spec.shared_width, begin)
         for e in range(spec.experts):
             local_index = self.shared_count + e - self.experts.start if e in self.experts else None
-            self._bind_expert(weights, hidden, f"{name}.experts.{e}", local_index, spec.width, 0)
+            self._bind_expert(weights, hidden, f"{layer}.{spec.block}.experts.{e}", local_index, spec.width, 0)
 
     def _bind_expert(
         self, weights: Weights, hidden: int, name: str, local_index: int | None, total: int, begin: int
@@ -139,11 +151,24 @@ class MoE:
         weights.bind(matrix_rows(self.gate_up[local_index], width, 2 * width), up, (total, hidden), columns)
         weights.bind(self.down[local_index], down, (hidden, total), range(hidden), columns)
 
+    def _bind_by_matrix(self, weights: Weights, hidden: int, name: str) -> None:
+        # A tensor of all experts for each of gate, up and down. A rank without experts declares the tensors, too.
+        spec, width = self.spec, len(self.columns)
+        inner, outer = (spec.experts, spec.width, hidden), (spec.experts, hidden, spec.width)
+        parts = (
+            (matrix_rows(self.gate_up, 0, width), inner, (self.columns, range(hidden))),
+            (matrix_rows(self.gate_up, width, 2 * width), inner, (self.columns, range(hidden))),
+            (self.down, outer, (range(hidden), self.columns)),
+        )
+        for matrix, (target, shape, ranges) in zip(spec.matrices, parts, strict=True):
+            for i, expert in enumerate([range(e, e + 1) for e in self.experts] or [range(0)]):
+                weights.bind(target[i : i + len(expert)], f"{name}.{matrix}.weight", shape, expert, *ranges)
+
     def _bind_stacked(self, weights: Weights, hidden: int, name: str) -> None:
-        # Tensors that stack all experts; gate and up rows are interleaved, or gate comes first ("joined").
+        # Tensors that stack all experts; gate and up rows are interleaved, or gate comes first.
         spec, columns, width = self.spec, self.columns, len(self.columns)
         gate, up = (range(2 * columns.start + odd, 2 * columns.stop + odd, 2) for odd in (0, 1))
-        if spec.storage == "joined":
+        if spec.storage in ("joined", "transposed"):
             gate, up = columns, range(spec.width + columns.start, spec.width + columns.stop)
         # One expert at a time, since unpacking takes memory. A rank without experts declares the tensors, too.
         each = [range(e, e + 1) for e in self.experts] or [range(0)]
@@ -151,7 +176,7 @@ class MoE:
         parts = [("gate_up_proj", rows, (2 * spec.width, hidden), (part, range(hidden))) for rows, part in both]
         parts.append(("down_proj", self.down, (hidden, spec.width), (range(hidden), columns)))
         for part, target, shape, ranges in parts:
-            if spec.storage == "stacked":
+            if spec.storage in ("stacked", "transposed"):
                 assert isinstance(target, Tensor), "stacked tensors do not stay quantized"
                 target, shape, ranges = target.mT, shape[::-1], ranges[::-1]
             for i, expert in enumerate(each):
@@ -192,6 +217,7 @@ class MoE:
             gate_up_bias=self.gate_up_bias,
             down_bias=self.down_bias,
             clamp_at=spec.clamp_at,
+            activation=spec.activation,
             addend=None if self.shared is None else self.shared(x, weight if weight.shape[1] else None).compute(),
             total_experts=spec.experts + self.shared_count,
             shared_count=self.shared_count,
@@ -201,7 +227,7 @@ class MoE:
 def make_ffn(shard: ModelShard, hidden: int, spec: MLPSpec | MoESpec, layer: str) -> GatedMLP | MoE:
     """Builds this rank's shard of an FFN; `layer` is the layer's name in the checkpoint."""
     if isinstance(spec, MoESpec):
-        return MoE(shard, hidden, spec, f"{layer}.{spec.block}")
+        return MoE(shard, hidden, spec, layer)
     return GatedMLP(shard, hidden, spec, f"{layer}.mlp")
 
 

@@ -24,6 +24,8 @@ def frequencies(spec: RopeSpec) -> tuple[Tensor, float]:
         return plain, 1.0
     if spec.kind == "linear":
         return plain / s["factor"], 1.0
+    if spec.kind == "longrope":
+        return plain / torch.tensor(s["divisors"]), s["attention_factor"]
     trained = s["original_max_position_embeddings"]
     if spec.kind == "llama3":
         # Long wavelengths are stretched by `factor`, short ones kept, the band between interpolated.

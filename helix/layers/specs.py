@@ -15,7 +15,7 @@ from helix.worker.kv_cache_spec import KVCacheSpec, keys_and_values, latents
 
 MXFP4_BLOCK = 32  # values of the last dimension that share one scale
 GATHER_SPEEDUP = 2  # bytes of sequences gathered in the time of exchanging one byte of queries and outputs
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "llama3", "longrope", "yarn")
 YARN = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")  # optional parameters
 
 
@@ -50,10 +50,18 @@ class RopeSpec:
         Raises:
             ValueError: a kind or a parameter is not supported, missing or out of range.
         """
-        parameters = dict(config.rope_parameters if layers is None else config.rope_parameters[layers])
-        theta, kind = parameters.pop("rope_theta"), parameters.pop("rope_type")
+        given = config.rope_parameters if layers is None else (config.rope_parameters or {}).get(layers)
+        if not isinstance(given, Mapping):
+            raise ValueError(f"RoPE has no parameters for layers with {layers}")
+        parameters = dict(given)
+        theta, kind = parameters.pop("rope_theta", None), parameters.pop("rope_type", "default")
         if kind not in ROPE_TYPES:
-            raise ValueError(f"RoPE scaling {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+            remedy = ""
+            if kind == "dynamic":  # the frequencies, and with them cached keys, change with the longest sequence
+                remedy = (
+                    "; its frequencies depend on the batch: set rope_type=yarn with original_max_position_embeddings"
+                )
+            raise ValueError(f"RoPE scaling {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}{remedy}")
         share = parameters.pop("partial_rotary_factor", None)
         rotated = head_dim if share is None else rotated_dims(head_dim, share)
         if rotated < head_dim and not partial:
@@ -65,9 +73,12 @@ class RopeSpec:
             "linear": ["factor"],
             "llama3": ["factor", "low_freq_factor", "high_freq_factor", trained],
             "yarn": ["factor", trained],
+            "longrope": ["long_factor", "short_factor", trained],
         }.get(kind, [])
         if missing := [name for name in needed if parameters.get(name) is None]:
             raise ValueError(f"RoPE scaling {kind!r} in config.json lacks {', '.join(missing)}")
+        if kind == "longrope":
+            return cls(kind, float(theta), rotated, _longrope(parameters, config, rotated), head_dim - rotated)
         optional = [n for n in ("beta_fast", "beta_slow", "attention_factor") if parameters.get(n)]
         numbers = {"rope_theta": theta} | {name: parameters[name] for name in [*needed, *optional]}
         for name, value in numbers.items():
@@ -86,6 +97,28 @@ class RopeSpec:
         """Returns YaRN's attention temperature correction for a context stretched by `factor`."""
         stretch = self.scaling["factor"]
         return 1.0 if stretch <= 1 else 0.1 * weight * math.log(stretch) + 1.0
+
+
+def _longrope(parameters: dict[str, Any], config: Any, rotated: int) -> dict[str, Any]:
+    """Reads LongRoPE (https://arxiv.org/abs/2402.13753): the divisors of all frequencies and the factor on cos and sin.
+
+    transformers takes `short_factor` for sequences of up to `original_max_position_embeddings`, so that the keys of a
+    sequence that grows beyond change. Here, as in vLLM, the model's context decides for all sequences.
+    """
+    trained, context = parameters["original_max_position_embeddings"], config.max_position_embeddings
+    name = "long_factor" if context > trained else "short_factor"
+    divisors = parameters[name]
+    known = isinstance(divisors, list) and all(type(d) in (int, float) and 0 < d < math.inf for d in divisors)
+    if not known or len(divisors) != rotated // 2:
+        raise ValueError(
+            f"config.json: RoPE's {name}={divisors!r:.100} must be a list of {rotated // 2} positive numbers, one for "
+            "each pair of rotated dimensions"
+        )
+    stretch = parameters.get("factor") or context / trained
+    attention = parameters.get("attention_factor")
+    if attention is None:
+        attention = math.sqrt(1 + math.log(stretch) / math.log(trained)) if stretch > 1 else 1.0
+    return {"divisors": tuple(map(float, divisors)), "attention_factor": float(attention)}
 
 
 def rotated_dims(head_dim: int, share: Any) -> int:
@@ -124,6 +157,20 @@ class MixerSpec(Protocol):
 
 
 @dataclass(frozen=True)
+class GateSpec:
+    """Gate that scales the output of attention before the output projection.
+
+    Attributes:
+        name: of its projection; None: part of q_proj, where each head's gate follows its query.
+        per_head: whether a head has one gate, instead of one per element.
+    """
+
+    name: str | None = None
+    function: Literal["sigmoid", "softplus"] = "sigmoid"
+    per_head: bool = False
+
+
+@dataclass(frozen=True)
 class AttentionSpec:
     """Shape of a layer's attention in the checkpoint.
 
@@ -132,7 +179,7 @@ class AttentionSpec:
         rotated: number of rotated dimensions, the first ones of a head; None: all.
         fused: whether queries, keys and values share one matrix.
         multiplier: factor on q.k; None: head_dim^-0.5.
-        gated: whether a sigmoid gates the output of each query head; in q_proj, each head's gate follows its query.
+        gate: gate on the output; None: there is none.
         inputs: input width of QKV; None: `hidden`.
     """
 
@@ -150,7 +197,7 @@ class AttentionSpec:
     norm_over: Literal["head", "all"] = "head"
     fused: bool = False
     multiplier: float | None = None
-    gated: bool = False
+    gate: GateSpec | None = None
     inputs: int | None = None
     is_attention: ClassVar[bool] = True
     latent: ClassVar[None] = None  # keys and values are stored separately
@@ -160,8 +207,14 @@ class AttentionSpec:
         return self.head_dim**-0.5 if self.multiplier is None else self.multiplier
 
     @property
+    def gate_width(self) -> int:
+        """Gates per query head."""
+        return 0 if self.gate is None else 1 if self.gate.per_head else self.head_dim
+
+    @property
     def weights(self) -> int:
-        return self.hidden * self.head_dim * ((2 + self.gated) * self.q_heads + 2 * self.kv_heads)
+        heads = self.head_dim * 2 * (self.q_heads + self.kv_heads) + self.q_heads * self.gate_width
+        return self.hidden * heads
 
     @property
     def multiplications(self) -> int:
@@ -175,8 +228,9 @@ class AttentionSpec:
         # QKV, the queries, and partial outputs of all heads, also as sent and received messages.
         q, lanes, copies = exchange_sizes(layout, rank, self.q_heads, self.kv_heads)
         rows = (q + 2 * len(layout.kv_heads(rank, self.kv_heads))) * self.head_dim
-        gates = 2 * len(layout.o_heads(rank, self.q_heads, self.kv_heads)) * self.gated
-        return copies * rows + (2 * (q + lanes) + gates) * self.head_dim
+        gates = self.gate_width + self.head_dim if self.gate else 0  # and the scaled output
+        outputs = 2 * (q + lanes) * self.head_dim
+        return copies * rows + outputs + len(layout.o_heads(rank, self.q_heads, self.kv_heads)) * gates
 
 
 def exchange_sizes(layout: HelixLayout, rank: int, q_heads: int, kv_heads: int) -> tuple[int, int, int]:
@@ -377,12 +431,14 @@ class MLPSpec:
         width: intermediate size.
         bias: whether all three projections have a bias.
         fused: whether gate and up share one matrix.
+        clamp_at: limit of silu's output and of up's absolute values; None: there is none.
     """
 
     width: int
     bias: bool = False
     fused: bool = False
     activation: Literal["silu", "gelu_tanh"] = "silu"
+    clamp_at: float | None = None
 
     def multiplications(self, hidden: int) -> int:
         """Returns the multiplications with weights per token, over all ranks."""
@@ -391,6 +447,9 @@ class MLPSpec:
     def activations_per_token(self, layout: HelixLayout, rank: int, hidden: int) -> int:
         """Returns the activations per token of a prefill step on a rank: gate, up and their product."""
         return 3 * len(layout.ffn_columns(rank, self.width))
+
+
+Storage = Literal["apart", "stacked", "mxfp4", "joined", "transposed", "by_matrix"]
 
 
 @dataclass(frozen=True)
@@ -406,13 +465,17 @@ class MoESpec:
         exact_router: whether the logits stay in fp32.
         expert_bias: whether the experts' matrices have a bias.
         clamp_at: limit of the clamped SwiGLU; None: plain SwiGLU.
+        activation: which clamped SwiGLU, see `kernels.moe.experts.RoutedExperts`.
+        shared_clamp_at: `MLPSpec.clamp_at` of the shared experts.
         block: name of the layer's FFN.
         router: name of the router within `block`.
-        shared: name of the shared experts within `block`.
-        shared_gate: name of a row whose sigmoid weights the shared experts; None: weight 1.
-        matrices: names of gate, up and down, if each expert has its own tensors.
+        shared: name of the shared experts within the layer.
+        shared_gate: name within `block` of a row whose sigmoid weights the shared experts; None: weight 1.
+        matrices: names of gate, up and down, if they have their own tensors.
         storage: `apart` (matrices of each expert), `stacked` ([E, in, out], gate and up interleaved), `mxfp4` (like
-            `stacked`, but [E, out, in] in packed 4-bit blocks) or `joined` ([E, out, in], gate's rows, then up's).
+            `stacked`, but [E, out, in] in packed 4-bit blocks), `joined` ([E, out, in], gate's rows, then up's) or
+            `transposed` (`joined` as [E, in, out]) or `by_matrix` ([E, out, in], gate, up and down in tensors of their
+            own).
     """
 
     experts: int
@@ -430,12 +493,14 @@ class MoESpec:
     exact_router: bool = False
     expert_bias: bool = False
     clamp_at: float | None = None
+    activation: Literal["swigluoai", "swiglustep"] = "swigluoai"
+    shared_clamp_at: float | None = None
     block: str = "mlp"
     router: str = "gate"
-    shared: str = "shared_experts"
+    shared: str = "mlp.shared_experts"
     shared_gate: str | None = None
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    storage: Literal["apart", "stacked", "mxfp4", "joined"] = "apart"
+    storage: Storage = "apart"
 
     def multiplications(self, hidden: int) -> int:
         """Returns the multiplications with weights per token, over all ranks, without the router."""

@@ -122,7 +122,8 @@ def latent_spec(config: Any, moe: MoESpec, interleaved: bool, formats: Iterable[
         interleaved=interleaved,
     )
     ffns = layer_ffns(config, moe, (kind == "sparse" for kind in kinds))
-    return with_nextn(decoder_spec(config, mla, ffns, formats=formats), moe, bool(getattr(config, "num_mtp_layers", 0)))
+    mtp = any(getattr(config, key, 0) for key in ("num_mtp_layers", "num_nextn_predict_layers"))
+    return with_nextn(decoder_spec(config, mla, ffns, formats=formats), moe, mtp)
 
 
 def experts_of(config: Any, grouped: bool) -> MoESpec:

@@ -69,6 +69,8 @@ class DraftLayer(Protocol):
 class Eagle3Layer:
     """EAGLE-3's `DraftLayer`: projects three of the target's hidden states; its own states are residual streams.
 
+    In EAGLE-3.1's form the three are normalized before, and so are its own states.
+
     Args:
         window: latest tokens of a sequence that it reads.
         ids: target token ids of the head's rows [draft_vocab] int64, ascending; None: all, or the target's head.
@@ -77,7 +79,7 @@ class Eagle3Layer:
         ValueError: the ids do not ascend.
 
     Source:
-        EAGLE-3 (https://arxiv.org/abs/2503.01840).
+        EAGLE-3 (https://arxiv.org/abs/2503.01840), EAGLE-3.1 (https://arxiv.org/abs/2605.09992).
     """
 
     def __init__(self, shard: ModelShard, spec: Eagle3Spec, target: Decoder, ids: Tensor | None, window: int) -> None:
@@ -89,6 +91,8 @@ class Eagle3Layer:
             target.embedding.rows,
         )
         self.shared_topk = 0
+        part = self.target_width // max(len(spec.aux_norms), 1)
+        self._aux_norms = [AllReduceNorm(shard, norm, part, eps) for norm in spec.aux_norms]
         self._columns = shard.layout.ffn_columns(shard.comm.rank, self.target_width)
         self.join = RowParallel(shard, "fc", self._columns, self.target_width, hidden)
         self.embedding = target.embedding
@@ -119,13 +123,17 @@ class Eagle3Layer:
         ids = ", ".join(map(str, self.spec.aux_hidden_state_layers))
         return (
             f"drafts read the inputs of layers {ids} of the model ({self.spec.source}), and the latest {self.window:,} "
-            f"tokens (its config.json has max_position_embeddings={self.spec.max_positions}; see speculation.window)"
+            f"tokens (its config.json limits it to {self.spec.max_positions}; see speculation.window)"
         )
 
     def append(self, cache: KVCache, step: Step, states: Tensor, *, from_draft: bool) -> tuple[Any, Tensor]:
         if from_draft:
             normed, x = self.state_norm.normalize(states), states
         else:
+            if self._aux_norms:
+                each = states.chunk(len(self._aux_norms), 1)
+                normed_parts = [norm.normalize(x.contiguous()) for norm, x in zip(self._aux_norms, each, strict=True)]
+                states = torch.cat(normed_parts, 1)
             parts = self.join(states[:, self._columns.start : self._columns.stop].contiguous())
             normed, x = self.state_norm(parts, None)
         both = torch.cat((self.input_norm(self.embedding(step.tokens), None)[0], normed), 1)
@@ -134,10 +142,11 @@ class Eagle3Layer:
 
     def attend(self, queries: Any, x: Tensor, cache: KVCache, step: Step, policy: AttentionPolicy) -> Tensor:
         normed, x = self.ffn_norm(self.mixer.finish(queries, cache, step, policy), x)
-        return self.norm(self.ffn(normed), x)[1]
+        normed, x = self.norm(self.ffn(normed), x)
+        return normed if self.spec.normed_output else x
 
     def logits(self, states: Tensor) -> Tensor:
-        normed = self.norm.normalize(states)
+        normed = states if self.spec.normed_output else self.norm.normalize(states)
         if self._ids is None:
             return linear(normed, self._head).float()
         out = torch.full((len(states), len(self.vocab_rows)), -torch.inf, device=states.device)

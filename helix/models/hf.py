@@ -27,7 +27,8 @@ IGNORED_KEYS = ("num_labels", "id2label", "label2id", "model_type")
 MAX_SIZE = 1 << 30  # of a dimension: the bytes of a matrix fit 64 bits
 MAX_HEAD_DIM = 1 << 16
 MAX_LAYERS = 1 << 16  # configs have lists with an entry per layer
-TWO_ROPES = ("gemma3_text", "olmo3")  # families whose RoPE differs by layer type
+LAYER_TYPES = {"indexed_attention": "deepseek_sparse_attention"}  # new names -> those of our transformers
+TWO_ROPES = ("gemma3_text", "laguna", "olmo3", "step3p5")  # families whose RoPE differs by layer type
 
 
 def config_classes() -> Mapping[str, Any]:
@@ -55,6 +56,8 @@ def load_hf_config(model_type: str, config: Mapping[str, Any]) -> Any:
         ValueError: transformers cannot read it; the message names the key.
     """
     classes = config_classes()
+    if isinstance(kinds := config.get("layer_types"), list):  # as newer versions of transformers save them
+        config = {**config, "layer_types": [LAYER_TYPES.get(str(kind), kind) for kind in kinds]}
     _check_before(config, model_type)
     log = logging.getLogger("transformers")
     level = log.level
@@ -119,17 +122,18 @@ def attention_of(config: Any) -> AttentionSpec:
 
 def decoder_spec(
     config: Any,
-    attention: AttentionSpec | MLASpec,
+    attention: AttentionSpec | MLASpec | Sequence[AttentionSpec | MLASpec],
     ffn: FFNSpec | Sequence[FFNSpec] | None = None,
     *,
     windows: Sequence[int | None] | None = None,
     partial_rotary: bool = False,
     formats: Iterable[str] = FP8,
 ) -> DecoderSpec:
-    """Creates the spec of a config whose layers differ only in windows and FFNs.
+    """Creates the spec of a config.
 
     Args:
         config: result of `load_hf_config`.
+        attention: of all layers, or of each.
         ffn: FFN of all layers, or of each; None: a dense one without biases.
         windows: each layer's sliding window; None: full attention in all.
         partial_rotary: whether the family supports partial rotary embedding.
@@ -153,28 +157,31 @@ def decoder_spec(
     dtype = dtype_name(config.dtype or "float32")
     if dtype not in DTYPES:
         raise ValueError(f"config.json: dtype={dtype!r} is not supported; supported: {', '.join(DTYPES)}")
-    positions, limited_by = _context(config)
-    full, local = ("full_attention", "sliding_attention") if config.model_type in TWO_ROPES else (None, None)
-    width = attention.rope if isinstance(attention, MLASpec) else attention.head_dim
-    rope = RopeSpec.from_config(config, width, partial_rotary, full)
-    windowed_rope = RopeSpec.from_config(config, width, partial_rotary, local) if local is not None else None
+    attentions = [attention] * layers if isinstance(attention, AttentionSpec | MLASpec) else attention
+    windows, eos = windows or [None] * layers, getattr(config, "eos_token_id", None)
 
-    def mixer(window: int | None) -> AttentionSpec | MLASpec:
-        if isinstance(attention, MLASpec):
-            return attention
-        return replace(attention, window=window, rotated=rope.head_dim)
+    def rope_of(mixer: AttentionSpec | MLASpec, window: int | None) -> RopeSpec:
+        kind = "full_attention" if window is None else "sliding_attention"
+        width = mixer.rope if isinstance(mixer, MLASpec) else mixer.head_dim
+        return RopeSpec.from_config(config, width, partial_rotary, kind if config.model_type in TWO_ROPES else None)
 
-    windows, eos = windows or [None] * layers, config.eos_token_id
+    ropes = [rope_of(*each) for each in zip(attentions, windows, strict=True)]
+    rope = next((each for each, window in zip(ropes, windows, strict=True) if window is None), ropes[0])
+    positions, limited_by = _context(config, rope)
+    mixers = [
+        replace(mixer, window=window, rotated=each.head_dim) if isinstance(mixer, AttentionSpec) else mixer
+        for mixer, window, each in zip(attentions, windows, ropes, strict=True)
+    ]
     return DecoderSpec(
         vocab=config.vocab_size,
         hidden=config.hidden_size,
         layers=tuple(
-            LayerSpec(mixer(window), each, None if window is None else windowed_rope)
-            for window, each, _ in zip(windows, ffns, range(layers), strict=True)
+            LayerSpec(mixer, each, None if own == rope else own)
+            for mixer, each, own, _ in zip(mixers, ffns, ropes, range(layers), strict=True)
         ),
         rope=rope,
         norm_eps=float(config.rms_norm_eps),
-        tied=bool(config.tie_word_embeddings),
+        tied=bool(getattr(config, "tie_word_embeddings", True)),
         max_positions=positions,
         limited_by=limited_by,
         dtype=dtype,
@@ -186,6 +193,23 @@ def with_nextn(spec: DecoderSpec, ffn: FFNSpec, present: bool) -> DecoderSpec:
     """Adds the MTP layer after the last one if it is `present` in the checkpoint; ignores its tensors otherwise."""
     nextn = LayerSpec(spec.layers[-1].mixer, ffn) if present else None
     return replace(spec, unused=(f"model.layers.{len(spec.layers)}.",), nextn=nextn)
+
+
+def with_query_heads(attention: AttentionSpec, heads: Sequence[Any], key: str) -> list[AttentionSpec]:
+    """Returns each layer's attention, with `heads` query heads; ValueError, which names `key`, if one is not a size."""
+    if wrong := [n for n in heads if not _is_size(n)]:
+        raise ValueError(f"config.json: {key} has {wrong[0]!r:.80}: positive integers are expected")
+    return [replace(attention, q_heads=n) for n in heads]
+
+
+def sparse_layers(config: Any) -> list[bool]:
+    """Returns per layer whether it has experts, from `mlp_layer_types`; ValueError if an entry is unknown."""
+    kinds, layers = config.mlp_layer_types, config.num_hidden_layers
+    if len(kinds) != layers or {*kinds} - {"dense", "sparse"}:
+        raise ValueError(
+            f"config.json: mlp_layer_types={kinds!r:.80} must be dense or sparse for each of num_hidden_layers={layers}"
+        )
+    return [kind == "sparse" for kind in kinds]
 
 
 def layer_ffns(config: Any, moe: MoESpec, sparse: Iterable[bool]) -> list[FFNSpec]:
@@ -244,7 +268,8 @@ def layer_windows(config: Any) -> tuple[int | None, ...]:
     Raises:
         ValueError: a layer type is unknown, or layers slide without a window.
     """
-    kinds = set(config.layer_types)
+    types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    kinds = set(types)
     if unknown := sorted(kinds - {"full_attention", "sliding_attention"}):
         raise ValueError(
             f"config.json: layer_types has {', '.join(unknown)}; supported: full_attention, sliding_attention"
@@ -254,7 +279,7 @@ def layer_windows(config: Any) -> tuple[int | None, ...]:
             "config.json: layer_types has sliding_attention, but there is no sliding_window (or use_sliding_window is "
             "false)"
         )
-    return tuple(config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types)
+    return tuple(config.sliding_window if kind == "sliding_attention" else None for kind in types)
 
 
 def _check_kinds(config: Any, windows: Sequence[int | None] | None) -> None:
@@ -269,10 +294,14 @@ def _check_kinds(config: Any, windows: Sequence[int | None] | None) -> None:
             )
 
 
-def _context(config: Any) -> tuple[int, str]:
+def _context(config: Any, rope: RopeSpec) -> tuple[int, str]:
     # Supported positions, and the config key that limits them. Dual chunk attention (Qwen2.5-1M,
     # https://arxiv.org/abs/2501.15383) is plain attention within its first chunk.
     limits = {"max_position_embeddings": config.max_position_embeddings}
+    if rope.kind == "yarn":  # Qwen's model cards add YaRN to a config and leave its max_position_embeddings
+        stretched = int(rope.scaling["factor"] * rope.scaling["original_max_position_embeddings"])
+        if stretched > config.max_position_embeddings:
+            limits = {"RoPE's factor * original_max_position_embeddings": stretched}
     chunked = getattr(config, "dual_chunk_attention_config", None)
     if chunked:
         if not isinstance(chunked, Mapping):
@@ -292,9 +321,10 @@ def _check_before(config: Mapping[str, Any], model_type: str) -> None:
         name = config.get(key)
         if isinstance(name, str) and name not in DTYPES:
             raise ValueError(f"config.json: {key}={name!r} is not supported; supported: {', '.join(DTYPES)}")
-    layers = config.get("num_hidden_layers")
-    if isinstance(layers, int) and layers > MAX_LAYERS:
-        raise ValueError(f"config.json: num_hidden_layers={layers} must be at most {MAX_LAYERS}")
+    for key in ("num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers"):
+        layers = config.get(key)
+        if layers is not None and not (isinstance(layers, int) and 0 <= layers <= MAX_LAYERS):
+            raise ValueError(f"config.json: {key}={layers!r:.80} must be an integer from 0 to {MAX_LAYERS}")
     for key, kind, what in (
         ("rope_parameters", Mapping, "an object"),
         ("rope_scaling", Mapping, "an object"),

@@ -6,7 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 from helix.layers.specs import MoESpec
-from helix.models.hf import attention_of, check_sizes, check_supported, decoder_spec, experts_of, layer_ffns, with_nextn
+from helix.models.hf import (
+    attention_of,
+    check_sizes,
+    check_supported,
+    decoder_spec,
+    experts_of,
+    layer_ffns,
+    sparse_layers,
+    with_nextn,
+)
 from helix.models.spec import DecoderSpec, NextTokenNames
 
 
@@ -14,11 +23,6 @@ def spec(config: Any) -> DecoderSpec:
     """Reads a config of this family."""
     check_supported(config, mlp_bias=(False,))
     check_sizes(config, "moe_intermediate_size", "num_shared_experts")
-    kinds, layers = config.mlp_layer_types, config.num_hidden_layers
-    if len(kinds) != layers or {*kinds} - {"dense", "sparse"}:
-        raise ValueError(
-            f"config.json: mlp_layer_types={kinds!r:.80} must be dense or sparse for each of num_hidden_layers={layers}"
-        )
     width, bias = config.moe_intermediate_size, config.attention_bias
     moe = MoESpec(
         *experts_of(config),
@@ -30,10 +34,10 @@ def spec(config: Any) -> DecoderSpec:
         score_correction_bias="expert_bias",
         exact_router=True,
         router="router.gate",
-        shared="shared_mlp",
+        shared="mlp.shared_mlp",
     )
     attention = replace(attention_of(config), qkv_bias=bias, output_bias=bias, qk_norm=True)
-    ffns = layer_ffns(config, moe, (kind == "sparse" for kind in kinds))
+    ffns = layer_ffns(config, moe, sparse_layers(config))
     present = bool(getattr(config, "num_nextn_predict_layers", 0))
     found = with_nextn(decoder_spec(config, attention, ffns), moe, present)
     return replace(found, nextn_names=NextTokenNames(norm="model.layers.{}.final_layernorm"))

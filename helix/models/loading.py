@@ -14,13 +14,12 @@ from comm.loopback import LoopbackWorld
 from helix.layers.specs import MXFP4_BLOCK, Formats, unquantized
 from helix.layers.weights import Slice, Weights
 from helix.layout import HelixLayout
-from helix.models.checkpoint import BLOCK, UNUSED, CheckpointFiles, summarize
+from helix.models.checkpoint import BLOCK, KV_SCALES, TOWERS, UNUSED, CheckpointFiles, summarize
 from helix.models.decoder import Decoder
 from helix.models.spec import DecoderSpec
 from kernels.scaled import E2M1, E4M3_MAX, ScaledMatrix, quantize_fp8
 
 IGNORED = ("rotary_emb.inv_freq",)  # a computed buffer that some checkpoints contain
-TOWERS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 NUMBERS = ("BF16", "F16", "F32", "F64")  # safetensors' names of plain floating-point types
 PACKED = ("U8",)  # safetensors' name of mxfp4's type
 SCALES = (*NUMBERS, "F8_E8M0")
@@ -52,7 +51,7 @@ class Checkpoint(CheckpointFiles):
             | dict.fromkeys(scales.values(), SCALES)
         )
         missing = sorted(set(types) - set(self.shapes))
-        ignored = IGNORED + (UNUSED if self.scales else ())
+        ignored = IGNORED + KV_SCALES + (UNUSED if self.scales else ())
         unexpected = sorted(
             n for n in set(self.shapes) - set(types) if not n.endswith(ignored) and not n.startswith(unused + TOWERS)
         )
@@ -61,7 +60,7 @@ class Checkpoint(CheckpointFiles):
             for name, shape in sorted(wanted.items())
             if name in self.shapes and self.shapes[name] != shape
         ] + [
-            f"{scale} {list(self.shapes[scale])} for {list(wanted[name])} in {self.scale_granularity()}"
+            f"{scale} {list(self.shapes[scale])} for {list(wanted[name])} in {self.scale_granularity(name)}"
             for name, scale in sorted(scales.items())
             if scale in self.shapes and self.block(name) is None
         ]
@@ -118,8 +117,8 @@ def read_part(stored: Any, ranges: Sequence[range]) -> Tensor:
 
 
 def _fill_fp8(s: Slice, stored: Any, scales: Any, block: tuple[int, int]) -> None:
-    # The slice may begin and end inside blocks.
-    numbers, grid, columns = read_part(stored, s.ranges), _scales(scales, s, block), s.ranges[1]
+    # The slice may begin and end inside blocks; of a stack of matrices, it is of one.
+    numbers, grid, columns = read_part(stored, s.ranges).flatten(0, -2), _scales(scales, s, block), s.ranges[-1]
     if isinstance(s.target, ScaledMatrix):  # as it is stored
         s.target.data.copy_(numbers)
         s.target.scales.copy_(grid.mT)
@@ -130,13 +129,15 @@ def _fill_fp8(s: Slice, stored: Any, scales: Any, block: tuple[int, int]) -> Non
 
 
 def _fill_rounded(s: Slice, target: ScaledMatrix, stored: Any) -> None:
-    # Rounds an unquantized matrix to e4m3, in the whole matrix's blocks of `BLOCK`.
+    # Rounds an unquantized matrix, or one of a stack, to e4m3, in the whole matrix's blocks of `BLOCK`.
+    *stack, _, _ = s.ranges
     whole = [
         range(r.start // size * size, min(-(-(r[-1] + 1) // size) * size, total))
-        for r, size, total in zip(s.ranges, BLOCK, s.shape, strict=True)
+        for r, size, total in zip(s.ranges[-2:], BLOCK, s.shape[-2:], strict=True)
     ]
-    made, begins = quantize_fp8(read_part(stored, whole).to(target.device), BLOCK), [r.start for r in whole]
-    rows, columns = (slice(r.start - n, r[-1] + 1 - n, r.step) for r, n in zip(s.ranges, begins, strict=True))
+    numbers, begins = read_part(stored, (*stack, *whole)).flatten(0, -2), [r.start for r in whole]
+    made = quantize_fp8(numbers.to(target.device), BLOCK)
+    rows, columns = (slice(r.start - n, r[-1] + 1 - n, r.step) for r, n in zip(s.ranges[-2:], begins, strict=True))
     target.data.copy_(made.data[rows, columns])
     target.scales.copy_(made.scales[:, rows])
 
@@ -160,11 +161,15 @@ def _fill_mxfp4(s: Slice, blocks: Any, scales: Any) -> None:
 
 def _scales(scales: Any, s: Slice, block: tuple[int, int]) -> Tensor:
     # Per row of the slice: fp32 [rows, groups].
-    covering = [range(r.start // size, r[-1] // size + 1) for r, size in zip(s.ranges, block, strict=True)]
-    grid = read_part(scales, covering[: len(scales.get_shape())]).float().to(s.target.device)
+    *stack, rows, columns = s.ranges
+    assert not stack or [len(r) for r in stack] == [1], "experts are bound one at a time"
+    covering = [range(r.start // size, r[-1] // size + 1) for r, size in zip((rows, columns), block, strict=True)]
+    one, dims = range(1), len(scales.get_shape())
+    # ModelOpt stores the scales of blocks as [rows, 1, columns, 1].
+    of_dims = [covering[0], one, covering[1], one] if dims == 4 else [*stack, *covering][:dims]
+    grid = read_part(scales, of_dims).float().to(s.target.device)
     if not grid.isfinite().all():
         raise ValueError(f"{s.name} has scales that are NaN or infinite: its file is damaged")
-    rows = s.ranges[0]
     places = torch.arange(rows.start, rows.stop, rows.step, device=grid.device) // block[0] - covering[0].start
     return grid.reshape([len(r) for r in covering]).index_select(0, places)
 

@@ -13,7 +13,10 @@ from helix.models.checkpoint import WeightFormat, read_config
 from helix.models.hf import TWO_ROPES, config_classes
 
 # Spellings of RoPE. transformers reads one and drops the others, so overrides of any become rope_parameters.
-ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor")
+ROPE = (
+    "rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor",
+    "partial_rotary_factors",
+)  # fmt: skip
 KEPT = ("rope_theta", "partial_rotary_factor")  # parameters of RoPE without scaling
 TRAINED = "original_max_position_embeddings"
 LAYERS = ("full_attention", "sliding_attention")  # layer types with different RoPE (TWO_ROPES)
@@ -24,16 +27,21 @@ WITHIN = {
         "beta_slow", "mscale", "mscale_all_dim", "truncate", "low_freq_factor", "high_freq_factor", "short_factor",
         "long_factor", "llama_4_scaling_beta", "mrope_section", "mrope_interleaved",
     ),
-    "quantization_config": ("quant_method", "fmt", "quant_algo", "format", "weight_block_size", "config_groups"),
+    "quantization_config": (
+        "quant_method", "fmt", "quant_algo", "quantized_layers", "format", "weight_block_size", "config_groups",
+    ),
     "dual_chunk_attention_config": ("chunk_size", TRAINED, "local_size"),
 }  # fmt: skip
 # Further keys that transformers' classes, or families here, read.
 BESIDES = (
-    "model_type", *ROPE[:3], ROPE[4], TRAINED, "quantization_config", "dual_chunk_attention_config",
-    "full_attention_interval", "head_dim", "index_share_for_mtp_iteration", "index_skip_topk_offset", "index_topk_freq",
-    "index_topk_pattern", "indexer_rope_interleave", "is_causal", "layer_types", "mlp_layer_types", "moe_layer_freq",
-    "mtp_num_hidden_layers", "norm_topk_prob", "num_mtp_layers", "num_nextn_predict_layers", "rotary_dim",
-    "scoring_func", "sliding_window_pattern", "swiglu_limit", "topk_method",
+    "model_type", *ROPE[:3], *ROPE[4:], TRAINED, "quantization_config", "dual_chunk_attention_config",
+    "att_impl_type", "attention_other_setting", "first_k_dense_replace", "full_attention_interval", "gating",
+    "head_dim", "index_share_for_mtp_iteration", "index_skip_topk_offset", "index_topk_freq", "index_topk_pattern",
+    "indexer_rope_interleave", "is_causal", "layer_types", "mlp_layer_types", "moe_layer_freq", "moe_layers_enum",
+    "moe_router_activation", "mtp_num_hidden_layers", "norm_expert_weight", "norm_topk_prob", "num_experts",
+    "num_mtp_layers", "num_nextn_predict_layers", "rotary_dim", "scoring_func", "sink",
+    "sliding_window_pattern", "swiglu_limit", "topk_method", "use_head_wise_attn_gate", "use_moe_router_bias",
+    "use_qk_norm", "use_rope_layers", "yarn_only_types", "zero_centered",
 )  # fmt: skip
 
 
@@ -167,6 +175,8 @@ def _override_rope(config: dict[str, Any], over: Mapping[str, Any], family: str,
                 config[key] = value
         return
     layers = LAYERS if family in TWO_ROPES else ()
+    types = config.get("layer_types") if layers else None
+    own, over = ({key: _by_type(key, value, types) for key, value in part.items()} for part in (own, over))
     rope: dict[str, Any] = {}
     scaled = own.get("rope_scaling") and not layers  # transformers then takes no other object
     for key in sorted(own, key=lambda key: key in ROPE[:2]):  # objects come last: they take precedence
@@ -181,6 +191,15 @@ def _override_rope(config: dict[str, Any], over: Mapping[str, Any], family: str,
     config["rope_parameters"] = rope
 
 
+def _by_type(key: str, value: Any, types: Any) -> Any:
+    # A list with an entry per layer, as RoPE's parameters by layer type; other values as they are.
+    if not isinstance(value, list) or not isinstance(types, list):
+        return value
+    if len(value) < len(types):
+        raise ValueError(f"config.json: {key}={value!r:.80} must have an entry for each of layer_types")
+    return {kind: {key.removesuffix("s"): value[types.index(kind)]} for kind in LAYERS if kind in types}
+
+
 def _put(rope: dict[str, Any], key: str, value: Any, layers: tuple[str, ...], full: tuple[str, ...]) -> None:
     # Puts one key into RoPE's parameters, per layer type if they differ; `full`: layer types of `rope_theta`.
     if key in ROPE[:2]:
@@ -192,6 +211,8 @@ def _put(rope: dict[str, Any], key: str, value: Any, layers: tuple[str, ...], fu
             return
         given = _spelled(value)
         new = {LAYERS[0]: given} if layers and not {*given} <= {*layers} else given
+    elif isinstance(value, Mapping):
+        new = dict(value)
     elif key == "rope_local_base_freq":
         new = {LAYERS[1]: {"rope_theta": value}}
     else:

@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: one matrix for queries, keys and values, one for gate and up; RoPE `longrope` is refused."""
+"""Phi-3 and Phi-4: one matrix for queries, keys and values, one for gate and up."""
 
 from __future__ import annotations
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from helix.layers.specs import MoESpec
+from helix.layers.specs import MoESpec, Storage
 from helix.models.hf import attention_of, check_sizes, decoder_spec, experts_of, layer_ffns
 from helix.models.spec import DecoderSpec
 
 
-def spec(config: Any) -> DecoderSpec:
-    """Reads a config of this family."""
+def spec(config: Any, storage: Storage = "apart") -> DecoderSpec:
+    """Reads a config of this family; `storage` is that of its experts unless the file has another."""
     check_sizes(config, "moe_intermediate_size")
-    moe = MoESpec(*experts_of(config), config.moe_intermediate_size, normalize=config.norm_topk_prob)
+    norm = getattr(config, "norm_topk_prob", True)  # always in Qwen3-VL
+    moe = MoESpec(*experts_of(config), config.moe_intermediate_size, normalize=norm, storage=storage)
     bias, layers = config.attention_bias, config.num_hidden_layers
     attention = replace(attention_of(config), qkv_bias=bias, output_bias=bias, qk_norm=True)
-    windows = (config.sliding_window,) * layers  # in all layers, unlike the dense models
+    windows = (getattr(config, "sliding_window", None),) * layers  # in all layers, unlike the dense models
     return decoder_spec(config, attention, layer_ffns(config, moe, sparse_layers(config)), windows=windows)
 
 
@@ -35,6 +36,6 @@ def shared_gated(config: Any) -> MoESpec:
         config.moe_intermediate_size,
         shared_width=config.shared_expert_intermediate_size,
         normalize=getattr(config, "norm_topk_prob", True),
-        shared="shared_expert",
+        shared="mlp.shared_expert",
         shared_gate="shared_expert_gate",
     )

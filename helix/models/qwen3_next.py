@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from helix.layers.specs import FFNSpec, GatedDeltaSpec, MoESpec
+from helix.layers.specs import FFNSpec, GatedDeltaSpec, GateSpec, MoESpec
 from helix.models.hf import attention_of, check_sizes, decoder_spec, layer_ffns
 from helix.models.qwen3_moe import shared_gated, sparse_layers
 from helix.models.spec import DecoderSpec, NextTokenNames
@@ -52,7 +52,7 @@ def hybrid(
             f"config.json: linear_num_value_heads={values} must be a multiple of linear_num_key_heads={keys}"
         )
     bias = config.attention_bias
-    attention = replace(attention_of(config), qkv_bias=bias, output_bias=bias, qk_norm=True, gated=True)
+    attention = replace(attention_of(config), qkv_bias=bias, output_bias=bias, qk_norm=True, gate=GateSpec())
     spec = decoder_spec(config, attention, ffn, partial_rotary=True)
     delta = GatedDeltaSpec(spec.hidden, keys, values, key_dim, value_dim, conv, spec.norm_eps, storage)
     attending = spec.layers[config.layer_types.index("full_attention")]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Literal, NamedTuple
 
 from helix.layers.specs import AttentionSpec, IndexerSpec, MixerSpec, MLASpec, MLPSpec, MoESpec, RopeSpec
@@ -95,6 +97,28 @@ class DecoderSpec:
         return found
 
     @property
+    def attentions(self) -> Counter[AttentionSpec | MLASpec]:
+        """Counts the layers with each distinct attention."""
+        mixers = (layer.mixer for layer in self.layers)
+        return Counter(mixer for mixer in mixers if isinstance(mixer, AttentionSpec | MLASpec))
+
+    @property
+    def heads(self) -> list[tuple[int, int]]:
+        """Distinct numbers of query and KV heads of attention layers."""
+        return [*dict.fromkeys((mixer.q_heads, mixer.kv_heads) for mixer in self.attentions)]
+
+    @property
+    def kv_heads(self) -> int:
+        """Number whose divisors divide the KV heads of every attention layer."""
+        return gcd(*(kv_heads for _, kv_heads in self.heads))
+
+    @property
+    def full_layers_differ(self) -> bool:
+        """Whether layers with full attention differ in heads or sizes, for what needs them to be alike."""
+        full = {self.layers[i].mixer for i in self.full}
+        return len({(m.q_heads, m.kv_heads, m.head_dim) for m in full if isinstance(m, AttentionSpec)}) > 1
+
+    @property
     def experts(self) -> MoESpec | None:
         return next((layer.ffn for layer in self.layers if isinstance(layer.ffn, MoESpec)), None)
 
@@ -131,6 +155,14 @@ class DecoderSpec:
     def context(self) -> str:
         return f"context of {self.max_positions} tokens ({self.limited_by} in config.json)"
 
+    def stretched(self, tokens: int) -> str:
+        """Returns the settings with which YaRN stretches the context to `tokens`; empty if RoPE is scaled already."""
+        if self.rope.kind != "default":
+            return ""
+        key, factor = "model.config.rope_scaling", -(-tokens // self.max_positions)
+        settings = f"rope_type=yarn {key}.factor={factor} {key}.original_max_position_embeddings={self.max_positions}"
+        return f", or stretch it with YaRN: {key}.{settings}"
+
     def kv_cache_specs(
         self, layout: HelixLayout, rank: int, dtype: str, kv: str = "auto"
     ) -> list[tuple[KVCacheSpec, ...]]:
@@ -145,9 +177,9 @@ class DecoderSpec:
         """Returns the spec with the MTP layer as draft layer; ValueError if the model has none."""
         if self.nextn is None:
             raise ValueError(
-                "speculation.drafter=mtp: config.json names no multi-token prediction layer (num_nextn_predict_layers "
-                "in DeepSeek-V3 and similar models, mtp_num_hidden_layers in Qwen3.5): set speculation=ngram or "
-                "another drafter"
+                "speculation.drafter=mtp: config.json names no multi-token prediction layer that is supported "
+                "(num_nextn_predict_layers in DeepSeek-V3 and similar models, mtp_num_hidden_layers in Qwen3.5): set "
+                "speculation=ngram or another drafter"
             )
         name = self.nextn_names.layer.format(len(self.layers))
         shared = (f"{name}.{part}" for part in ("embed_tokens.", "shared_head.head.", "shared_head.weight"))

@@ -6,6 +6,7 @@ columns and experts, and the largest share counts; KV is divided evenly. Routing
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -92,6 +93,8 @@ def _ceil_div(a: Number, b: Number) -> Array:
 class Layer:
     """Costs of a layer's mixer and FFN over all points.
 
+    Its attention is `DecoderSpec.attention`; `attentions` has the costs of the others.
+
     Args:
         drafting: whether the step is a draft step of self-speculation, instead of a verification step.
     """
@@ -105,7 +108,6 @@ class Layer:
         options: Options,
         drafting: bool = False,
     ) -> None:
-        self.mixer = spec.attention  # all layers have the same heads
         self.spec, self.hardware, self.points, self.options = spec, hardware, points, options
         self.length = length
         sparse = options.sparse
@@ -117,17 +119,31 @@ class Layer:
         self.sequences = _ceil_div(p.batch, p.dp)
         self.rows = self.sequences * each  # rows per data-parallel group
         self.all_rows = p.batch * each  # rows per pipeline stage
-        self.q = _ceil_div(self.mixer.q_heads, p.tpa)
-        self.kv = _ceil_div(self.mixer.kv_heads, p.tpa)
-        self.o = np.where(p.mode == MEDHA, self.q, _ceil_div(self.q, p.kvp))
-        kinds = ("weights", "messages", "experts", "other")
-        self.item = {kind: DTYPE_BYTES[getattr(options, kind) or options.weights] for kind in kinds}
-        self.item |= _kv_items(self.mixer, options.kv)
+        self._attend_as(spec.attention)
         self.rate = hardware.rate(options.arithmetic or options.weights)
         self.zeros = np.zeros(len(points))
         # Where rows are sent to the ranks of their experts and back; elsewhere every rank has all rows.
         self.dispatched = (p.mode == DP) & (options.dispatch == "selected")
         self.gathered = (p.mode == DP) & (options.dispatch == "all")
+
+    def _attend_as(self, mixer: AttentionSpec | MLASpec) -> None:
+        p, options, self.mixer = self.points, self.options, mixer
+        self.q = _ceil_div(mixer.q_heads, p.tpa)
+        self.kv = _ceil_div(mixer.kv_heads, p.tpa)
+        self.o = np.where(p.mode == MEDHA, self.q, _ceil_div(self.q, p.kvp))
+        kinds = ("weights", "messages", "experts", "other")
+        self.item = {kind: DTYPE_BYTES[getattr(options, kind) or options.weights] for kind in kinds}
+        self.item |= _kv_items(mixer, options.kv)
+
+    @property
+    def attentions(self) -> list[tuple[Layer, int]]:
+        """Lists the costs for each distinct attention of the model, with its number of layers."""
+        found = []
+        for mixer, count in self.spec.attentions.items():
+            layer = copy(self)
+            layer._attend_as(mixer)
+            found.append((layer, count))
+        return found
 
     # ---- phases
 
@@ -206,8 +222,8 @@ class Layer:
 
     def _heads(self, window: int | None) -> list[Phase]:
         d = self.head_dim
-        numbers = self.inputs * d * (self.q + 2 * self.kv + self.gates)
-        qkv = self.kernel("qkv", numbers, self.rows, kernels=1 + self.gated)
+        numbers = self.inputs * (d * (self.q + 2 * self.kv) + self.gates)
+        qkv = self.kernel("qkv", numbers, self.rows, kernels=1 + (self.gate_width > 0))
         attention, exchange = self._attend(window, self.kv * 2 * d, 2 * d, d)
         return [
             qkv,
@@ -247,14 +263,14 @@ class Layer:
         return self.spec.hidden * rows * self.item["weights"]
 
     @property
-    def gated(self) -> bool:
-        """Whether attention has output gates, which take another GEMM."""
-        return isinstance(self.mixer, AttentionSpec) and self.mixer.gated
+    def gate_width(self) -> int:
+        """Output gates per query head, which take another GEMM; 0: there are none."""
+        return self.mixer.gate_width if isinstance(self.mixer, AttentionSpec) else 0
 
     @property
     def gates(self) -> Number:
-        """Number of heads whose gates a rank computes: its heads after the exchange."""
-        return self.o * self.gated
+        """Number of gates that a rank computes: those of its heads after the exchange."""
+        return self.o * self.gate_width
 
     def _latent(self, window: int | None) -> list[Phase]:
         # With the faster order of W_UV and exchange, and the faster way to compute queries.
@@ -544,7 +560,8 @@ class Layer:
     def attention_bytes(self) -> Array:
         s, m, item = self.spec, self.mixer, self.item
         if isinstance(m, AttentionSpec):
-            numbers = m.head_dim * (self.inputs * (self.q + 2 * self.kv + self.gates) + s.hidden * self.o)
+            inputs = self.inputs * (m.head_dim * (self.q + 2 * self.kv) + self.gates)
+            numbers = inputs + s.hidden * self.o * m.head_dim
             return numbers * item["weights"]
         projections = s.hidden * ((m.q_rank or 0) + m.entry + self.o * m.value)
         projections = projections + self.q * m.query * (m.q_rank or s.hidden)

@@ -295,7 +295,8 @@ def _reserve_prompt_memory(q: PlanQuery, layout: HelixLayout, weight_bytes: floa
     buffers = token_buffers(q.spec, layout, 0, DTYPE)
     chunk = options.prompt_chunk or max_chunk(buffers, free, q.spec.experts is not None)
     left = free - prompt_bytes(q.spec, layout, 0, chunk, q.context, DTYPE, captured=True)
-    return replace(options, memory_fraction=min(options.memory_fraction, max(left / free, MIN_KV_FRACTION)))
+    fraction = min(options.memory_fraction, max(left / free, MIN_KV_FRACTION))
+    return replace(options, memory_fraction=fraction, prompt_chunk=chunk)
 
 
 def _fastest(q: PlanQuery, step: StepCost) -> int | None:
@@ -412,9 +413,9 @@ def _verdict(ranking: Ranking) -> str:
     if whole is None and not any(r.layout.kvp == 1 for r in ranking.rejected):
         if "tp" not in q.modes:
             return f"{left_out} tp."
-        attention = q.spec.attention
-        heads = f"{attention.kv_heads} KV heads and {attention.q_heads} query heads cannot be split into {q.gpus}"
-        return f"Helix is not compared here: there is no plain TP over {q.gpus} GPUs, {heads}."
+        heads = ", ".join(f"{kv} KV heads and {query} query heads" for query, kv in q.spec.heads)
+        why = f"there is no plain TP over {q.gpus} GPUs, {heads} cannot be split into {q.gpus}"
+        return f"Helix is not compared here: {why}."
     if whole is None:
         return f"Helix helps here: without splitting KV (kvp=1) nothing fits; {split.name} does."
     if ranking.choices.index(split) < ranking.choices.index(whole):

@@ -238,7 +238,7 @@ class Options:
             `all` ranks, which share the shared experts (all-gather and reduce-scatter, the runtime).
         offload: KV cache in host memory for block-sparse steps; None: on the GPU.
         memory_fraction: share of the memory left by weights that KV may take.
-        prompt_chunk: tokens of a prefill step to reserve memory for; None: the engine's choice.
+        prompt_chunk: tokens of a prefill step to reserve memory for; None: the engine's choice, which `plan` makes.
         append_block, page_size: of the cache.
     """
 
@@ -286,19 +286,24 @@ def check(spec: DecoderSpec, options: Options) -> None:
         raise ValueError(f"{what} does not support latents (MLA), which this model has: {remedy}")
     if not spec.full:
         raise ValueError(f"{what}: every layer of the model already has a sliding window: {remedy}")
+    if spec.full_layers_differ:
+        raise ValueError(f"{what} needs the same heads in every layer with full attention: {remedy}")
 
 
 def problems(spec: DecoderSpec, p: Points) -> list[tuple[str, Array]]:
     """Lists the rules for layouts, each with the points that break it; in the runtime's modes they are its rules."""
     grid = (p.mode == HELIX) | (p.mode == MEDHA)
-    heads, experts = spec.attention, 1 if spec.experts is None else spec.experts.experts
+    experts = 1 if spec.experts is None else spec.experts.experts
     tpa = np.maximum(p.tpa, 1)  # a width of 0 breaks the first rule
-    whole = (heads.kv_heads % tpa == 0) | ((p.tpa % heads.kv_heads == 0) & (p.tpa <= heads.q_heads))
+    whole = [(kv % tpa == 0) | ((p.tpa % kv == 0) & (p.tpa <= q)) for q, kv in spec.heads]
     return [
         ("every width and the batch are at least 1", np.min([getattr(p, f.name) for f in fields(p)[1:]], axis=0) < 1),
         ("tpf * ep is the number of FFN ranks", p.tpf * p.ep != p.ffn_ranks),
-        (f"in modes helix and medha tpa divides the {heads.kv_heads} KV heads", grid & (heads.kv_heads % tpa != 0)),
-        ("in modes tp and dp tpa divides the KV heads, or they divide it and it is at most the query heads", ~whole),
+        (f"in modes helix and medha tpa divides the {spec.kv_heads} KV heads", grid & (spec.kv_heads % tpa != 0)),
+        (
+            "in modes tp and dp tpa divides the KV heads, or they divide it and it is at most the query heads",
+            ~np.all(whole, axis=0),
+        ),
         ("modes tp and dp have kvp = 1", ~grid & (p.kvp > 1)),
         ("modes tp and medha have dp = 1", ((p.mode == TP) | (p.mode == MEDHA)) & (p.dp > 1)),
         ("models with recurrent states do not support dp", (p.dp > 1) & spec.has_states),

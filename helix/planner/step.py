@@ -105,8 +105,8 @@ def _forward(layer: Layer) -> tuple[list[Phase], Array]:
             counted = phase.times(count)
             total[phase.name] = total[phase.name].plus(counted) if phase.name in total else counted
 
-    for window, count in Counter(layer.spec.windows).items():
-        add(layer.attention(window), count)
+    for of, count in layer.attentions:
+        add(of.attention(of.mixer.window), count)
     for mixer, count in _states(layer.spec).items():
         add(layer.recurrent(mixer), count)
     for ffn, count in Counter(of.ffn for of in layer.spec.layers).items():
@@ -184,25 +184,32 @@ def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int
     local = -(-(length + options.step_tokens) // cycle) * options.append_block  # tokens on the fullest rank
     paged = -(-local // options.page_size) * options.page_size
     # A stage holds its layers' KV of all batches in flight: in total ceil(layers / pp) * pp layers of one batch.
-    imbalance, kv, plain = _stage_imbalance(layer), layer.item["kv"], layer.item["plain_kv"]
-    numbers = layer.token_numbers() * imbalance
-    windows = [window for window in spec.windows if window is not None]
-    rings = [window for window in windows if window <= MAX_RING_TOKENS or options.offload]  # the others use pages
-    fixed_size = sum(_ring_tokens(layer, window) for window in rings) * numbers * plain  # per sequence
-    fixed_size = fixed_size + sum(n * layer.state_bytes(mixer) * imbalance for mixer, n in _states(spec).items())
-    sparse, offload = options.sparse, options.offload
+    imbalance, sparse, offload = _stage_imbalance(layer), options.sparse, options.offload
+    # Per sequence, for prompt chunks in windows, and per token in pages.
+    fixed_size, chunk_bytes, full, windowed, bounded = (np.zeros(len(p)) for _ in range(5))
+    for of, count in layer.attentions:
+        plain_bytes, window = count * of.token_numbers() * of.item["plain_kv"], of.mixer.window
+        if window is not None and (window <= MAX_RING_TOKENS or offload):
+            fixed_size = fixed_size + (_ring_tokens(layer, window) + _chunk_tokens(layer, 0, 1)) * plain_bytes
+            chunk_bytes = chunk_bytes + _chunk_tokens(layer, options.prompt_chunk or 0, 0) * plain_bytes
+            continue
+        bounded = bounded + plain_bytes
+        if window is None:
+            full = full + count * of.token_numbers() * of.item["kv"]
+        else:
+            windowed = windowed + plain_bytes
+    fixed_size = (fixed_size + sum(n * layer.state_bytes(mixer) for mixer, n in _states(spec).items())) * imbalance
+    chunk_bytes = chunk_bytes * imbalance
     if sparse is not None and offload is not None:
-        host_bytes = paged * layer.token_numbers() * len(spec.full) * kv
+        host_bytes = paged * full
         fixed_bytes, sequence_bytes = _offload_gpu_bytes(layer, paged / options.page_size)
+        fixed_bytes = fixed_bytes + chunk_bytes
         room = free if offload.gpu_bytes is None else np.minimum(free, offload.gpu_bytes)
     else:
-        host_bytes, fixed_bytes, room = np.zeros(len(p)), np.zeros(len(p)), free
-        sequence_bytes = paged * numbers * (len(spec.full) * kv + (len(windows) - len(rings)) * plain)
+        host_bytes, fixed_bytes, room = np.zeros(len(p)), chunk_bytes, free
+        sequence_bytes = paged * imbalance * (full + windowed)
         if sparse is not None:  # two vectors per block or subblock; a key and a value per token
-            sequence_bytes = (
-                sequence_bytes
-                + paged * numbers * (len(spec.windows) - len(rings)) * plain * sparse.bounds_per_block / sparse.block
-            )
+            sequence_bytes = sequence_bytes + paged * imbalance * bounded * sparse.bounds_per_block / sparse.block
         sequence_bytes = sequence_bytes + paged * sum(map(layer.index_bytes, spec.indexers))
         if drafts is not None:  # all tokens are paged, whatever its window
             draft_layer = _draft_layer(layer, drafts.spec)
@@ -237,7 +244,7 @@ def _weight_bytes(model: Layer, drafts: LayerDrafts | None) -> Array:
 
 def _layer_weight_bytes(layer: Layer) -> Array:
     spec, mixer = layer.spec, layer.mixer
-    total = len(spec.windows) * layer.attention_bytes()
+    total = np.sum([count * of.attention_bytes() for of, count in layer.attentions], axis=0)
     for states, count in _states(spec).items():
         total = total + count * layer.recurrent_bytes(states)
     for ffn, count in Counter(of.ffn for of in spec.layers).items():
@@ -256,6 +263,12 @@ def _ring_tokens(layer: Layer, window: int) -> Array:
     cycle = options.append_block * layer.points.kvp
     touched = -(-((window + options.step_tokens - 1) // cycle + 1) * options.append_block // options.page_size) + 1
     return touched * options.page_size
+
+
+def _chunk_tokens(layer: Layer, tokens: int, sequences: int) -> Array:
+    # Tokens of prompt chunks in a layer with a ring; see `helix.kv_placement.KVPlacement.chunk_pages`.
+    block, page = layer.options.append_block, layer.options.page_size
+    return -(-tokens // (layer.points.kvp * block)) * block + sequences * (block + 2 * page)
 
 
 def _offload_gpu_bytes(layer: Layer, pages: Array) -> tuple[Array, Array]:

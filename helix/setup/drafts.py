@@ -19,7 +19,7 @@ from helix.layout import HelixLayout
 from helix.models import DecoderSpec
 from helix.models.decoder import Decoder
 from helix.models.draft_layer import Eagle3Layer
-from helix.models.eagle3 import UNUSED
+from helix.models.eagle3 import PREFIXES, UNUSED
 from helix.models.loading import Checkpoint, weights_of
 from helix.setup.parts import make_draft_layout, make_eagle3, make_spec, stored_format
 from helix.speculation import check_draft
@@ -57,7 +57,7 @@ def load_eagle3(
             raise ValueError(
                 f"its window of {window} tokens equals a window of the target: set another speculation.window"
             )
-        checkpoint = Checkpoint(Path(str(config.path)))
+        checkpoint = Checkpoint(Path(str(config.path)), prefixes=PREFIXES)
         d2t = checkpoint.whole("d2t") if "d2t" in checkpoint.files else None
         ids = None if d2t is None else d2t + torch.arange(len(d2t))
         weights = Weights(target.weights.dtype, target.weights.device)

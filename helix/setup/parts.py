@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from helix.layers.specs import Formats, unquantized
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec, spec_from_config
 from helix.models.checkpoint import CheckpointFiles, WeightFormat, fp8_format, read_config
-from helix.models.eagle3 import Eagle3Spec, with_eagle3
+from helix.models.eagle3 import PREFIXES, Eagle3Spec, with_eagle3
 from helix.models.eagle3 import read as read_eagle3
 from helix.models.overrides import check_overrides, ignored_overrides, load_spec_config
 
@@ -52,7 +53,7 @@ def make_eagle3(config: SpeculationConfig, target: DecoderSpec) -> Eagle3Spec:
         )
     path = Path(config.path)
     try:
-        files = CheckpointFiles(path)
+        files = CheckpointFiles(path, prefixes=PREFIXES)
         return read_eagle3(read_config(path), files.shapes, target)
     except ValueError as error:
         raise ValueError(f"the draft layer (speculation.path={path}): {error}") from error
@@ -102,8 +103,7 @@ def make_draft_layout(config: DraftLayoutConfig, spec: DecoderSpec, world_size: 
     """Creates the draft model's layout over `world_size` ranks; ValueError if the widths do not form one."""
     kvp, tpa = config.kvp, config.tpa
     if kvp is None and tpa is None:
-        widest = max(n for n in range(1, world_size + 1) if world_size % n == 0 and spec.attention.kv_heads % n == 0)
-        tpa = world_size if config.mode == "tp" else widest
+        tpa = world_size if config.mode == "tp" else gcd(spec.kv_heads, world_size)
     if tpa is None:
         tpa = max(1, world_size // max(1, kvp or 1))
     if kvp is None:

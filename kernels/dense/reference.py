@@ -49,10 +49,13 @@ def linear(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None, gated: bo
     return silu_mul(y) if gated else y
 
 
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+def silu_mul(gate_up: torch.Tensor, clamp_at: float | None = None) -> torch.Tensor:
     """Plain torch `kernels.dense.silu_mul.silu_mul`."""
     gate, up = gate_up.float().chunk(2, dim=-1)
-    return (F.silu(gate) * up).to(gate_up.dtype)
+    gate = F.silu(gate)
+    if clamp_at is not None:
+        gate, up = gate.clamp(max=clamp_at), up.clamp(-clamp_at, clamp_at)
+    return (gate * up).to(gate_up.dtype)
 
 
 def clamped_swiglu(gate_up: torch.Tensor, clamp_at: float) -> torch.Tensor:
@@ -62,6 +65,9 @@ def clamped_swiglu(gate_up: torch.Tensor, clamp_at: float) -> torch.Tensor:
     return (gate * torch.sigmoid(ALPHA * gate) * (up + 1)).to(gate_up.dtype)
 
 
-def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """Plain torch `kernels.dense.sigmoid_mul.sigmoid_mul`."""
-    return (x.float() * gate.float().sigmoid()).to(x.dtype)
+def gate_mul(x: torch.Tensor, gate: torch.Tensor, function: str) -> torch.Tensor:
+    """Plain torch `kernels.dense.gate_mul.gate_mul`."""
+    if x.numel() == 0:
+        return torch.empty_like(x)
+    factor = F.softplus(gate.float()) if function == "softplus" else gate.float().sigmoid()
+    return (x.float() * factor.repeat_interleave(x.shape[1] // gate.shape[1], 1)).to(x.dtype)

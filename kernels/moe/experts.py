@@ -29,7 +29,7 @@ import triton.language as tl
 from kernels import dispatch
 from kernels.dense.linear import RUN
 from kernels.dense.scaled_rows import add_product, finish, inside, load_scales, numbers, product, run_of, stored
-from kernels.dense.silu_mul import clamped_swiglu, swiglu
+from kernels.dense.silu_mul import clamp_of, expert_swiglu
 from kernels.moe import experts_many_sm90, experts_scaled_sm90, experts_sm90
 from kernels.moe.pair_order import pair_order
 from kernels.moe.reference import moe as reference
@@ -49,9 +49,9 @@ def _gated_row(tile, F: tl.constexpr, BLOCK_R: tl.constexpr):
 
 
 @triton.jit
-def _activation(y, clamp_at, CLAMPED: tl.constexpr):
+def _activation(y, clamp_at, CLAMP: tl.constexpr):
     gate, up = tl.split(y)
-    return clamped_swiglu(gate, up, clamp_at) if CLAMPED else swiglu(gate, up)
+    return expert_swiglu(gate, up, clamp_at, CLAMP)
 
 
 @triton.jit
@@ -59,7 +59,7 @@ def _gate_up_few_kernel(
     x, ids, weights, gate_up, scales, bias, h, x_n, first, clamp_at,
     TOP_K: tl.constexpr, EXPERTS: tl.constexpr, H: tl.constexpr, F: tl.constexpr, GROUP: tl.constexpr,
     GROUPS: tl.constexpr, BEGIN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr,
-    BIAS: tl.constexpr, CLAMPED: tl.constexpr, EARLY: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    BIAS: tl.constexpr, CLAMP: tl.constexpr, EARLY: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0)
     tile = tl.program_id(1)
@@ -90,7 +90,7 @@ def _gate_up_few_kernel(
         y = tl.sum(acc, 1)
         if BIAS:
             y += tl.load(bias + expert * (2 * F) + row).to(tl.float32)
-        y = _activation(tl.reshape(y, [BLOCK_R // 2, 2]), clamp_at, CLAMPED) * tl.load(weights + pair)
+        y = _activation(tl.reshape(y, [BLOCK_R // 2, 2]), clamp_at, CLAMP) * tl.load(weights + pair)
         f = tile * (BLOCK_R // 2) + tl.arange(0, BLOCK_R // 2)
         tl.store(h + pair * F + f, y, mask=f < F)
     if not EARLY:
@@ -218,7 +218,7 @@ def _gate_up_kernel(
     TOP_K: tl.constexpr, EXPERTS: tl.constexpr, SHARED_EXPERTS: tl.constexpr, H: tl.constexpr, F: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, BEGIN: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
-    BIAS: tl.constexpr, CLAMPED: tl.constexpr, SORTED: tl.constexpr, EARLY: tl.constexpr, STAGES: tl.constexpr,
+    BIAS: tl.constexpr, CLAMP: tl.constexpr, SORTED: tl.constexpr, EARLY: tl.constexpr, STAGES: tl.constexpr,
     ROUNDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
@@ -258,7 +258,7 @@ def _gate_up_kernel(
             y += tl.load(bias + expert * (2 * F) + row).to(tl.float32)[:, None]
         y = tl.permute(tl.reshape(y, [BLOCK_R // 2, 2, BLOCK_N]), [0, 2, 1])
         weight = tl.load(weights + pair, mask=valid, other=0.0)
-        y = _activation(y, clamp_at, CLAMPED) * weight[None, :]
+        y = _activation(y, clamp_at, CLAMP) * weight[None, :]
         f = tile * (BLOCK_R // 2) + tl.arange(0, BLOCK_R // 2)
         tl.store(h + (pair * F)[None, :] + f[:, None], y, mask=(f < F)[:, None] & valid[None, :])
     if not EARLY:
@@ -362,9 +362,10 @@ def _sum_kernel(
 class RoutedExperts:
     """Partial sum over a token's local experts of weight * down(act(gate_up x)), to be all-reduced.
 
-    `act` is silu(gate) * up; with `clamp_at` (gpt-oss) gate * sigmoid(1.702 gate) * (up + 1), gate clamped from above
-    and up on both sides. Sums are fp32; the weighted activations, and for more than a few tokens each expert's output,
-    are rounded to x's dtype. Deterministic. No shape depends on ids, so one captured graph serves them all.
+    `act` is silu(gate) * up. With `clamp_at` = c, up is clamped to [-c, c], and `act` is min(silu(gate), c) * up for
+    activation swiglustep (Step-3.5), and g * sigmoid(1.702 g) * (up + 1) with g = min(gate, c) for swigluoai (gpt-oss).
+    Sums are fp32; the weighted activations, and for more than a few tokens each expert's output, are rounded to x's
+    dtype. Deterministic. No shape depends on ids, so one captured graph serves them all.
 
     Attributes:
         x: [N, H], last dim contiguous.
@@ -376,7 +377,7 @@ class RoutedExperts:
         first: global id of local expert 0.
         gate_up_bias: [E_local, 2 F] in x's dtype, contiguous, or None.
         down_bias: [E_local, H] in x's dtype, contiguous, or None; added once per expert, before its weight.
-        clamp_at: bound of the clamps, or None.
+        clamp_at: bound of the clamps, or None; `activation` is read with a bound only.
         addend: [N, H] in x's dtype, contiguous, or None; added before the sum is rounded.
         total_experts: experts of all ranks, default local only; affects only the choice of tiles.
         shared_count: the first `shared_count` local experts receive every token.
@@ -391,6 +392,7 @@ class RoutedExperts:
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
     clamp_at: float | None = None
+    activation: Literal["swigluoai", "swiglustep"] = "swigluoai"
     addend: torch.Tensor | None = None
     total_experts: int | None = None
     shared_count: int = 0
@@ -404,8 +406,8 @@ class RoutedExperts:
         """Computes the sums [N, H] in x's dtype; `addend`, or zeros, for a token without local experts."""
         x, addend = self.x, self.addend
         if not dispatch.on_gpu(x):
-            given = self.gate_up, self.down, self.first, self.gate_up_bias, self.down_bias, self.clamp_at, addend
-            return reference(x, self.ids, self.weights, *given)
+            given = self.gate_up, self.down, self.first, self.gate_up_bias, self.down_bias
+            return reference(x, self.ids, self.weights, *given, self.clamp_at, self.activation, addend)
         if self._empty:
             return torch.zeros(x.shape, dtype=x.dtype, device=x.device) if addend is None else addend.clone()
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -434,7 +436,8 @@ class RoutedExperts:
         assert all(t is None or t.is_contiguous() for t in (*matrices, *others))
         P = N * top_k
         h = torch.empty(P, F, dtype=x.dtype, device=x.device)
-        given = x, ids, weights, gate_up, down, first, self.gate_up_bias, self.down_bias, self.clamp_at
+        bound, clamp = clamp_of(self.clamp_at, self.activation)
+        given = x, ids, weights, gate_up, down, first, self.gate_up_bias, self.down_bias, bound, clamp
         if x.is_cuda and experts_scaled_sm90.fits(x, ids, gate_up, down):
             outputs = torch.empty(P, H, dtype=x.dtype, device=x.device)
             columns = experts_scaled_sm90.columns_of(P, self.total_experts or E)
@@ -460,15 +463,14 @@ class RoutedExperts:
         rank = sums.rank if sums else 0
         ll_buffers = sum_shape(sums)
         shape = dict(EXPERTS=E, H=H, F=F, **pdl_options(x))
-        clamp = dict(BIAS=self.gate_up_bias is not None, CLAMPED=self.clamp_at is not None)
-        bound = 0.0 if self.clamp_at is None else self.clamp_at
+        epilogue = dict(BIAS=self.gate_up_bias is not None, CLAMP=clamp)
         summand = dict(ADDEND=self.addend is not None, **ll_buffers)
         strategy = choose_strategy(N, top_k, E)
         if strategy == "few":
             tile, down_tile = few_tiles(N, F, run_of(gate_up, RUN), run_of(down, RUN))
             _gate_up_few_kernel[P, triton.cdiv(2 * F, tile["BLOCK_R"])](
                 x, ids, weights, gate_stored, gate_scales, self.gate_up_bias, h, x.stride(0), first, bound,
-                TOP_K=top_k, **clamp, **shape, **gate_groups, **tile,
+                TOP_K=top_k, **epilogue, **shape, **gate_groups, **tile,
             )  # fmt: skip
             _down_few_kernel[N, triton.cdiv(H, down_tile["BLOCK_R"])](
                 h, ids, weights, down_stored, down_scales, self.down_bias, self.addend, *to, first, rank,
@@ -496,7 +498,7 @@ class RoutedExperts:
         outputs = torch.empty(P, H, dtype=x.dtype, device=x.device)
         _gate_up_kernel[triton.cdiv(2 * F, tile["BLOCK_R"]), blocks](
             x, ids, weights, gate_stored, gate_scales, self.gate_up_bias, h, *plan, x.stride(0), P, first, shares,
-            bound, TOP_K=top_k, **clamp, **shape, **gate_groups, **find, **tile,
+            bound, TOP_K=top_k, **epilogue, **shape, **gate_groups, **find, **tile,
         )  # fmt: skip
         _down_kernel[triton.cdiv(H, down_tile["BLOCK_R"] * down_tile["TILES"]), blocks](
             h, ids, weights, down_stored, down_scales, self.down_bias, outputs, *plan, P, first, shares,

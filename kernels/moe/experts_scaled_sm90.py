@@ -24,7 +24,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.dense.scaled_rows import stored
-from kernels.dense.silu_mul import clamped_swiglu, swiglu
+from kernels.dense.silu_mul import expert_swiglu
 from kernels.dense.split_k_reduce_sm90 import workspace
 from kernels.moe.expert_lookup_sm90 import active_experts, nth_expert, pairs_with, slots
 from kernels.moe.experts_sm90 import reduce_sharers, share_of
@@ -228,7 +228,7 @@ def _moe_scaled_sm90_kernel(
     w, scales, x, ids, weights, bias, out, words, lists, x_n, P, first, clamp_at,
     TOP_K: gl.constexpr, EXPERTS: gl.constexpr, H: gl.constexpr, F: gl.constexpr, BLOCK_P: gl.constexpr,
     GROUP: gl.constexpr, GROUPS: gl.constexpr, BEGIN: gl.constexpr, COLUMNS: gl.constexpr, PARTS: gl.constexpr,
-    STAGES: gl.constexpr, LISTS: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr, CLAMPED: gl.constexpr,
+    STAGES: gl.constexpr, LISTS: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr, CLAMP: gl.constexpr,
 ):  # fmt: skip
     FEW: gl.constexpr = LISTS == 0
     PACKED: gl.constexpr = scales.dtype.element_ty == gl.uint8
@@ -356,7 +356,7 @@ def _moe_scaled_sm90_kernel(
             if BIAS:
                 y += gl.load(bias + e * (2 * F) + r, mask=r < F, other=0.0).to(gl.float32)[:, None]
                 up += gl.load(bias + e * (2 * F) + F + r, mask=r < F, other=0.0).to(gl.float32)[:, None]
-            y = clamped_swiglu(y, up, clamp_at) if CLAMPED else swiglu(y, up)
+            y = expert_swiglu(y, up, clamp_at, CLAMP)
             y *= weight[None, :]
         elif BIAS:
             y += gl.load(bias + e * H + r, mask=r < H, other=0.0).to(gl.float32)[:, None] * weight[None, :]
@@ -419,7 +419,7 @@ def fits(
 def launch(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor | ScaledMatrix,
     down: torch.Tensor | ScaledMatrix, first: int,
-    gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, clamp_at: float | None,
+    gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, clamp_at: float, clamp: int,
     h: torch.Tensor, outputs: torch.Tensor, columns: int,
 ) -> None:  # fmt: skip
     """Computes the outputs [N k, H] of all local pairs, in blocks of `columns` pairs; requires `fits`.
@@ -456,8 +456,8 @@ def launch(
     for gate, w, scales, groups, xs, bias, y in both:
         _moe_scaled_sm90_kernel[(programs,)](
             w, scales, xs, ids, weights, bias, y, sums if gate else sums.view(torch.int32), lists[int(gate)],
-            xs.stride(0) // 8, P, first, clamp_at if clamp_at is not None else 0.0,
+            xs.stride(0) // 8, P, first, clamp_at,
             TOP_K=k, EXPERTS=E, H=H, F=F, BLOCK_P=block_p, **groups, COLUMNS=columns,
             PARTS=parts_of(columns, a_word == 8), STAGES=stages_of(columns, a_word == 8), LISTS=max_blocks,
-            GATE=gate, BIAS=bias is not None, CLAMPED=clamp_at is not None, num_warps=WARPS.value, launch_pdl=True,
+            GATE=gate, BIAS=bias is not None, CLAMP=clamp, num_warps=WARPS.value, launch_pdl=True,
         )  # fmt: skip

@@ -26,7 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.dense.scaled_rows import stored
-from kernels.dense.silu_mul import clamped_swiglu, swiglu
+from kernels.dense.silu_mul import expert_swiglu
 from kernels.dense.split_k_reduce_sm90 import pairs, reduce_node, send_pairs, workspace
 from kernels.moe.expert_lookup_sm90 import active_experts, nth_expert, pairs_with, slots, weights_of
 from kernels.overlap import sm_count
@@ -196,7 +196,7 @@ def _moe_sm90_kernel(
     w, scales, x, ids, weights, bias, addend, out, words, peers, epochs, x_n, N, first, clamp_at, rank,
     TOP_K: gl.constexpr, EXPERTS: gl.constexpr, H: gl.constexpr, F: gl.constexpr, BLOCK_P: gl.constexpr,
     GROUP: gl.constexpr, GROUPS: gl.constexpr, BEGIN: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr,
-    ADDEND: gl.constexpr, CLAMPED: gl.constexpr,
+    ADDEND: gl.constexpr, CLAMP: gl.constexpr,
     RANKS: gl.constexpr, PIECES: gl.constexpr, SIZE: gl.constexpr, TWO_SHOT: gl.constexpr,
 ):  # fmt: skip
     SENDS: gl.constexpr = RANKS > 0  # of two rows of down, in a word
@@ -334,7 +334,7 @@ def _moe_sm90_kernel(
             if BIAS:
                 y += gate_bias[:, None]
                 up += up_bias[:, None]
-            y = clamped_swiglu(y, up, clamp_at) if CLAMPED else swiglu(y, up)
+            y = expert_swiglu(y, up, clamp_at, CLAMP)
             y *= weight[None, :]
         if ADDEND:
             y += summand
@@ -395,7 +395,7 @@ def fits(x: torch.Tensor, gate_up: torch.Tensor | ScaledMatrix, down: torch.Tens
 def launch(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor | ScaledMatrix,
     down: torch.Tensor | ScaledMatrix, first: int, gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None,
-    clamp_at: float | None, addend: torch.Tensor | None, h: torch.Tensor, out: torch.Tensor | SumTarget,
+    clamp_at: float, clamp: int, addend: torch.Tensor | None, h: torch.Tensor, out: torch.Tensor | SumTarget,
 ) -> None:  # fmt: skip
     """Runs `kernels.moe.experts.RoutedExperts` into out [N, H] or an all-reduce's LL buffers; requires `fits`.
 
@@ -423,8 +423,8 @@ def launch(
         _moe_sm90_kernel[(programs,)](
             w, scales, xs, ids, weights, bias, summand, None if to else y,
             words if gate or to else words.view(torch.int32), *(to.peers, to.count) if to else (None, None),
-            xs.stride(0) // 8, N, first, clamp_at if clamp_at is not None else 0.0, to.rank if to else 0,
+            xs.stride(0) // 8, N, first, clamp_at, to.rank if to else 0,
             TOP_K=k, EXPERTS=E, H=H, F=F, BLOCK_P=max(32, triton.next_power_of_2(N * k)), **groups, GATE=gate,
-            BIAS=bias is not None, ADDEND=summand is not None, CLAMPED=clamp_at is not None, **sum_shape(to),
+            BIAS=bias is not None, ADDEND=summand is not None, CLAMP=clamp, **sum_shape(to),
             num_warps=4, launch_pdl=True,
         )  # fmt: skip

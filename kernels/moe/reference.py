@@ -44,7 +44,8 @@ def _top(scores: Tensor, k: int) -> Tensor:
 
 def moe(
     x: Tensor, ids: Tensor, weights: Tensor, gate_up: Matrix, down: Matrix, first: int,
-    gate_up_bias: Tensor | None, down_bias: Tensor | None, clamp_at: float | None, addend: Tensor | None,
+    gate_up_bias: Tensor | None, down_bias: Tensor | None, clamp_at: float | None, activation: str,
+    addend: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Plain torch `kernels.moe.experts.RoutedExperts`."""
     out = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
@@ -54,7 +55,7 @@ def moe(
         token, slot = torch.where(ids == first + expert)
         into, out_of = as_tensor(gate_up[expert], x.dtype), as_tensor(down[expert], x.dtype)
         h = F.linear(x[token], into, None if gate_up_bias is None else gate_up_bias[expert])
-        h = silu_mul(h) if clamp_at is None else clamped_swiglu(h, clamp_at)
+        h = silu_mul(h, clamp_at) if clamp_at is None or activation == "swiglustep" else clamped_swiglu(h, clamp_at)
         y = F.linear(h, out_of, None if down_bias is None else down_bias[expert])
         out.index_add_(0, token, (y * weights[token, slot, None]).to(out.dtype))
     return out.to(x.dtype)

@@ -15,7 +15,7 @@ import numpy as np
 
 from helix.files import read_json, read_text
 from helix.sampling_params import OPTIONS
-from helix.tokenizer import Tokenizer, load_tokenizer
+from helix.tokenizer import Tokenizer, default_template, load_tokenizer, without_tokenizer
 from launch.client.chat_template import choose, names, render, variables
 from launch.client.errors import ApiError
 from launch.client.schemas import ChatMessage, Completion, Conversation, Tool, parse_body
@@ -60,6 +60,7 @@ class ChatTokenizer:
 
     def __init__(self, path: str | None, template: str | None = None) -> None:
         self.backend = load_tokenizer(path)
+        self._lacks = without_tokenizer(path)
         self._token_texts: dict[int, str] = {}  # cache: logprobs look up single tokens by the hundred thousand
         self._segments: OrderedDict[str, np.ndarray] = OrderedDict()
         self._cached_bytes = 0
@@ -83,8 +84,7 @@ class ChatTokenizer:
 
     @property
     def template(self) -> str:
-        templates = self.backend.chat_templates if self.backend is not None else {}
-        return templates.get("default") or next(iter(templates.values()), "")
+        return default_template(self.backend.chat_templates) if self.backend is not None else ""
 
     def encode(self, text: str, limit: int, special: bool = True) -> np.ndarray:
         """Encodes a text to ids [n] int32; `special` adds BOS and EOS as the tokenizer does.
@@ -228,7 +228,7 @@ class ChatTokenizer:
 
     def _require_backend(self) -> Tokenizer:
         if self.backend is None:
-            raise ApiError(400, "the model has no tokenizer: pass prompts as token ids", code="no_tokenizer")
+            raise ApiError(400, f"the model has {self._lacks}: pass prompts as token ids", code="no_tokenizer")
         return self.backend
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from heapq import nsmallest
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -39,6 +40,7 @@ MAX_STOP_CHARS = 4096  # per stop string
 MAX_VALUES = 1 << 17  # values in a body, without its token ids
 MAX_IGNORED_NAMES, MAX_NAME_CHARS = 32, 80  # ignored fields to report to a client, and characters of each name
 Scalar = str | int | float | bool | None
+MEDIA = re.compile("image|audio|video")  # in types of content that multimodal models read
 BRANCHES = ("str", "int", "float", "bool", "ToolChoice")  # names of union members in an error's location
 SCANNED = 1 << 20  # bytes per scanned piece
 
@@ -493,5 +495,10 @@ def _refusal(error: Any) -> ApiError:
     param = ".".join(map(str, where)) or None
     if error["type"] == "missing":
         return ApiError(400, f"{param} is required", param=param)
+    given = error["input"]
+    kind = given.get("type") if isinstance(given, dict) else given if where and where[-1] == "type" else None
+    if isinstance(kind, str) and MEDIA.search(kind):
+        what = f"{param} has type {kind:.40}: only text is read; models run without their towers for images and audio"
+        return ApiError(400, what, param=param, code="unsupported_content")
     value_repr = SHORT_REPR.repr(error["input"])
     return ApiError(400, message if param is None else f"{param}={value_repr}: {message}", param=param)

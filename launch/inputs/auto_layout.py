@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from math import inf
+from math import gcd, inf
 from typing import TYPE_CHECKING
 
 from helix.config import Config, LayoutConfig, ModelConfig, SpeculationConfig
@@ -51,9 +51,10 @@ def choose(
         them = "it" if len(given) == 1 else "them"
         raise ValueError(f"layout=auto chooses {' and '.join(given)} itself: leave {them} out, or set layout=helix")
     if device is None:
-        tpa = max(n for n in range(1, world_size + 1) if world_size % n == 0 and spec.attention.kv_heads % n == 0)
+        kv_heads = spec.kv_heads
+        tpa = gcd(kv_heads, world_size)
         layout = HelixLayout.create("helix", world_size // tpa, tpa)
-        allowed = f"the largest tpa that divides {spec.attention.kv_heads} KV heads and {world_size} ranks"
+        allowed = f"the largest tpa that divides {kv_heads} KV heads and {world_size} ranks"
         return layout, f"no predictions on CPUs: {allowed}; kvp is the rest"
     hardware = hardware_of(device)
     if config.comm.backend == "nccl":

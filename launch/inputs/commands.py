@@ -41,7 +41,7 @@ SERVE = Command(
     "Serves a model over an OpenAI-compatible HTTP API, with a chat page.",
     (
         "helix serve ./llama-3.1-8b --port 8000",
-        "helix serve Qwen/Qwen3-8B --host 0.0.0.0 --api-key secret --max-model-len 1M",
+        "helix serve Qwen/Qwen3-8B --host 0.0.0.0 --api-key secret --max-model-len 32K",
         "helix serve ./llama-3.1-8b layout.kvp=4 layout.tpa=2 speculation=sparse",
     ),
     (*SERVE_FLAGS, *MODEL_FLAGS),

@@ -135,7 +135,10 @@ def check_query(overrides: Sequence[str], settings: Settings = PLAN.settings) ->
         model = next(
             (t.partition("=")[2] for t in overrides if override_key(t) in ("model", "model.path")), "the model"
         )
-        raise ValueError(f"context={config.context} exceeds {model}'s {spec.context}: set at most {spec.max_positions}")
+        raise ValueError(
+            f"context={config.context} exceeds {model}'s {spec.context}: set at most {spec.max_positions}"
+            f"{spec.stretched(config.context)}"
+        )
     given = [(key, getattr(layout, key)) for key in WIDTHS]
     options = planner_options(config, spec)
     if options.offload is not None:

@@ -27,7 +27,7 @@ from helix.setup.drafts import (
     open_checkpoint,
 )
 from helix.setup.parts import make_layout, make_spec, models_of, resolved_config
-from helix.tokenizer import check_tokenizer_files, has_tokenizer
+from helix.tokenizer import check_tokenizer_files, has_tokenizer, without_tokenizer
 from launch.inputs.auto_layout import choose
 from launch.inputs.files import check_record, check_writable
 from launch.inputs.hardware import device_here
@@ -170,6 +170,6 @@ def _prompts(config: Config, job_kind: JobKind) -> Sequence[PromptLine]:
     if prompts.has_text and not has_tokenizer(config.model.path):
         why = "a shape without model.path has no tokenizer"
         if config.model.path is not None:
-            why = f"model.path={config.model.path} has no tokenizer.json"
+            why = f"model.path={config.model.path} has {without_tokenizer(config.model.path)}"
         raise ValueError(f'{config.decode.prompts} has text, but {why}: use "prompt_ids"')
     return prompts

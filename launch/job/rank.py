@@ -180,14 +180,16 @@ def _load(
     else:
         with console.progress("loading weights", len(model.weights.slices)) as advance:
             plan.checkpoint.load(model.weights, advance)
-        if is_untrained(model.weights):
+    if comm.rank == 0:
+        LOG.info("%s%s", "the draft model's " if isinstance(plan, CheckedDraft) else "", describe_weights(model))
+        for what in () if plan.checkpoint is None else plan.checkpoint.skipped:
+            LOG.info("%s: skipped %s", config.path, what)
+        if plan.checkpoint is not None and is_untrained(model.weights):
             LOG.warning(
                 "the weights in %s look random: every norm has its initial value. This happens if a text-only class "
                 "saved the text part of a vision-language checkpoint: use the original checkpoint",
                 config.path,
             )
-    if comm.rank == 0:
-        LOG.info("%s%s", "the draft model's " if isinstance(plan, CheckedDraft) else "", describe_weights(model))
     return model
 
 

@@ -21,6 +21,7 @@ import uvloop
 
 from helix.config import ServeConfig
 from helix.log import print_error
+from launch.client.chat_tokenizer import ChatTokenizer
 from launch.client.engine_client import EngineClient
 from launch.client.engine_messages import EngineInfo
 from launch.client.supervisor import JobFailed, Supervisor
@@ -103,14 +104,15 @@ def _on_ready(
     if session.defaults:
         given = ", ".join(f"{name}={value}" for name, value in session.defaults.items())
         lines.append(f"default sampling parameters: {given} (generation_config.json)")
-    print("\n".join([*lines, _curl(url, session.tokenizer.has_template, keyed)]), flush=True)
+    print("\n".join([*lines, _curl(url, session.tokenizer, keyed)]), flush=True)
 
 
-def _curl(url: str, chats: bool, keyed: bool) -> str:
+def _curl(url: str, tokenizer: ChatTokenizer, keyed: bool) -> str:
     """Returns a curl command for a first request; the API key is a shell variable."""
     text = "def read_json(path):"  # a prompt for both chat models and code models
-    path = "chat/completions" if chats else "completions"
-    body: dict[str, Any] = {"messages": [{"role": "user", "content": text}]} if chats else {"prompt": text}
+    path, body = "completions", dict[str, Any](prompt=text if tokenizer.backend is not None else [1, 2, 3])
+    if tokenizer.has_template:
+        path, body = "chat/completions", {"messages": [{"role": "user", "content": text}]}
     key = (
         ' -H "Authorization: Bearer $HELIX_API_KEY"' if keyed else ""
     )  # the variable of `helix serve` and `helix chat`

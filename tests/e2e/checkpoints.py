@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,6 +19,7 @@ from transformers.integrations.mxfp4 import FP4_VALUES, convert_moe_packed_tenso
 
 from helix.models import FAMILIES as KNOWN
 from tests.e2e.parity import Continuation
+from tests.e2e.step3p5 import Step3p5ForCausalLM
 from tests.exit_cleanup import folder
 
 # Transformers would use these packages if installed, but they need a GPU.
@@ -129,9 +131,11 @@ def pack(plain: Path, directory: Path) -> None:
 
 def spread(scales: torch.Tensor, block: tuple[int, int], shape: torch.Size) -> torch.Tensor:
     """Expands block scales to the shape of the values."""
-    rows = scales.repeat_interleave(block[0], 0)[: shape[0]]
-    return rows.repeat_interleave(block[1], 1)[:, : shape[1]]
+    rows = scales.repeat_interleave(block[0], -2)[..., : shape[-2], :]
+    return rows.repeat_interleave(block[1], -1)[..., : shape[-1]]
 
+
+ScaleBlock = tuple[int | None, int | None]
 
 # FP8 checkpoints leave routers and the gates of states unquantized.
 IN_FULL = ("gate.weight", "weights_proj.weight", "in_proj_a.weight", "in_proj_b.weight", "in_proj_ba.weight")
@@ -141,33 +145,46 @@ def write_fp8(
     plain: Path,
     directory: Path,
     section: dict[str, Any],
-    block: tuple[int | None, int | None],
+    block: ScaleBlock | Callable[[str], ScaleBlock | None],
     *,
     scaled_in: torch.dtype = torch.float32,
     decades: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Writes a checkpoint whose layer matrices, except IN_FULL, are e4m3; returns all tensors' values in fp32.
 
+    Stacks of Step-3.5's experts have stacks of scales.
+
     Args:
-        block: rows and columns per scale; None: all.
+        block: rows and columns per scale, or those of a tensor by its name; None: all, or of a tensor: unquantized.
         decades: use random scales from 1e-6 to 1e2 instead of fitting ones.
     """
     generator = torch.Generator().manual_seed(3)
     stored, whole = {}, load_file(plain / "model.safetensors")
     for name, weight in list(whole.items()):
         stored[name] = weight
-        if weight.dim() != 2 or "layers" not in name or name.endswith(IN_FULL):
+        stacked = weight.dim() == 3 and ".moe." in name
+        if not (weight.dim() == 2 or stacked) or "layers" not in name or name.endswith(IN_FULL):
             continue
-        size = block[0] or weight.shape[0], block[1] or weight.shape[1]
-        parts = [[p.abs().max() / 448 for p in rows.split(size[1], 1)] for rows in weight.split(size[0])]
+        found = block(name) if callable(block) else block
+        if found is None:
+            continue
+        size = found[0] or weight.shape[-2], found[1] or weight.shape[-1]
+        parts = [
+            [[p.abs().max() / 448 for p in rows.split(size[1], 1)] for rows in matrix.split(size[0])]
+            for matrix in (weight if stacked else weight[None])
+        ]
         scales = torch.tensor(parts).log2().ceil().exp2()  # powers of two: exact in every scale dtype
+        scales = scales if stacked else scales[0]
         stored[name] = (weight / spread(scales, size, weight.shape)).to(torch.float8_e4m3fn)
         if decades:
             scales = 10 ** (torch.rand(scales.shape, generator=generator) * 8 - 6)
         scales = scales.to(scaled_in)
         whole[name] = stored[name].float() * spread(scales.float(), size, weight.shape)
-        fine = section["quant_method"] == "fp8"
-        stored[f"{name}{'_scale_inv' if fine else '_scale'}"] = scales.reshape(()) if block == (None, None) else scales
+        fine, algorithm = section.get("quant_method") == "fp8", section.get("quant_algo")
+        scales = scales.reshape(()) if found == (None, None) else scales
+        scales = scales[:, 0] if algorithm == "FP8_PER_CHANNEL_PER_TOKEN" else scales
+        scales = scales[:, None, :, None] if algorithm == "FP8_PB_WO" else scales
+        stored[f"{name}{'_scale_inv' if fine else '_scale'}"] = scales.contiguous()
         if not fine or section.get("activation_scheme") == "static":
             input_scale_name = "activation_scale" if fine else "input_scale"
             stored[f"{name.removesuffix('.weight')}.{input_scale_name}"] = torch.ones(())
@@ -189,7 +206,12 @@ def config_of(family: str) -> Any:
 
 def class_of(config: Any) -> Any:
     """Returns transformers' class of a text model; AutoModelForCausalLM does not know all of them."""
-    return getattr(transformers, next(name for name, (kind, _) in KNOWN.items() if kind == config.model_type))
+    return class_named(next(name for name, (kind, _) in KNOWN.items() if kind == config.model_type))
+
+
+def class_named(name: str) -> Any:
+    """Returns transformers' class of an architecture, or ours where it has none."""
+    return Step3p5ForCausalLM if name == Step3p5ForCausalLM.__name__ else getattr(transformers, name)
 
 
 @functools.cache

@@ -26,6 +26,16 @@ KINDS = {
     "shared": dict(d2t=True),
     "own": dict(d2t=True, own_embedding=True, ids=[0, 2, 4], speculators=True),
     "whole": dict(d2t=False, ids=[0, 1, 2], residual=True),
+    # EAGLE-3.1: norms of the target's states, of each or of all, and of the layer's own.
+    "3.1": dict(d2t=True, norms=[f"fc_norm.{i}" for i in range(3)], about={"fc_norm": True, "norm_output": True}),
+    "one norm": dict(
+        d2t=True, norms=["input_norm"], residual=True, nested=True, about={"norm_before_fc": True, "norm_output": True}
+    ),
+    # Other spellings of "shared".
+    "llama": dict(d2t=True, ids=[], about={"architectures": ["LlamaForCausalLM"], "model_type": "qwen3"}),
+    "prefixed": dict(d2t=True, prefix="model.", about={"target_hidden_size": None, "num_aux_hidden_states": 3}),
+    "unstated": dict(d2t=True, about={"draft_vocab_size": None, "architectures": ["Eagle3LlamaForCausalLM"]}),
+    "sliding": dict(d2t=True, speculators=True, window=20),
 }
 
 
@@ -85,6 +95,11 @@ def save(
         tensors["lm_head.weight"] = normal(draft_vocab, hidden)
     if own:
         tensors["embed_tokens.weight"] = normal(vocab, hidden) * 5
+    norms = options.get("norms", [])
+    tensors |= {f"{n}.weight": 1 + normal(3 * hidden_size // len(norms)) * 3 for n in norms}
+    outside = ("d2t", "t2d", "lm_head.weight")
+    if prefix := options.get("prefix"):
+        tensors = {n if n in outside else prefix + n: tensor for n, tensor in tensors.items()}
     save_file(tensors, directory / "model.safetensors")
     config = {
         "hidden_size": hidden, "intermediate_size": WIDTH, "num_attention_heads": q_heads, "head_dim": dim,
@@ -94,12 +109,17 @@ def save(
     about = {"draft_vocab_size": draft_vocab if options["d2t"] else None}
     if options.get("residual"):
         about["norm_before_residual"] = True
+    about |= options.get("about", {})
+    if options.get("nested"):
+        about = {"draft_vocab_size": about.pop("draft_vocab_size"), "eagle_config": about}
+    if "window" in options:
+        config |= {"layer_types": ["sliding_attention"], "sliding_window": options["window"]}
     if options.get("speculators"):
         config = {"speculators_model_type": "eagle3", "transformer_layer_config": config}
-        about |= {"eagle_aux_hidden_state_layer_ids": options["ids"]}
+        about |= {"eagle_aux_hidden_state_layer_ids": options["ids"]} if "ids" in options else {}
     elif "ids" in options:
         about["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": options["ids"]}
-    config |= about | {"architectures": ["LlamaForCausalLMEagle3"]}
+    config |= {"architectures": ["LlamaForCausalLMEagle3"]} | about
     (directory / "config.json").write_text(json.dumps(config))
 
 
@@ -111,8 +131,8 @@ class Oracle:
         self.lm = AutoModelForCausalLM.from_pretrained(target(family), **options).eval()
         self.tensors, self.window = load_file(layer(family, kind, window) / "model.safetensors"), window
         self.name = "layers.0" if kind == "own" else "midlayer"
-        self.taps = {"shared": (2, 2, 2), "own": (0, 2, 4), "whole": (1, 2, 3)}[kind]
-        self.normed_residual = kind == "whole"
+        self.taps = {"own": (0, 2, 4), "whole": (1, 2, 3)}.get(kind, (2, 2, 2))
+        self.normed_residual, self.normed_output = kind in ("whole", "one norm"), kind in ("3.1", "one norm")
 
     def weight(self, name: str) -> Tensor:
         return self.tensors[f"{self.name}.{name}.weight"]
@@ -126,13 +146,20 @@ class Oracle:
         """Returns greedy drafts after a sequence whose last token is not cached yet."""
         ids = torch.tensor([tokens])
         hidden = self.lm.model(ids[:, :-1], use_cache=False, output_hidden_states=True).hidden_states
-        states = torch.cat([hidden[i][0] for i in self.taps], -1) @ self.tensors["fc.weight"].T  # [n, H]
+        parts = [hidden[i][0] for i in self.taps]
+        if "fc_norm.0.weight" in self.tensors:
+            parts = [self.norm(part, self.tensors[f"fc_norm.{i}.weight"]) for i, part in enumerate(parts)]
+        joined = torch.cat(parts, -1)
+        if "input_norm.weight" in self.tensors:
+            joined = self.norm(joined, self.tensors["input_norm.weight"])
+        states = joined @ self.tensors["fc.weight"].T  # [n, H]
         found: list[int] = []
         for _ in range(count):
             y = self.forward(torch.tensor([*tokens[1:], *found]), states)
-            states = torch.cat((states, y[-1:]))
+            normed = self.norm(y[-1], self.tensors["norm.weight"])
+            states = torch.cat((states, normed[None] if self.normed_output else y[-1:]))
             head = self.tensors.get("lm_head.weight", self.lm.lm_head.weight)
-            best = int((self.norm(y[-1], self.tensors["norm.weight"]) @ head.T).argmax())
+            best = int((normed @ head.T).argmax())
             found.append(best + (int(self.tensors["d2t"][best]) if "d2t" in self.tensors else 0))
         return found
 

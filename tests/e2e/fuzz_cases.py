@@ -22,7 +22,7 @@ from helix.kv_placement import Stripes
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec, spec_from_config
 from helix.sampling_params import SamplingParams
-from tests.e2e.fuzz_configs import LATENTS, Json, Shapes, config_of, rope_of, written
+from tests.e2e.fuzz_configs import LATENTS, OUTER, Json, Shapes, config_of, rope_of, written
 
 # Sections of config.json, and rows and columns per scale.
 STORED: dict[str, tuple[Json, tuple[int | None, int | None]]] = {
@@ -91,6 +91,7 @@ class Case:
         alone: it is compared with one rank's.
         trained: directory of a checkpoint to use instead of random weights.
         pinned: there are no near-ties, so that captured steps sample the same tokens.
+        nested: the model is the text part of a multimodal checkpoint.
     """
 
     family: str
@@ -116,6 +117,7 @@ class Case:
     alone: bool = False
     trained: str | None = None
     pinned: bool = False
+    nested: bool = False
 
     @property
     def world_size(self) -> int:
@@ -184,7 +186,8 @@ def case_of(
     experts = 1 if spec is None or spec.experts is None else spec.experts.experts
     if spec is not None and spec.has_states:
         modes = [mode for mode in modes if mode != "dp"] or ["helix"]
-    layout = layout_of(config["num_attention_heads"], kv_heads, experts, worlds, modes, rng)
+    q_heads = config["num_attention_heads"] if spec is None else min(q_heads for q_heads, _ in spec.heads)
+    layout = layout_of(q_heads, kv_heads, experts, worlds, modes, rng)
     settings, lossy = settings_of(layout, spec, random.Random(f"settings {seed // SHARED}"), dtype, rng)
     vocab = config["vocab_size"]
     eos = tuple(rng.sample(range(vocab), vocab // 12)) if rng.random() < 0.5 else ()
@@ -219,6 +222,7 @@ def case_of(
         if family in ("gpt_oss", "mistral4")
         else rng.choice((None, None, None, "blocks of 16", "blocks of 128", "rows")),
         rng.random() < 0.6,
+        nested=spec is not None and family in OUTER and rng.random() < 0.4,
     )
 
 
@@ -318,7 +322,8 @@ def _draft_layout(layout: HelixLayout, spec: DecoderSpec | None, page: int, rng:
             try:
                 candidate = HelixLayout.create(mode, kvp, world // kvp)
                 if spec is not None:
-                    candidate.check_heads(spec.attention.q_heads, spec.attention.kv_heads)
+                    for heads in spec.heads:
+                        candidate.check_heads(*heads)
             except ValueError:
                 continue
             candidates.append({"mode": mode, "kvp": kvp, "tpa": world // kvp})

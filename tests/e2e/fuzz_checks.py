@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import shutil
 import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,20 +18,19 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from helix.layers.specs import AttentionSpec
-from helix.models import DecoderSpec, spec_from_config
-from helix.models.checkpoint import read_config
+from helix.models import SHARED_KEYS, DecoderSpec, spec_from_config
+from helix.models.checkpoint import HEAD, TOWERS, read_config
 from helix.models.spec import NextTokenNames
 from tests.e2e import eagle3
-from tests.e2e.checkpoints import earliest_topk, pack, to_mxfp4, write_fp8
+from tests.e2e.checkpoints import class_named, earliest_topk, pack, to_mxfp4, write_fp8
 from tests.e2e.fuzz_cases import MXFP4, ONE_RANK, STORED, Case, CaseRequest
-from tests.e2e.fuzz_configs import ARCHITECTURES
+from tests.e2e.fuzz_configs import ARCHITECTURES, OUTER
 from tests.e2e.fuzz_runs import RankResult, RunOnRanks, ServeResult, SettingsRefused, forced, on_loopback, run
 from tests.unit.test_sampling import oracle as drawn_from
 from tests.unit.test_sampling import oracle_kept
@@ -113,7 +113,7 @@ def save(case: Case, directory: Path) -> None:
     Raises:
         Exception: transformers rejects the config.
     """
-    cls = getattr(transformers, ARCHITECTURES[case.family])
+    cls = class_named(ARCHITECTURES[case.family])
     config = CONFIG_MAPPING[case.family](**json.loads(json.dumps(case.content)))
     torch.manual_seed(case.seed)
     model = cls(config).float() if case.trained is None else cls.from_pretrained(case.trained, dtype=torch.float32)
@@ -151,10 +151,39 @@ def save(case: Case, directory: Path) -> None:
     if case.generation is not None:
         for of in (directory, _whole_weights(directory)):
             (of / "generation_config.json").write_text(json.dumps(case.generation))
+    if case.nested:
+        nest(directory, case)
     if case.settings["speculation.drafter"] == "model":
         nudged(directory, directory / "draft", DRAFT_NOISE, case.seed)
     if case.settings["speculation.drafter"] == "eagle3":
         _write_eagle3(spec_from_config(case.content), directory / "draft", case.seed)
+
+
+def nest(directory: Path, case: Case) -> None:
+    """Rewrites a checkpoint as the text part of a multimodal one, with a tower; transformers gets the plain one."""
+    whole, rng = directory / "whole", random.Random(case.seed)
+    if not whole.exists():
+        whole.mkdir()
+        for file in directory.glob("*.*"):
+            shutil.copy(file, whole)
+    text = json.loads((directory / "config.json").read_text()) | {"model_type": case.family}
+    text.pop("architectures", None)
+    if case.family == "deepseek_v3":
+        text["model_type"] = rng.choice(("deepseek_v3", "kimi_k2"))
+    moved = [key for key in SHARED_KEYS if text.get(key) is not None and rng.random() < 0.5]
+    outer = {"architectures": [OUTER[case.family]], "model_type": "outer", "text_config": text}
+    (directory / "config.json").write_text(json.dumps(outer | {key: text.pop(key) for key in moved}))
+    prefix, head = rng.choice((("model.language_model.", ""), ("language_model.model.", "language_model.")))
+
+    def renamed(name: str) -> str:
+        for plain, nested in (("model.", prefix), (HEAD, f"{head}{HEAD}")):
+            if name.startswith(plain):
+                return nested + name.removeprefix(plain)
+        return name
+
+    tensors = {renamed(name): tensor for name, tensor in load_file(directory / "model.safetensors").items()}
+    tensors[f"{rng.choice(TOWERS)}weight"] = torch.ones(3)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def _write_eagle3(spec: DecoderSpec, to: Path, seed: int) -> None:
@@ -197,7 +226,7 @@ def nudged(directory: Path, to: Path, share: float, seed: int) -> None:
 def theirs(case: Case, directory: Path, dtype: torch.dtype, device: torch.device) -> Any:
     """Loads the directory with transformers."""
     directory = _whole_weights(directory)
-    cls = getattr(transformers, ARCHITECTURES[case.family])
+    cls = class_named(ARCHITECTURES[case.family])
     return (
         cls.from_pretrained(directory, dtype=dtype, attn_implementation="eager", experts_implementation="eager")
         .to(device)
@@ -307,8 +336,11 @@ def misread(exact: Any, spec: DecoderSpec) -> str:
     wanted = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
     if spec.eos != wanted:
         return f"eos {spec.eos}, not {wanted}"
-    if spec.max_positions != exact.config.max_position_embeddings:
-        return f"context {spec.max_positions}, not {exact.config.max_position_embeddings}"
+    context, rope = exact.config.max_position_embeddings, spec.rope.scaling
+    if spec.rope.kind == "yarn":  # as model cards mean it
+        context = max(context, int(rope["factor"] * rope["original_max_position_embeddings"]))
+    if spec.max_positions != context:
+        return f"context {spec.max_positions}, not {context}"
     return ""
 
 

@@ -11,13 +11,14 @@ from typing import Any
 import yaml
 from transformers import CONFIG_MAPPING
 
-from helix.models import FAMILIES
+from helix.models import FAMILIES, WRAPPERS
 from helix.models.hf import TWO_ROPES
 
 Json = dict[str, Any]
 DRAWN: Json = yaml.safe_load((Path(__file__).parent / "fuzz_configs.yaml").read_text())
 MAKERS: Json = DRAWN["families"]
-ARCHITECTURES = {model_type: name for name, (model_type, _) in FAMILIES.items()}
+ARCHITECTURES = {model_type: name for name, (model_type, _) in reversed(FAMILIES.items())}
+OUTER = {FAMILIES[inner][0]: outer for outer, parts in WRAPPERS.items() for inner in parts}  # by a text part's type
 
 
 @dataclass(frozen=True)
@@ -139,10 +140,33 @@ def alternate_windows(rng: random.Random, shapes: Shapes, config: Json) -> Json:
     return {"layer_types": rng.choice((alternate, alternate, ["full_attention"] * layers))}
 
 
+def heads_of_layers(rng: random.Random, shapes: Shapes, config: Json) -> Json:
+    """Sets each layer's query heads: as drawn in full layers, twice as many or others in layers with windows."""
+    full, windowed = config["num_attention_heads"], shapes.kv_heads * shapes.rng.choice((shapes.group * 2, 1, 3))
+    kinds = config["layer_types"]
+    return {"num_attention_heads_per_layer": [full if kind == "full_attention" else windowed for kind in kinds]}
+
+
+def published_lists(rng: random.Random, shapes: Shapes, config: Json) -> Json:
+    """Sets Step-3.5's keys by layer, with or without entries for MTP layers."""
+    layers, mtp = config["num_hidden_layers"], config["num_nextn_predict_layers"]
+    more = mtp if rng.random() < 0.5 else 0
+    limits = [rng.choice((0.0, 0.3, 1.5)) for _ in range(layers + more)]
+    windowed = shapes.kv_heads * shapes.rng.choice((shapes.group * 2, 1, 3))
+    return {
+        "layer_types": config["layer_types"] + ["sliding_attention"] * more,
+        "attention_other_setting": {"attention_type": "sliding_attention", "num_attention_heads": windowed},
+        "moe_layers_enum": ",".join(str(i) for i in range(layers) if rng.random() < 0.7),
+        "swiglu_limits": rng.choice((limits, None)),
+        "swiglu_limits_shared": rng.choice((limits[::-1], None)),
+    }
+
+
 def experts(rng: random.Random, shapes: Shapes, config: Json) -> Json:
     """Sets the experts per token."""
-    count = config.get("num_experts") or config["num_local_experts"]
-    return {"num_experts_per_tok": shapes.rng.choice((min(4, count), shapes.rng.randint(1, count)))}
+    count = config.get("num_experts") or config.get("moe_num_experts") or config["num_local_experts"]
+    key = "moe_top_k" if "moe_num_experts" in config else "num_experts_per_tok"
+    return {key: shapes.rng.choice((min(4, count), shapes.rng.randint(1, count)))}
 
 
 def dense_layers(rng: random.Random, shapes: Shapes, config: Json) -> Json:
@@ -169,6 +193,11 @@ def latents(rng: random.Random, shapes: Shapes, config: Json) -> Json:
         "v_head_dim": sizes.choice((6, 10)),
         "num_key_value_heads": None,
     }
+
+
+def heads_of_latents(rng: random.Random, shapes: Shapes, config: Json) -> Json:
+    """Sets a number of KV heads, which has no meaning."""
+    return {"num_key_value_heads": config["num_attention_heads"]}
 
 
 def expert_groups(rng: random.Random, shapes: Shapes, config: Json) -> Json:
@@ -235,11 +264,11 @@ USES: dict[str, Callable[[random.Random, Shapes, Json], Json]] = {
     for use in (
         *(heads, whole_heads, plain_heads, wide_heads, narrow_hidden, rotated_part),
         *(windows_of_layers, one_window, windows_where_used, some_windows, alternate_windows),
-        *(experts, dense_layers, kinds_of_ffn, expert_groups, groups_or_none),
-        *(latents, indexers, shared_indexers, scales, states),
+        *(experts, dense_layers, kinds_of_ffn, expert_groups, groups_or_none, heads_of_layers, published_lists),
+        *(latents, heads_of_latents, indexers, shared_indexers, scales, states),
     )
 }
-LATENTS = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "mistral4")
+LATENTS = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "mistral4")
 GROWING = ("ministral3", "mistral4")  # families that scale queries by position
 
 
@@ -279,6 +308,8 @@ def written(model_type: str, config: Json, rope: Json, plain: bool, rng: random.
     if model_type in TWO_ROPES:
         local = {"rope_type": "default", "rope_theta": 10_000.0}
         full = {key: value for key, value in rope.items() if key != "truncate"}  # transformers reads it from elsewhere
+        if "partial_rotary_factor" in content:  # of full layers
+            full |= {"partial_rotary_factor": content.pop("partial_rotary_factor")}
         return content | {"rope_parameters": {"full_attention": full, "sliding_attention": local}}
     if plain:
         return content | {"rope_parameters": dict(rope), "transformers_version": "5.17.0"}

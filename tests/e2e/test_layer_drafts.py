@@ -31,7 +31,7 @@ from helix.worker.graph_keys import DecodeGraphKey
 from helix.worker.sequence_observer import StepCommitted
 from helix.worker.step import DecodeState
 from tests.e2e import eagle3, mtp, test_draft_model
-from tests.e2e.checkpoints import continuations
+from tests.e2e.checkpoints import checkpoint, continuations
 from tests.e2e.fuzz_runs import SMALL_CHUNKS, random_pace
 from tests.e2e.parity import Continuation, LayerDrafts, build_engine, check, loopback, on_loopback
 from tests.e2e.recording_drafters import PartlyAcceptingDrafter, RecordingDrafter, mismatches
@@ -125,6 +125,9 @@ def test_drafts_are_those_of_the_layer(family: str, kvp: int, kind: type[Recordi
         ("deepseek-v3-halves", "own", 512, 2, 1, PartlyAcceptingDrafter),
         ("gpt-oss", "shared", 30, 2, 2, RecordingDrafter),
         ("gpt-oss", "shared", 30, 2, 1, PartlyAcceptingDrafter),
+        ("qwen3", "3.1", 512, 1, 1, PartlyAcceptingDrafter),
+        ("qwen3", "3.1", 512, 3, 2, RecordingDrafter),
+        ("qwen3", "one norm", 512, 2, 1, PartlyAcceptingDrafter),
     ],
 )
 def test_drafts_are_those_of_an_eagle3_layer(
@@ -134,6 +137,24 @@ def test_drafts_are_those_of_an_eagle3_layer(
     found = drafted(eagle3.target(family), given, kvp, tpa)
     assert len(found.drafted) > 20
     assert mismatches(found, eagle3.oracle(family, kind, window).drafts) == []
+
+
+@pytest.mark.parametrize("spelling, window", [("llama", 512), ("prefixed", 512), ("unstated", 512), ("sliding", 20)])
+def test_drafts_do_not_depend_on_how_a_checkpoint_is_spelt(spelling: str, window: int) -> None:
+    given = LayerDrafts(3, kind=RecordingDrafter, eagle3=eagle("qwen3", spelling))
+    found = drafted(eagle3.target("qwen3"), given, 2)
+    assert len(found.drafted) > 20
+    assert mismatches(found, eagle3.oracle("qwen3", "shared", window).drafts) == []
+
+
+@pytest.mark.parametrize("norms", [("fc_norm", "norm_output"), ("fc_norm",), ("norm_output",)])
+def test_a_norm_that_is_left_out_is_found(norms: tuple[str, ...], tmp_path: Path) -> None:
+    directory = shutil.copytree(eagle3.layer("qwen3", "3.1"), tmp_path / "layer")
+    content = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(content | dict.fromkeys(norms, False)))
+    given = SpeculationConfig(drafter="eagle3", path=str(directory))
+    found = drafted(eagle3.target("qwen3"), LayerDrafts(3, kind=RecordingDrafter, eagle3=given), 1)
+    assert mismatches(found, eagle3.oracle("qwen3", "3.1").drafts) != []
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -193,22 +214,26 @@ def changed(tmp_path: Path, **keys: Any) -> SpeculationConfig:
 
 @pytest.mark.parametrize(
     "ids, aux_layers",
-    [(None, (2, 2, 2)), ([1, 1, 1], (2, 2, 2)), ([2, 2, 2], (2, 2, 2)), ([0, 1, 4], (1, 2, 5))],
+    [(None, (2, 2, 2)), ([], (2, 2, 2)), ([1, 1, 1], (2, 2, 2)), ([2, 2, 2], (2, 2, 2)), ([0, 1, 4], (1, 2, 5))],
 )
 def test_states_are_named_in_two_ways(ids: list[int] | None, aux_layers: tuple[int, ...], tmp_path: Path) -> None:
     of = spec_from_config(read_config(eagle3.target("qwen3")))
-    given = changed(tmp_path, eagle_config={"eagle_aux_hidden_state_layer_ids": ids} if ids else None)
+    given = changed(tmp_path, eagle_config=None if ids is None else {"eagle_aux_hidden_state_layer_ids": ids})
     assert make_eagle3(given, of).aux_hidden_state_layers == aux_layers
 
 
 @pytest.mark.parametrize(
     "keys, error",
     [
-        ({"architectures": ["LlamaForCausalLM"]}, "architectures=.* must name one of LlamaForCausalLMEagle3"),
+        ({"architectures": ["MistralForCausalLM"]}, "architectures=.* must name one of LlamaForCausalLMEagle3"),
         ({"num_hidden_layers": 2}, "num_hidden_layers=2 must be 1"),
         ({"vocab_size": 300}, "vocab_size=300, but the target has 257"),
         ({"target_hidden_size": 73}, "target_hidden_size=73"),
-        ({"norm_output": True}, "norm_output=True is not supported"),
+        ({"norm_before_fc": True, "eagle_config": {"fc_norm": True}}, "norm_before_fc and fc_norm are both true"),
+        ({"num_aux_hidden_states": 4}, "num_aux_hidden_states=4 is not supported; supported: 3"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state=False is not supported"),
+        ({"draft_vocab_size": 99}, "draft_vocab_size=99, but lm_head.weight has 100 rows"),
+        ({"layer_types": ["sliding_attention"]}, "sliding_window=None must be a positive integer"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}}, r"\[1, 2, 9\] must be 3 of .* 5 layers"),
     ],
 )
@@ -216,6 +241,14 @@ def test_another_layer_is_refused(keys: dict[str, Any], error: str, tmp_path: Pa
     of = spec_from_config(read_config(eagle3.target("qwen3")))
     with pytest.raises(ValueError, match=error):
         make_eagle3(changed(tmp_path, **keys), of)
+
+
+def test_a_plain_model_is_no_layer() -> None:
+    of = spec_from_config(read_config(eagle3.target("qwen3")))
+    with pytest.raises(
+        ValueError, match=r"not an EAGLE-3 checkpoint .*: it has no fc.weight and no layers.0.hidden_norm"
+    ):
+        make_eagle3(SpeculationConfig(drafter="eagle3", path=str(checkpoint("llama-llama3"))), of)
 
 
 def test_the_demo_models_layer_is_for_it() -> None:

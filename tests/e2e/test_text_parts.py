@@ -13,8 +13,16 @@ from transformers import (
     Gemma3Config,
     Gemma3ForCausalLM,
     Gemma3ForConditionalGeneration,
+    Glm4vMoeConfig,
+    Glm4vMoeForConditionalGeneration,
+    Kimi_K25Config,
+    Kimi_K25ForConditionalGeneration,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
 )
 
 from comm.loopback import LoopbackWorld
@@ -58,8 +66,47 @@ def mistral(kind: str, **more: Any) -> Any:
     return Mistral3ForConditionalGeneration(config)
 
 
+def qwen_vl(experts: bool, **more: Any) -> Any:
+    tower = dict(
+        hidden_size=16, intermediate_size=16, depth=1, num_heads=2, patch_size=8, out_hidden_size=32,
+        deepstack_visual_indexes=[0], num_position_embeddings=16,
+    )  # fmt: skip
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 1, 1]}
+    text = TEXT | {"rope_parameters": rope, "tie_word_embeddings": not experts} | more
+    if not experts:
+        return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=tower))
+    text |= dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12)
+    config = Qwen3VLMoeConfig(text_config=text, vision_config=tower, tie_word_embeddings=False)
+    return Qwen3VLMoeForConditionalGeneration(config)
+
+
+def glm() -> Any:
+    tower = dict(
+        hidden_size=16, intermediate_size=16, depth=1, num_heads=2, patch_size=8, out_hidden_size=32, image_size=16
+    )
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}
+    experts = dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, n_shared_experts=1)
+    text = TEXT | experts | {"rope_parameters": rope, "first_k_dense_replace": 1, "pad_token_id": 0}
+    return Glm4vMoeForConditionalGeneration(Glm4vMoeConfig(text_config=text, vision_config=tower))
+
+
+def kimi() -> Any:
+    tower = dict(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, patch_size=8,
+        projection_hidden_size=16, projection_layer_norm_eps=1e-5,
+    )  # fmt: skip
+    text = (
+        TEXT | LATENT | {"model_type": "deepseek_v3", "n_group": 1, "topk_group": 1, "head_dim": 8, "pad_token_id": 0}
+    )
+    return Kimi_K25ForConditionalGeneration(Kimi_K25Config(text_config=text, vision_config=tower, pad_token_id=0))
+
+
 MODELS = {
     "gemma3": gemma,
+    "glm4v-moe": glm,
+    "kimi": kimi,
+    "qwen3-vl": lambda: qwen_vl(False),
+    "qwen3-vl-moe": lambda: qwen_vl(True),
     "mistral": lambda: mistral("mistral", sliding_window=None),
     "ministral3": lambda: mistral("ministral3"),
     "mistral4": lambda: mistral("mistral4", **LATENT),
@@ -75,7 +122,23 @@ def saved(name: str, directory: Path) -> Any:
             if key.endswith("norm.weight"):
                 parameter.add_(torch.randn_like(parameter) * 0.3)
     model.save_pretrained(directory)
+    if name == "kimi":  # transformers 5.17 writes other names of layers than it reads, and than are published
+        weights = load_file(directory / "model.safetensors")
+        text = "language_model.model."
+        weights = {key.replace(f"{text}blocks.", f"{text}layers."): tensor for key, tensor in weights.items()}
+        save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+        edit(directory, architectures=["KimiK25ForConditionalGeneration"], inner={"model_type": "kimi_k2"})
     return model
+
+
+def edit(directory: Path, inner: dict[str, Any] | None = None, **outer: Any) -> None:
+    """Changes keys of a config.json and of its text_config; None deletes one."""
+    config = json.loads((directory / "config.json").read_text())
+    for part, changes in ((config, outer), (config["text_config"], inner or {})):
+        part |= changes
+        for key in [key for key, value in changes.items() if value is None]:
+            del part[key]
+    (directory / "config.json").write_text(json.dumps(config))
 
 
 @pytest.mark.parametrize("newer", [False, True])
@@ -89,11 +152,65 @@ def test_the_text_part_is_read_from_the_whole_checkpoint(name: str, newer: bool,
         for old, new in names.items():
             weights = {new + k.removeprefix(old) if k.startswith(old) else k: t for k, t in weights.items()}
         save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (skipped, *_) = Checkpoint(tmp_path).skipped
+    assert skipped.startswith("the ") and skipped.endswith(": only text is read")
+    wanted = [next_token(model)]
+    for grid in ((2, 1), (3, 1), (1, 2)):
+        check(loopback(tmp_path, HelixLayout.create("helix", *grid), 16, wanted), wanted)
+
+
+@pytest.mark.parametrize("square", [False, True])
+def test_experts_of_qwen3_vl_are_published_transposed(square: bool, tmp_path: Path) -> None:
+    """Also where both ways have the same shape; transformers then does not transpose, so the oracle is not its own."""
+    torch.manual_seed(3)
+    model = qwen_vl(True, moe_intermediate_size=16 if square else 12).eval()
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    experts = {name: tensor.mT.contiguous() for name, tensor in weights.items() if ".experts." in name}
+    save_file(weights | experts, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    wanted = [next_token(model)]
+    check(loopback(tmp_path, HelixLayout.create("helix", 1, 2, ep=2), 16, wanted), wanted)
+
+
+HEADS = [  # what the outer and inner tie_word_embeddings say, whether the file has a head; which is tied
+    (True, True, False), (False, True, False), (None, True, False), (True, False, True), (False, True, True),
+    (True, None, True), (None, False, True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("outer", "inner", "head"), HEADS)
+def test_a_head_in_the_file_is_used_whatever_the_config_says(
+    outer: bool | None, inner: bool | None, head: bool, tmp_path: Path
+) -> None:
+    """Published configs contradict their files, and themselves."""
+    torch.manual_seed(3)
+    model = qwen_vl(False, tie_word_embeddings=False).eval()
+    if not head:
+        model.lm_head.weight = model.model.language_model.embed_tokens.weight
+    model.save_pretrained(tmp_path)
+    if not head:
+        weights = load_file(tmp_path / "model.safetensors")
+        weights.pop("lm_head.weight", None)
+        save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    edit(tmp_path, {"tie_word_embeddings": inner}, tie_word_embeddings=outer)
+    wanted = [next_token(model)]
+    check(loopback(tmp_path, HelixLayout.create("helix", 2), 16, wanted), wanted)
+
+
+def test_a_missing_head_is_an_error_if_nothing_says_tied(tmp_path: Path) -> None:
+    qwen_vl(False).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights.pop("lm_head.weight", None)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    edit(tmp_path, {"tie_word_embeddings": False}, tie_word_embeddings=False)
+    with pytest.raises(ValueError, match=r"1 missing: lm_head\.weight"):
+        loaded(tmp_path)
+
+
+def next_token(model: Any) -> Continuation:
     with torch.no_grad():
         logits = model(torch.tensor([PROMPT])).logits[0, -1].float()
-    wanted = [Continuation(PROMPT, (int(logits.argmax()),), logits[None])]
-    for layout in (HelixLayout.create("helix", 2), HelixLayout.create("helix", 3)):
-        check(loopback(tmp_path, layout, 16, wanted), wanted)
+    return Continuation(PROMPT, (int(logits.argmax()),), logits[None])
 
 
 def loaded(directory: Path) -> Weights:

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from kernels.dense import linear_fp8_sm90, linear_sm90
 from kernels.dense.embedding import embedding
+from kernels.dense.gate_mul import gate_mul
 from kernels.dense.linear import linear
 from kernels.dense.rms_norm import rms_norm
-from kernels.dense.sigmoid_mul import sigmoid_mul
 from kernels.dense.silu_mul import silu_mul
 from kernels.mla.per_head_linear import MAX_ROWS, per_head_linear
 from kernels.scaled import ScaledMatrix, groups
@@ -283,15 +283,21 @@ def make_norm(
 
 def make_gated(
     *, N: int, F: int, device: torch.device, gates: int | None = None, dtype: torch.dtype = torch.float32,
-    nan: bool = False,
+    nan: bool = False, clamp_at: float | None = None, function: str = "sigmoid",
 ) -> Call:  # fmt: skip
-    """Makes arguments of `silu_mul`, or, with the width of a gate, of `sigmoid_mul`."""
+    """Makes arguments of `silu_mul`, or, with the number of gates, of `gate_mul`."""
     gen = torch.Generator().manual_seed(F)
     if gates is None:
         gate_up = strided(N, 2 * F, dtype, gen, nan, device)
-        return Call(dict(gate_up=gate_up), {"0": (gate(gate_up.double()), TOLERANCE[dtype])}, dtype)
+        wanted = gate(gate_up.double())
+        if clamp_at is not None:
+            left, up = gate_up.double().chunk(2, 1)
+            wanted = torch.nn.functional.silu(left).clamp(max=clamp_at) * up.clamp(-clamp_at, clamp_at)
+        return Call(dict(gate_up=gate_up, clamp_at=clamp_at), {"0": (wanted, TOLERANCE[dtype])}, dtype)
     x, other = strided(N, F, dtype, gen, nan, device), strided(N, gates, dtype, gen, False, device)
-    return Call(dict(x=x, gate=other), {"0": (x.double() * other.double().sigmoid(), TOLERANCE[dtype])}, dtype)
+    factor = other.double().sigmoid() if function == "sigmoid" else other.double().exp().log1p()
+    wanted = x.double() * factor.repeat_interleave(F // max(gates, 1), 1) if F else x.double()
+    return Call(dict(x=x, gate=other, function=function), {"0": (wanted, TOLERANCE[dtype])}, dtype)
 
 
 def make_embedding(*, V: int, H: int, device: torch.device) -> Call:
@@ -313,7 +319,7 @@ NORM = Op(
     mistakes={"residual-forgotten": (dict(N=2, H=64, adds=True), residual_forgotten)},
 )  # fmt: skip
 SILU = Op("silu_mul", make_gated, silu_mul)
-SIGMOID = Op("sigmoid_mul", make_gated, sigmoid_mul)
+GATE = Op("gate_mul", make_gated, gate_mul)
 EMBEDDING = Op("embedding", make_embedding, embedding)
 
 OPS = [LINEAR, LINEAR_SCALED, PER_HEAD, NORM]
@@ -329,12 +335,14 @@ ROWS = [
         which=KERNEL, gpu=True, N=(1, 8, MAX_ROWS, MAX_ROWS + 1, 64), dtype=(torch.bfloat16,),
     ),
     *NORM.rows(shapes_of((1, 64), (5, 72), (3, 1000), (2, 4096), names="N H"), adds=(False, True), dtype=F32_F16),
-    *SILU.rows(shapes_of((1, 64), (5, 97), (3, 1500), (2, 0), names="N F"), dtype=F32_F16),
-    *SIGMOID.rows(
-        shapes_of((1, 64, 64), (5, 97, 1), (3, 1500, 1500), (2, 0, 1), names="N F gates"), dtype=F32_F16
+    *SILU.rows(shapes_of((1, 64), (5, 97), (3, 1500), (2, 0), names="N F"), clamp_at=(None, 0.5), dtype=F32_F16),
+    *GATE.rows(
+        shapes_of((1, 64, 64), (5, 97, 1), (5, 96, 4), (3, 1500, 1500), (2, 0, 0), (2, 0, 1), names="N F gates"),
+        function=("sigmoid", "softplus"), dtype=F32_F16,
     ),
     *NORM.rows({"nan": dict(N=2, H=16, nan=True)}),
     *SILU.rows({"nan": dict(N=2, F=8, nan=True)}),
-    *SIGMOID.rows({"nan": dict(N=2, F=8, gates=1, nan=True)}),
+    *SILU.rows({"nan-clamped": dict(N=2, F=8, nan=True, clamp_at=0.5)}),
+    *GATE.rows({"nan": dict(N=2, F=8, gates=1, nan=True)}),
     *EMBEDDING.rows(shapes_of((10, 6), (3, 1500), (0, 8), names="V H")),
 ]  # fmt: skip

@@ -33,6 +33,7 @@ class Case:
     clamp_at: float | None = None
     addend: Tensor | None = None
     shared_count: int = 0
+    activation: str = "swigluoai"
 
     def run(self, function: Any) -> tuple[Tensor]:
         return (function(RoutedExperts(**{field.name: getattr(self, field.name) for field in fields(self)})),)
@@ -52,6 +53,8 @@ class Case:
                 gate, up = (gate_up @ x[n] + (0 if self.gate_up_bias is None else self.gate_up_bias[e])).chunk(2)
                 if self.clamp_at is None:
                     h = gate / (1 + (-gate).exp()) * up
+                elif self.activation == "swiglustep":
+                    h = (gate / (1 + (-gate).exp())).clamp(max=self.clamp_at) * up.clamp(-self.clamp_at, self.clamp_at)
                 else:
                     gate, up = gate.clamp(max=self.clamp_at), up.clamp(-self.clamp_at, self.clamp_at)
                     h = gate / (1 + (-1.702 * gate).exp()) * (up + 1)
@@ -72,7 +75,7 @@ class Case:
 
 def make_experts(
     *, N: int, k: int, E: int, H: int, F: int, device: torch.device, experts: int | None = None,
-    first: int | None = None, clamped: bool = False, addend: bool = False, dtype: torch.dtype = torch.float32,
+    first: int | None = None, clamped: bool | str = False, addend: bool = False, dtype: torch.dtype = torch.float32,
     seed: int = 0, choices: str = "any", shared: int = 0, hint: int | None = None, nan_token: int | None = None,
     form: tuple[bool, int, tuple[int, int]] | None = None, apart: int = 3, poison: bool = True,
 ) -> Case:  # fmt: skip
@@ -80,6 +83,7 @@ def make_experts(
 
     Args:
         first: the first local expert; None: the local ones are in the middle.
+        clamped: whether experts have gpt-oss's biases and clamps; "step": Step-3.5's clamps.
         choices: any; "nobody" local; "crowded": all slots the last local one; "one": all tokens select the first local
             one and no other; "same": all as the first token; "first-nobody": the same, without the first token; "lone":
             one token selects one local expert; "third": so does every third token; "four": all select the same four.
@@ -121,10 +125,11 @@ def make_experts(
             ids[:, 2] = first + 3
         elif choices == "four":
             ids[:] = torch.arange(first, first + 4, device=device)
-    biases = (normal(E, 2 * F), normal(E, H), 1.5) if clamped else (None, None, None)
+    biases = (normal(E, 2 * F), normal(E, H), 1.5) if clamped is True else (None, None, 0.5 if clamped else None)
     case = Case(
         x, ids, weights, normal(E, 2 * F, H, fan_in=H), normal(E, H, F, fan_in=F), first, *biases,
         normal(N, H) if addend else None, shared if hint is None else hint,
+        "swiglustep" if clamped == "step" else "swigluoai",
     )  # fmt: skip
     if form is not None:
         case = make_quantized(case, form)
@@ -208,6 +213,11 @@ def summand_left_out(case: Case) -> None:
     case.addend = None
 
 
+def clamp_left_out(case: Case) -> None:
+    """Drops the clamps."""
+    case.clamp_at = None
+
+
 def scales_rolled(case: Case, name: str, dim: int) -> None:
     """Takes the scales of a neighboring group, or row."""
     right = getattr(case, name)
@@ -231,6 +241,7 @@ EXPERTS = Op(
     mistakes={
         "slot-left-out": (SMALL, slot_left_out),
         "summand-left-out": (SMALL, summand_left_out),
+        "clamp-left-out": (SMALL | dict(clamped="step"), clamp_left_out),
         **{
             f"scale-of-another-{of}-{name}-{kind}": (
                 dict(N=1, k=1, E=1, H=140, F=136, form=form), partial(scales_rolled, name=name, dim=dim)
@@ -294,8 +305,8 @@ def half_here(shapes: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 OPS = [EXPERTS]
 ROWS = [
-    *EXPERTS.rows(FEW_TOKENS, modes=FEW, clamped=(False, True), addend=(True,)),
-    *EXPERTS.rows(SHAPES, which=KERNEL, modes=OTHERS, clamped=(False, True), addend=(True,), pairs=True),
+    *EXPERTS.rows(FEW_TOKENS, modes=FEW, clamped=(False, True, "step"), addend=(True,)),
+    *EXPERTS.rows(SHAPES, which=KERNEL, modes=OTHERS, clamped=(False, True, "step"), addend=(True,), pairs=True),
     *EXPERTS.rows({name: SHARED[name] for name in [*SHARED][:1]}, which=KERNEL, modes=FEW),
     *EXPERTS.rows(SHARED, modes=OTHERS, pairs=True),
     *EXPERTS.rows(ANY, modes=OTHERS, pairs=True, choices=("any", "crowded"), hint=(0, 1), clamped=(False, True)),
@@ -307,12 +318,12 @@ ROWS = [
     *EXPERTS.rows(SCALED, modes=OTHERS, pairs=True, form=FORMATS),
     *EXPERTS.rows(SCALED_FEW, which=KERNEL, modes=FEW, pairs=True, form=FORMATS),
     *EXPERTS.rows(
-        half_here(LONG), which=KERNEL, gpu=True, clamped=(False, True), dtype=(*FEW_BITS, torch.float32)
+        half_here(LONG), which=KERNEL, gpu=True, clamped=(False, True, "step"), dtype=(*FEW_BITS, torch.float32)
     ),
     *EXPERTS.rows(half_here(LONG_SCALED), which=KERNEL, gpu=True, form=FORMATS, dtype=F32_BF16),
     *EXPERTS.rows(
         {"64-4-8-clamped": half_here(LONG_SCALED)["64-4-8-352-208"]}, which=KERNEL, gpu=True, form=FORMATS,
-        dtype=F32_BF16, clamped=(True,),
+        dtype=F32_BF16, clamped=(True, "step"),
     ),
 ]  # fmt: skip
 IN_A_GRAPH = dict(k=4, E=8, H=256, experts=16, first=4, dtype=torch.bfloat16, apart=8, poison=False)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from kernels.attention.kv_append import QKVTarget
 from kernels.dense.embedding import embedding
+from kernels.dense.gate_mul import gate_mul
 from kernels.dense.linear import launch_sm90, linear, linear_send
 from kernels.dense.qkv_append import qkv_append
 from kernels.dense.rms_norm import rms_norm
 from kernels.dense.rotary import angles
-from kernels.dense.sigmoid_mul import sigmoid_mul
 from kernels.dense.silu_mul import silu_mul
 from kernels.gated_delta import DeltaInput, DeltaState, GatedDelta
 from kernels.moe.experts import RoutedExperts
@@ -44,8 +45,10 @@ def rows() -> Iterator[Launch]:
     yield launch("angles", angles, i64(4), fp32(64), 1.0, BF16)
     yield launch("embedding", embedding, i64(4), numbers(1000, 4096), 0)
     yield launch("silu-mul", silu_mul, numbers(4, 8192))
-    for columns in (4096, 1):
-        yield launch(f"sigmoid-mul-{columns}", sigmoid_mul, numbers(4, 4096), numbers(4, columns))
+    yield launch("silu-mul-clamped", silu_mul, numbers(4, 8192), 7.0)
+    for columns in (4096, 32, 1):
+        yield launch(f"gate-mul-{columns}", gate_mul, numbers(4, 4096), numbers(4, columns))
+    yield launch("gate-mul-softplus", gate_mul, numbers(4, 4096), numbers(4, 32), "softplus")
 
 
 def target(two_shot: bool = False) -> SumTarget:
@@ -79,22 +82,26 @@ def projections() -> Iterator[Launch]:
         yield general(f"linear-fp8-{N}", linear, *given, gated=N == 256)
 
 
-def routed(tokens: int, E: int, H: int, F: int, k: int, clamped: bool, group: int) -> RoutedExperts:
+def routed(tokens: int, E: int, H: int, F: int, k: int, clamped: bool | str, group: int) -> RoutedExperts:
     """Returns E experts of width F on a rank, k per token; in e4m3, in e2m1 with groups of 32, or (group 0) in bf16."""
     gate_up, down = (scaled(E, *shape, group=group) if group else numbers(E, *shape) for shape in ((2 * F, H), (H, F)))
-    biases = dict(gate_up_bias=numbers(E, 2 * F), down_bias=numbers(E, H), clamp_at=7.0) if clamped else {}
+    clamps: dict[str, Any] = dict(clamp_at=7.0) if clamped else {}
+    if clamped == "step":
+        clamps |= dict(activation="swiglustep")
+    elif clamped:
+        clamps |= dict(gate_up_bias=numbers(E, 2 * F), down_bias=numbers(E, H))
     given = numbers(tokens, H), i32(tokens, k), fp32(tokens, k), gate_up, down, 0
-    return RoutedExperts(*given, addend=numbers(tokens, H), **biases)
+    return RoutedExperts(*given, addend=numbers(tokens, H), **clamps)
 
 
 def experts() -> Iterator[Launch]:
     """Yields routing and experts."""
     how = dict(groups=8, top_groups=4, group_score=2, scoring="sigmoid", normalize=True, shared_count=1)
     yield launch("route", route, fp32(4, 256), 8, bias=fp32(256), **how)
-    # Ranks of Qwen3-30B-A3B and gpt-oss-20b; of DeepSeek-R1 in e4m3; of gpt-oss-120b in e2m1.
+    # Ranks of Qwen3-30B-A3B, gpt-oss-20b and Step-3.5; of DeepSeek-R1 in e4m3; of gpt-oss-120b in e2m1.
     for E, H, F, k, clamped, group in (
         (128, 2048, 96, 8, False, 0), (4, 2880, 2880, 4, True, 0), (32, 7168, 2048, 8, False, 128),
-        (16, 2880, 2880, 4, True, 32),
+        (16, 2880, 2880, 4, True, 32), (36, 4096, 1280, 8, "step", 0),
     ):  # fmt: skip
         for tokens in (4, 64, 8192):
             summand = routed(tokens, E, H, F, k, clamped, group)
@@ -103,6 +110,7 @@ def experts() -> Iterator[Launch]:
                 yield general(f"moe-{E}-{group}-{tokens}-send", summand.push, target(tokens == 64))
     for E, H, F, k, tokens, clamped, group in (
         (4, 2880, 2880, 4, 1, True, 0), (64, 7168, 1024, 8, 8, False, 0), (32, 7168, 2048, 8, 8, False, 128),
+        (36, 4096, 1280, 8, 8, "step", 0), (36, 4096, 1280, 8, 64, "step", 128),
         (32, 7168, 2048, 8, 128, False, 128), (8, 2880, 1440, 4, 128, True, 128), (512, 4096, 128, 10, 1, False, 128),
         (32, 2880, 2880, 4, 5, True, 32), (32, 2880, 2880, 4, 128, True, 32), (257, 6144, 256, 9, 4096, False, 128),
     ):  # fmt: skip

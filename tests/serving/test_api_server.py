@@ -49,6 +49,27 @@ async def test_prompts_are_texts_ids_or_lists_of_them(serve: Serve) -> None:
         assert answer["usage"]["completion_tokens"] == 6 * prompts
 
 
+@pytest.mark.parametrize("other", [None, "tiktoken.model"])
+async def test_without_a_tokenizer_prompts_are_ids(other: str | None, serve: Serve, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    if other is not None:
+        (model / other).write_text("IQ== 0")
+    api_server = await serve(FakeJob(ready=replace(READY, model=str(model))))
+    answer = await api_server.post(COMPLETIONS, {"prompt": [1, 2, 3], "max_tokens": 2})
+    assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 2
+    why = "no tokenizer.json" + (f" ({other} cannot be read)" if other is not None else "")
+    for path, body in (
+        (COMPLETIONS, {"prompt": "def f"}),
+        (CHATS, {"messages": [{"role": "user", "content": "def f"}]}),
+        ("/tokenize", {"prompt": "def f"}),
+    ):
+        refused = await api_server.post(path, body)
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"]) == (400, "no_tokenizer")
+        assert error["message"] == f"the model has {why}: pass prompts as token ids"
+
+
 async def test_unset_fields_are_the_checkpoints_and_then_openais(serve: Serve) -> None:
     api_server = await serve()
     api_server.session.defaults = {"temperature": 0.7, "top_k": 20}

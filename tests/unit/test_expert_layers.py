@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +34,10 @@ SPECS = {
         groups=4, top_groups=2, group_score=2, score_correction_bias="gate.e_score_correction_bias",
     ),
     "shared-as-wide": MoESpec(experts=7, top_k=2, width=11, shared_width=22, scale=0.3),  # as two of the routed ones
+    "by-matrix": MoESpec(
+        experts=7, top_k=3, width=11, shared_width=22, scoring="sigmoid", normalize=True, clamp_at=0.5,
+        activation="swiglustep", shared_clamp_at=0.7, storage="by_matrix",
+    ),
 }  # fmt: skip
 GRIDS = [(8, 1), (2, 4), (1, 8), (1, 1), (3, 2)]
 
@@ -46,11 +51,13 @@ def tensor(name: str, shape: tuple[int, ...]) -> Tensor:
 def layer(spec: MoESpec, layout: HelixLayout, rank: int) -> tuple[MoE, Weights]:
     comm = LoopbackWorld(layout.world_size).communicator(rank, layout.kvp_group(rank))
     weights = Weights(torch.float64, torch.device("cpu"))
-    built = MoE(ModelShard(weights, comm, layout), HIDDEN, spec, "mlp")
+    built = MoE(ModelShard(weights, comm, layout), HIDDEN, spec, "layer")
     for parameter in weights.parameters:
         parameter.fill_(torch.nan)
     for s in weights.slices:
-        s.target.copy_(tensor(s.name, s.shape)[tuple(slice(r.start, r.stop, r.step) for r in s.ranges)])
+        s.target.copy_(
+            tensor(s.name.removeprefix("layer."), s.shape)[tuple(slice(r.start, r.stop, r.step) for r in s.ranges)]
+        )
     assert not any(p.isnan().any() for p in weights.parameters), "a parameter was left unread"
     return built, weights
 
@@ -79,22 +86,33 @@ def expected(spec: MoESpec, x: Tensor, experts: range) -> Tensor:
             h = gate * torch.sigmoid(1.702 * gate) * (up + 1)
             out = h @ tensor("mlp.experts.down_proj", (E, F, HIDDEN))[e]
             out += tensor("mlp.experts.down_proj_bias", (E, HIDDEN))[e]
+        elif spec.storage == "by_matrix":
+            gate, up = (x @ tensor(f"mlp.{part}_proj.weight", (E, F, HIDDEN))[e].T for part in ("gate", "up"))
+            out = clamped(gate, up, spec.clamp_at) @ tensor("mlp.down_proj.weight", (E, HIDDEN, F))[e].T
         else:
             out = dense(x, f"mlp.experts.{e}", F)
         y += out * torch.where(ids == e, scores, 0.0).sum(1, keepdim=True)
     return y
 
 
-def dense(x: Tensor, name: str, width: int) -> Tensor:
+def clamped(gate: Tensor, up: Tensor, clamp_at: float | None) -> Tensor:
+    """SwiGLU whose gate is clamped after silu, from above, and up on both sides."""
+    limit = math.inf if clamp_at is None else clamp_at
+    return torch.nn.functional.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
+
+
+def dense(x: Tensor, name: str, width: int, clamp_at: float | None = None) -> Tensor:
     gate = x @ tensor(f"{name}.gate_proj.weight", (width, HIDDEN)).T
     up = x @ tensor(f"{name}.up_proj.weight", (width, HIDDEN)).T
-    return (torch.nn.functional.silu(gate) * up) @ tensor(f"{name}.down_proj.weight", (HIDDEN, width)).T
+    return clamped(gate, up, clamp_at) @ tensor(f"{name}.down_proj.weight", (HIDDEN, width)).T
 
 
 def whole(spec: MoESpec, x: Tensor) -> Tensor:
     """What all experts add."""
     routed = expected(spec, x, range(spec.experts))
-    return routed + dense(x, "mlp.shared_experts", spec.shared_width) if spec.shared_width else routed
+    if not spec.shared_width:
+        return routed
+    return routed + dense(x, "mlp.shared_experts", spec.shared_width, spec.shared_clamp_at)
 
 
 def close(ours: Tensor, wanted: Tensor) -> bool:
@@ -182,7 +200,7 @@ def test_a_router_that_is_not_rounded_chooses_as_transformers_does_in_bf16(exact
     router.e_score_correction_bias = torch.randn(64, generator=generator) * 0.1
     comm = LoopbackWorld(1).communicator(0, (0,))
     weights = Weights(torch.bfloat16, torch.device("cpu"))
-    built = MoE(ModelShard(weights, comm, HelixLayout.create()), HIDDEN, spec, "mlp")
+    built = MoE(ModelShard(weights, comm, HelixLayout.create()), HIDDEN, spec, "layer")
     for parameter in weights.parameters:
         parameter.zero_()
     built.router.weight.copy_(router.weight.data)

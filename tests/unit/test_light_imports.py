@@ -22,7 +22,7 @@ LINES: dict[str, dict[str, str]] = {  # by command, the words that refuse a line
     **dict.fromkeys(("run", "serve", "sweep"), TYPOS),
     "chat": {line: TYPOS[line] for line in ("--frob", "/no/model")},  # the rest it leaves to `helix serve`
     "plan": TYPOS | {"demo gpus=x": "gpus=x must be an integer", "demo kv=fp8": "kv=fp8 is now kv.dtype=fp8"},
-    "info": {"json=x": "json=x must be -"},
+    "info": {"json=x": "json=x must be -", "/no/model": TYPOS["/no/model"]},
     "convert": {"a.gguf": "expected FILE.gguf DIR", "a.gguf b dtype=x": "dtype=x must be one of"},
     "simulate": {"point demo hardware=h200 layout=x": "layout has no option x"},
     "demo": {},

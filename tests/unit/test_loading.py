@@ -19,7 +19,7 @@ from helix.layers.specs import Formats, unquantized
 from helix.layers.weights import Slice, Weights
 from helix.layout import HelixLayout
 from helix.models import spec_from_config
-from helix.models.checkpoint import fp8_format, read_config
+from helix.models.checkpoint import WeightFormat, fp8_format, read_config
 from helix.models.decoder import Decoder
 from helix.models.loading import Checkpoint, from_mxfp4, randomize
 from kernels.scaled import ScaledMatrix, quantize_fp8
@@ -215,6 +215,60 @@ def groups(strategy: str, **more: Any) -> dict[str, Any]:
 
 ROWS, ALL = (1, None), (None, None)
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8"}
+FBGEMM = {"quant_method": "fbgemm_fp8"}
+
+
+def modelopt(algorithm: str, **more: Any) -> dict[str, Any]:
+    """A section without a method, as ModelOpt writes it."""
+    return {"quant_algo": algorithm, "producer": {"name": "modelopt"}, "ignore": ["lm_head"]} | more
+
+
+MODELOPT_MIXED = modelopt(
+    "MIXED_PRECISION",
+    quantized_layers={
+        "model.layers.0.self_attn.q_proj": {"quant_algo": "FP8"},
+        "model.layers.0.mlp.up_proj": {"quant_algo": "FP8_PB_WO"},
+    },
+)
+
+
+def blocks_in_mlp(name: str) -> Any:
+    return (128, 128) if ".mlp." in name else ALL
+
+
+# Blocks of modules. k_proj has 96 rows: its scales fit blocks of 32 rows, too.
+MIXED: dict[str, Any] = {"q_proj": (32, 16), "k_proj": (40, 16), "v_proj": ROWS, "o_proj": (1, 24), "down_proj": None}
+
+
+def mixed(name: str) -> Any:
+    return MIXED.get(name.split(".")[-2], ALL)
+
+
+def rows_but_down(name: str) -> Any:
+    return None if "down_proj" in name else ROWS
+
+
+def mixed_groups() -> dict[str, Any]:
+    """A group for each block: targets are a pattern, a name, and a class."""
+    section = groups("tensor", targets=["Linear"]) | {
+        "format": "mixed-precision",
+        "ignore": ["re:.*down_proj", "lm_head"],
+    }
+    strategies: dict[str, Any] = {
+        "q_proj": dict(strategy="block", block_structure=[32, 16]),
+        "k_proj": dict(strategy="block", block_structure=[40, 16]),
+        "v_proj": dict(strategy="channel"),
+        "o_proj": dict(strategy="group", group_size=24),
+    }
+    for name, weights in strategies.items():
+        targets = [f"re:.*self_attn.{name}$"]
+        if name == "k_proj":
+            targets = [f"model.language_model.layers.{layer}.self_attn.k_proj" for layer in range(2)]
+        found = {"format": "float-quantized", "targets": targets, "weights": {"num_bits": 8, "type": "float"} | weights}
+        section["config_groups"][name] = found
+    return section | {"kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor"}}
+
+
 # Of a family: a section of its config and the blocks of its scales (None: as the checkpoint is), their type; whether
 # weights are unpacked, kept as they are, or rounded to fp8.
 FORMATS: list[Any] = [
@@ -226,18 +280,29 @@ FORMATS: list[Any] = [
     ("qwen3", blocks(8, 48), (8, 48), torch.bfloat16, "unpacked"),
     ("deepseek-v3-yarn", blocks(128, 128), (128, 128), torch.float32, "unpacked"),
     ("llama-llama3", blocks(16, 16) | {"scale_fmt": "ue8m0"}, (16, 16), torch.float8_e8m0fnu, "unpacked"),
-    ("qwen3-moe", {"quant_method": "fbgemm_fp8"}, ROWS, torch.float32, "unpacked"),
+    ("qwen3-moe", FBGEMM, ROWS, torch.float32, "unpacked"),
     ("qwen3", MODELOPT, ALL, torch.float32, "unpacked"),
     ("deepseek-v3-yarn", groups("tensor"), ALL, torch.float32, "unpacked"),
     ("qwen3-moe", groups("channel"), ROWS, torch.bfloat16, "unpacked"),
     ("llama-llama3", groups("block", block_structure=[16, 16]), (16, 16), torch.float32, "unpacked"),
+    ("qwen3", mixed_groups(), mixed, torch.float32, "unpacked"),
+    ("qwen3-moe", groups("group", group_size=16), (1, 16), torch.bfloat16, "unpacked"),
+    ("qwen3", FBGEMM | {"modules_to_not_convert": ["down_proj"]}, rows_but_down, torch.float32, "unpacked"),
+    ("qwen3", modelopt("FP8_PER_CHANNEL_PER_TOKEN"), ROWS, torch.float32, "unpacked"),
+    ("wide-llama", modelopt("FP8_PER_CHANNEL_PER_TOKEN"), ROWS, torch.float32, "kept"),
+    ("wide-llama", MODELOPT_MIXED, blocks_in_mlp, torch.float32, "kept"),
+    ("wide-llama", modelopt("FP8_PB_WO"), (128, 128), torch.float32, "kept"),
+    ("wide-qwen3-moe", groups("group", group_size=128), (1, 128), torch.float32, "kept"),
     ("wide-llama", blocks(128, 128), (128, 128), torch.float32, "kept"),
     ("wide-llama", groups("channel"), ROWS, torch.float32, "kept"),
     ("wide-llama", MODELOPT, ALL, torch.float32, "kept"),
     ("wide-qwen3-moe", blocks(64, 128), (64, 128), torch.float32, "kept"),
     ("wide-deepseek-v3", blocks(128, 128), (128, 128), torch.float32, "kept"),
+    ("wide-step-moe", blocks(128, 128), (128, 128), torch.float32, "kept"),
+    ("wide-step-moe", blocks(64, 128), (64, 128), torch.bfloat16, "unpacked"),
     ("gpt-oss-mxfp4", None, None, None, "kept"),
     ("wide-qwen3-moe", None, None, None, "rounded"),
+    ("wide-step-moe", None, None, None, "rounded"),
 ]
 GRIDS = ("helix", 1, 1, 1), ("helix", 3, 2, 1), ("helix", 4, 2, 2), ("helix", 4, 2, 8), ("medha", 2, 2, 2)
 
@@ -266,9 +331,13 @@ def test_every_slice_is_that_of_the_unpacked_whole(
                 tensor, target = whole[s.name].mT if s.mxfp4 else whole[s.name], s.target
                 if isinstance(target, ScaledMatrix):
                     cuts.add((s.name.split(".")[-2], target.begin))
-                    tensor = quantize_fp8(tensor).dequantize() if held == "rounded" else tensor
+                    if held == "rounded":
+                        matrices = [
+                            quantize_fp8(m).dequantize() for m in (tensor if tensor.dim() == 3 else tensor[None])
+                        ]
+                        tensor = torch.stack(matrices) if tensor.dim() == 3 else matrices[0]
                     target = target.dequantize()
-                assert torch.equal(target, part(tensor, s).to(target.dtype)), s.name
+                assert torch.equal(target, part(tensor, s).to(target.dtype) + s.offset), s.name
                 read += target.numel() * target.itemsize
             assert held == "unpacked" or "gpt" in family or weights.bytes < 0.6 * read
     if held != "unpacked":
@@ -287,7 +356,11 @@ def test_a_format_may_stand_beside_the_config(tmp_path: Path) -> None:
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
     for s in load(tmp_path, HelixLayout.create(), 0, read_config(tmp_path)).weights.slices:
         assert torch.equal(s.target, whole[s.name])
+    # The config's own section comes first, also the one of a text part.
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"quantization_config": MODELOPT}}))
+    assert Checkpoint(tmp_path).format == WeightFormat("modelopt")
+    (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="modelopt with quant_algo='NVFP4'"):
         Checkpoint(tmp_path)
 
@@ -314,6 +387,45 @@ def test_fp8_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     save_file(stored | {f"{name}_scale_inv": bad}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=f"{name} has scales that are NaN or infinite"):
         load(tmp_path, HelixLayout.create(), 0, config)
+
+
+def test_groups_of_different_blocks_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    section = mixed_groups()
+    write_fp8(checkpoint("qwen3"), tmp_path, section, mixed)
+    config, stored = read_config(tmp_path), load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.self_attn.o_proj.weight_scale"
+    save_file(stored | {name: stored[name][:, :6].contiguous()}, tmp_path / "model.safetensors")
+    assert f"1 misshaped: {name} [72, 6] for [72, 192] in blocks of [1, 24]" in problem(tmp_path, config)
+    save_file(stored, tmp_path / "model.safetensors")
+    del section["config_groups"]["k_proj"]["targets"]  # then either block fits k_proj
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": section}))
+    message = problem(tmp_path, config)
+    assert (
+        "2 misshaped: model.layers.0.self_attn.k_proj.weight_scale [3, 5] for [96, 72] in rows or as a whole or"
+        in message
+    )
+    assert "blocks of [32, 16] or blocks of [40, 16]" in message
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_scales_of_a_kv_cache_are_ignored(tmp_path: Path, quantized: bool) -> None:
+    plain = checkpoint("qwen3")
+    whole = write_fp8(plain, tmp_path, groups("channel"), ROWS) if quantized else load_file(plain / "model.safetensors")
+    if not quantized:
+        shutil.copy(plain / "config.json", tmp_path)
+    stored = load_file((tmp_path if quantized else plain) / "model.safetensors")
+    assert Checkpoint(tmp_path if quantized else plain).skipped == []
+    names = ["kv_scale", "k_scale", "v_scale", "q_scale", "prob_scale", "prob_output_scale", "k_proj.k_scale"]
+    names += ["v_proj.v_scale", "k_proj.output_scale"]
+    scales = {f"model.layers.{layer}.self_attn.{name}": torch.ones(()) for layer in range(2) for name in names}
+    save_file(stored | scales, tmp_path / "model.safetensors")
+    assert [what.partition(":")[0] for what in Checkpoint(tmp_path).skipped] == ["the KV scales"]
+    layout = HelixLayout.create("helix", 2)
+    for rank in range(2):
+        for s in load(tmp_path, layout, rank, read_config(tmp_path)).weights.slices:
+            assert torch.equal(s.target, part(whole[s.name], s)), s.name
+    save_file(stored | {"model.layers.0.self_attn.z_scale": torch.ones(())}, tmp_path / "model.safetensors")
+    assert "1 unexpected: model.layers.0.self_attn.z_scale" in problem(tmp_path, read_config(tmp_path))
 
 
 def problem(directory: Path, config: dict[str, Any] = CONFIG) -> str:

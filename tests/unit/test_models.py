@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from comm.loopback import LoopbackWorld
 from helix.layers.specs import MLPSpec, MoESpec
 from helix.layout import HelixLayout
 from helix.models import FAMILIES, DecoderSpec, spec_from_config
-from helix.models.checkpoint import WeightFormat
+from helix.models.checkpoint import ScaleGroup, WeightFormat
 from helix.models.decoder import Decoder
 from helix.setup.parts import make_spec
 from tests.unit.test_config import compose_config
@@ -78,8 +79,10 @@ BILLIONS = {
     "qwen3-30b-a3b": 30.53, "mixtral-8x7b": 46.70, "qwen3-next-80b-a3b": 79.67, "gpt-oss-20b": 20.91,
     "gpt-oss-120b": 116.83, "glm-4.6": 352.80, "glm-4.5-air": 106.85, "glm-5.2": 743.38, "hy3": 295.03,
     "seed-oss-36b": 36.15, "minimax-m2": 228.69, "ministral-3-8b": 8.49, "mistral-small-4": 118.97, "phi-4": 14.66,
+    "glm-4.7-flash": 29.94, "kimi-k2": 1026.41,
     "olmo-2-7b": 7.30, "olmo-3-32b": 32.23, "gemma-3-27b": 27.01, "granite-3.3-8b": 8.17,
-    "deepseek-v2-lite": 15.71, "deepseek-r1": 671.03, "deepseek-v3.2": 671.88,
+    "deepseek-v2-lite": 15.71, "deepseek-r1": 671.03, "deepseek-v3.2": 671.88, "laguna-xs": 33.44,
+    "step-3.5-flash": 196.96,
 }  # fmt: skip
 
 
@@ -105,12 +108,19 @@ def test_formats_that_are_read() -> None:
         ({"quant_method": "fp8", "weight_block_size": [128, 64], "scale_fmt": "ue8m0"}, (128, 64)),
         ({"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["lm_head"]}, None),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, None),
+        ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, (128, 128)),
         (group("channel"), None),
         (group("block", block_structure=[16, 32]), (16, 32)),
+        (group("group", group_size=128, actorder="static"), (1, 128)),
     ):
-        assert WeightFormat.from_config(section) == WeightFormat(section["quant_method"], block)
+        assert WeightFormat.from_config(section) == WeightFormat(section["quant_method"], (ScaleGroup(block),))
         spec("Llama", quantization_config=section)
-    deepseek = WeightFormat("fp8", (128, 128))
+    for section in (
+        {"quant_algo": None, "kv_cache_quant_algo": "FP8"},
+        group("channel") | {"config_groups": {}, "format": "dense", "kv_cache_scheme": {"num_bits": 8}},
+    ):
+        assert WeightFormat.from_config({"quant_method": "modelopt"} | section) is None  # of the KV cache alone
+    deepseek = WeightFormat("fp8", (ScaleGroup((128, 128)),))
     assert deepseek.block_of((576, 7168), (5, 56)) == (128, 128)  # kv_a_proj_with_mqa, of 4.5 blocks
     assert deepseek.block_of((576, 7168), (4, 56)) is None and deepseek.block_of((576, 7168), ()) is None
     plain = WeightFormat("modelopt")
@@ -119,6 +129,34 @@ def test_formats_that_are_read() -> None:
     assert {plain.block_of((6, 4), grid) for grid in ((4,), (1, 4), (2, 1), (6, 4))} == {None}
     with pytest.raises(ValueError, match="blocks of 128 must be two positive integers"):
         WeightFormat.from_config({"quant_method": "fp8", "weight_block_size": 128})
+
+
+def test_names_of_published_files_are_those_of_families() -> None:
+    kimi = {"architectures": ["DeepseekV3ForCausalLM"], "num_hidden_layers": 2}
+    assert spec_from_config(kimi | {"model_type": "kimi_k2"}) == spec_from_config(kimi)
+    assert len(spec_from_config({"model_type": "kimi_k2", "num_hidden_layers": 2}).layers) == 2
+    qwen = {"num_hidden_layers": 2, "num_key_value_heads": 4}
+    mimo = spec_from_config({"architectures": ["MiMoForCausalLM"], "model_type": "mimo", **qwen})
+    assert mimo == replace(spec("Qwen2", **qwen), unused=("model.mtp_layers.",))
+    layers = dict(num_hidden_layers=2, indexer_types=["full"] * 2)
+    newer = spec("GlmMoeDsa", **layers, layer_types=["indexed_attention"] * 2)
+    assert newer == spec("GlmMoeDsa", **layers, layer_types=["deepseek_sparse_attention"] * 2)
+
+
+def test_yarn_gives_the_context_of_its_factor() -> None:
+    """As Qwen's cards write it, beside max_position_embeddings of the plain model."""
+    card = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    stretched = spec("Qwen3", max_position_embeddings=40960, rope_scaling=card)
+    assert stretched.max_positions == 131072 and stretched.context == (
+        "context of 131072 tokens (RoPE's factor * original_max_position_embeddings in config.json)"
+    )
+    assert spec("Qwen3", max_position_embeddings=262144, rope_scaling=card).max_positions == 262144
+    plain = spec("Qwen3", max_position_embeddings=40960)
+    settings = plain.stretched(131072)
+    assert settings.startswith(", or stretch it with YaRN: ") and stretched.stretched(1 << 20) == ""
+    keys = dict(text.removeprefix("model.config.rope_scaling.").split("=") for text in settings.split(": ")[1].split())
+    given = {key: value if key == "rope_type" else float(value) for key, value in keys.items()}
+    assert spec("Qwen3", max_position_embeddings=40960, rope_scaling=given).max_positions == 4 * 40960
 
 
 def test_layer_types_that_say_what_is_so_are_taken() -> None:
@@ -145,7 +183,11 @@ def test_the_scale_of_gemma_s_embedding_is_of_the_model_s_type(dtype: torch.dtyp
 
 
 # Without these, the defaults are no model.
-NEEDED = {"DeepseekV2ForCausalLM": {"num_experts_per_tok": 2}, "Glm4MoeForCausalLM": {"head_dim": 128}}
+NEEDED = {
+    "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2},
+    "Glm4MoeForCausalLM": {"head_dim": 128},
+    "Glm4vMoeTextModel": {"head_dim": 128},
+}
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
@@ -156,7 +198,8 @@ def test_absent_keys_mean_what_they_mean_in_the_family(architecture: str) -> Non
     assert (s.norm_eps, s.max_positions, len(s.layers)) == (
         theirs.rms_norm_eps, theirs.max_position_embeddings, theirs.num_hidden_layers,
     )  # fmt: skip
-    assert s.eos == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
+    eos = getattr(theirs, "eos_token_id", None)
+    assert s.eos == (() if eos is None else (eos,))
     rope = theirs.rope_parameters.get("full_attention", theirs.rope_parameters)
     assert s.rope.theta == rope["rope_theta"] and s.rope.kind == rope["rope_type"]
     if s.experts is not None and s.attention.latent is not None:

@@ -50,6 +50,7 @@ TWO = SIZES | dict(
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     },
     sliding_window=64,
+    layer_types=["sliding_attention"] * 3 + ["full_attention"],
 )
 WINDOW = SIZES | {"architectures": ["MistralForCausalLM"], "sliding_window": 64}
 MOE = SIZES | {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}

@@ -197,7 +197,9 @@ LAYER = {
 def trained(monkeypatch: pytest.MonkeyPatch) -> LayerDrafts:
     """The layer, without its weights."""
     target = load_spec("qwen2.5-7b")
-    own = eagle3.read(LAYER, {"lm_head.weight": (32000, 3584), "midlayer.x": ()}, target)
+    own = eagle3.read(
+        LAYER, {"lm_head.weight": (32000, 3584), "fc.weight": (), "midlayer.hidden_norm.weight": ()}, target
+    )
     monkeypatch.setattr(auto_layout, "make_eagle3", lambda config, spec: own)
     config = compose_config("model=qwen2.5-7b", "speculation=eagle3", "speculation.path=DIR")
     found = layer_drafts(config.speculation, eagle3.with_eagle3(target, own))

@@ -88,6 +88,16 @@ def test_random_weights_need_the_config_alone(prompts: Path, tmp_path: Path) -> 
     preflight(compose_config(*given, "model.load=random"), 1)
 
 
+def test_other_tokenizers_are_named_and_token_ids_work(prompts: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(checkpoint("qwen3"), tmp_path / "model")
+    (model / "tiktoken.model").write_text("IQ== 0")
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"prompt": "a"}\n')
+    with pytest.raises(ValueError, match=r'no tokenizer\.json \(tiktoken\.model cannot be read\): use "prompt_ids"'):
+        preflight(compose_config(f"model.path={model}", f"decode.prompts={text}"), 1)
+    preflight(compose_config(f"model.path={model}", f"decode.prompts={prompts}"), 1)
+
+
 @pytest.mark.parametrize("key", ["decode.output", "record"])
 def test_outputs_are_rank_0s_to_check(key: str, prompts: Path, tmp_path: Path) -> None:
     config = compose_config(

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Phi3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from helix.layers.rotary import Rotary, frequencies
@@ -35,6 +36,23 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def rope(config: dict[str, Any]) -> RopeSpec:
     return spec_from_config({"architectures": ["LlamaForCausalLM"], "head_dim": 64, **config}).rope
+
+
+@pytest.mark.parametrize("context", [64, 256])
+@pytest.mark.parametrize("factor", [{}, {"factor": 8.0}, {"attention_factor": 1.7}])
+def test_longrope_takes_the_list_of_the_context(context: int, factor: dict[str, float]) -> None:
+    """Where transformers takes that of the longest position in a call."""
+    short, long = [1.0, 1.1, 1.3, 2.0], [1.5, 3.0, 9.0, 30.0]
+    scaling = dict(rope_type="longrope", short_factor=short, long_factor=long, original_max_position_embeddings=64)
+    parameters = scaling | factor | {"rope_theta": 10_000.0}
+    shape = dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=context)
+    shape |= {"original_max_position_embeddings": 64}  # as published; it overrides the one in the parameters
+    config = Phi3Config(**shape, rope_parameters=parameters)
+    wanted, attention = ROPE_INIT_FUNCTIONS["longrope"](config, torch.device("cpu"), seq_len=context)
+    ours = spec_from_config({"architectures": ["Phi3ForCausalLM"], **shape, "rope_parameters": parameters}).rope
+    divisors, scale = frequencies(ours)
+    torch.testing.assert_close(divisors, wanted, rtol=1e-6, atol=0)
+    assert scale == pytest.approx(attention) and ours.scaling["divisors"] == tuple(long if context > 64 else short)
 
 
 @pytest.mark.parametrize("kind", KINDS)
