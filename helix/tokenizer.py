@@ -18,6 +18,8 @@ LLAMA = ("LlamaTokenizer", "LlamaTokenizerFast")
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # WordPiece's spaces before punctuation, which `clean_up_tokenization_spaces` removes.
 CLEANED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
+# Chat templates by model type, for checkpoints that have code in their place.
+OWN_TEMPLATES = Path(__file__).with_name("chat_templates")
 
 
 class Tokenizer:
@@ -188,7 +190,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _chat_templates(path: Path, configured: Any) -> dict[str, str]:
-    # Template files take precedence over `tokenizer_config.json`.
+    # Template files take precedence over `tokenizer_config.json`, and both over a template of ours.
     files = {file.stem: file for file in (path / "additional_chat_templates").glob("*.jinja")}
     if os.path.lexists(path / "chat_template.jinja"):
         files = {"default": path / "chat_template.jinja"} | files
@@ -197,7 +199,8 @@ def _chat_templates(path: Path, configured: Any) -> dict[str, str]:
     elif isinstance(configured, list):
         configured = {one["name"]: one["template"] for one in configured}
     if configured is None:
-        return {}
+        own = OWN_TEMPLATES / f"{_read(path / 'config.json').get('model_type')}.jinja"
+        return {"default": read_text(own)} if own in OWN_TEMPLATES.iterdir() else {}
     templates = configured if isinstance(configured, dict) else {"default": configured}
     if not all(isinstance(text, str) for item in templates.items() for text in item):
         raise TypeError("chat_template must be a string or a list of named strings")

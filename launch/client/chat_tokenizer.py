@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
@@ -16,7 +16,8 @@ import numpy as np
 from helix.files import read_json, read_text
 from helix.sampling_params import OPTIONS
 from helix.tokenizer import Tokenizer, default_template, load_tokenizer, without_tokenizer
-from launch.client.chat_template import choose, names, render, variables
+from launch.client.chat_history import CALL_MARKS, THINKING_SWITCHES, HistoryFormat, find_history_format, fit
+from launch.client.chat_template import choose, render, variables
 from launch.client.errors import ApiError
 from launch.client.schemas import ChatMessage, Completion, Conversation, Tool, parse_body
 
@@ -37,8 +38,6 @@ RESERVED_VARIABLES |= {
     "max_length",
 }
 RESERVED_VARIABLES |= {"return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "kwargs"}
-REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # names for the reasoning of earlier answers
-THINKING_SWITCHES = ("enable_thinking", "thinking")  # variables that switch reasoning on and off
 # Texts to put around special tokens: tokenizers differ in stripping spaces and adding prefixes there.
 PROBES = ("a b", " a", "a ", "\n\n", "é🙂", "1 23", "")
 
@@ -77,6 +76,8 @@ class ChatTokenizer:
             longest_first = sorted(self.added, key=len, reverse=True)
             pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
             self._special = pattern if self._encodes_by_segment(pattern) else None
+            for text in self.backend.chat_templates.values():
+                self._history_format(text)  # rendering conversations takes longer than a short request
 
     @property
     def has_template(self) -> bool:
@@ -141,35 +142,29 @@ class ChatTokenizer:
 
         try:
             template = choose(tokenizer.chat_templates, tool_dicts is not None)
-            template_variables, template_names = variables(template), names(template)
+            template_variables = variables(template)
         except Exception as error:  # a jinja2 error, or several templates without a default
             what = f"the chat template cannot be read: {_one_line(error)}"
             raise ApiError(400, what, code="no_chat_template") from error
-        if chat.must_call_tool and "tools" not in template_variables:
+        form = self._history_format(template)
+        if chat.must_call_tool and not form.tools:
             tool_dicts = None  # the structured output enforces the call
-        if tool_dicts and "tools" not in template_variables:
+        if tool_dicts and not form.tools:
             raise ApiError(400, "tools are given, but the chat template does not use them", param="tools")
+        messages, tool_dicts = fit(map(_to_template_message, chat.message_list), tool_dicts, form)
         more = {"tools": tool_dicts, "documents": None, "add_generation_prompt": chat.adds_generation_prompt}
         more |= tokenizer.special_tokens | _variables(chat, template_variables - RESERVED_VARIABLES, template_variables)
-
-        def render_messages(conversation: list[dict[str, Any]]) -> str:
-            return render(template, conversation, chat.continue_final_message, more)
-
-        first: Exception | None = None
-        for conversation in _message_variants(
-            chat.message_list, next((name for name in REASONING_FIELDS if name in template_names), REASONING_FIELDS[0])
-        ):
-            try:
-                text = render_messages(conversation)
-                _check_all_calls_rendered(conversation, text, render_messages)
-                break
-            except Exception as error:  # templates are programs and may raise anything
-                first = first or error
-        else:
-            what = f"the chat template rejects the messages: {_one_line(first or ValueError())}"
-            raise ApiError(400, what, param="messages") from first
+        try:
+            text = render(template, messages, chat.continue_final_message, more)
+        except Exception as error:  # templates are programs and may raise anything
+            what = f"the chat template rejects the messages: {_one_line(error)}"
+            raise ApiError(400, what, param="messages") from error
         self._check_length(text, limit, "messages")
         return self.encode_segments(text), text
+
+    def _history_format(self, template: str) -> HistoryFormat:
+        special_tokens = frozenset(self._require_backend().special_tokens.items())
+        return find_history_format(template, special_tokens, all(mark in self.added for mark in CALL_MARKS))
 
     def encode_segments(self, text: str) -> np.ndarray:
         """Encodes rendered text, including special tokens, to ids [n] int32; caches the segments between these."""
@@ -294,105 +289,13 @@ def _one_line(error: Exception) -> str:
     return f"{' '.join(str(error).split()):.300}"
 
 
-def _message_variants(messages: Sequence[ChatMessage], reasoning_field: str) -> Iterator[list[dict[str, Any]]]:
-    """Yields a conversation in the variants that templates may expect; most accept the first, DeepSeek's do not.
-
-    A message with only tool calls may need content absent, null or empty, and its arguments as objects or strings.
-    gpt-oss's template reads either reasoning or text next to a call, and one call per message; Llama 3's refuses
-    several calls.
-
-    Args:
-        reasoning_field: the template's name for reasoning.
-    """
-    plain = [_to_template_message(message, reasoning_field) for message in messages]
-    yield plain
-    if not any(message.get("tool_calls") for message in plain):
-        return
-    split = _split_parallel_calls(plain)
-    bases = [plain]
-    bases += [
-        _merge_text_into_reasoning(plain, reasoning_field),
-        split,
-        _merge_text_into_reasoning(split, reasoning_field),
-    ]
-    for at, base in enumerate(bases):
-        if base in bases[:at]:
-            continue
-        if at:
-            yield base
-        for way in (base, [_stringify_arguments(message) for message in base]):
-            for content in (None, ""):
-                yield [{"content": content} | message for message in way]
-
-
-def _merge_text_into_reasoning(messages: list[dict[str, Any]], reasoning_field: str) -> list[dict[str, Any]]:
-    return [
-        message | {reasoning_field: f"{message[reasoning_field]}\n\n{message['content']}", "content": None}
-        if message.get("tool_calls") and message.get(reasoning_field) and message.get("content")
-        else message
-        for message in messages
-    ]
-
-
-def _split_parallel_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Splits messages with several calls: each call is followed by its result, matched by id or else by order."""
-    split: list[dict[str, Any]] = []
-    rest = deque(messages)
-    while rest:
-        message = rest.popleft()
-        calls = message.get("tool_calls", ())
-        if len(calls) < 2:
-            split.append(message)
-            continue
-        results: list[dict[str, Any]] = []
-        while rest and rest[0]["role"] == "tool":
-            results.append(rest.popleft())
-        for call in calls:
-            split.append(message | {"tool_calls": [call]})
-            message = {"role": message["role"]}
-            ids = [result.get("tool_call_id") for result in results]
-            if results:
-                split.append(results.pop(ids.index(call.get("id")) if call.get("id") in ids else 0))
-        split += results
-    return split
-
-
-def _check_all_calls_rendered(
-    conversation: list[dict[str, Any]], text: str, render_messages: Callable[[list[dict[str, Any]]], str]
-) -> None:
-    """Raises ValueError if the template rendered only the first of several calls in a message."""
-    if not any(len(message.get("tool_calls", ())) > 1 for message in conversation):
-        return
-    firsts = [m | {"tool_calls": m["tool_calls"][:1]} if "tool_calls" in m else m for m in conversation]
-    try:
-        lost = render_messages(firsts) == text
-    except Exception:  # the template checks the number of calls or results
-        return
-    if lost:
-        raise ValueError("a message has several calls, but the template renders only the first")
-
-
-def _stringify_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    if "tool_calls" not in message:
-        return message
-    calls = []
-    for call in message["tool_calls"]:
-        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-        calls.append(call | {"function": call["function"] | {"arguments": arguments}})
-    return message | {"tool_calls": calls}
-
-
-def _to_template_message(message: ChatMessage, reasoning_field: str) -> dict[str, Any]:
-    """Converts a message for templates: content as one text, call arguments as objects, no empty list of calls."""
+def _to_template_message(message: ChatMessage) -> dict[str, Any]:
+    """Converts a message for templates: content as one text, call arguments as objects, developers as the system."""
     plain = message.model_dump(exclude_none=True)
     if isinstance(message.content, list):
         plain["content"] = message.text
-    if not plain.get("tool_calls", True):
-        del plain["tool_calls"]  # templates that test for its presence would skip the text
-    if thoughts := [value for name in REASONING_FIELDS if isinstance(value := plain.get(name), str) and value]:
-        plain = {name: value for name, value in plain.items() if name not in REASONING_FIELDS} | {
-            reasoning_field: thoughts[0]
-        }
+    if message.role == "developer":
+        plain["role"] = "system"
     for call in plain.get("tool_calls", ()):
         try:
             call["function"]["arguments"] = json.loads(call["function"]["arguments"].strip() or "{}")

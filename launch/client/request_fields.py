@@ -143,7 +143,6 @@ FIELDS = (
         REFUSED, MESSAGES,
         ("container", "there are no containers"),
         ("mcp_servers", "tools run in the client", []),
-        ("context_management", "conversations are never truncated"),
     ),
     *_fields(
         REFUSED, BOTH,
@@ -226,6 +225,7 @@ FIELDS = (
         ("metadata", "user data is not stored"),
         ("service_tier", "there are no service tiers; set `priority`"),
         ("cache_control", "prefix caching is automatic"),
+        ("context_management", "the whole conversation is read: leave out of it what the model should not read"),
         ("diagnostics", "there are none"),
         ("inference_geo", "inference runs on this server"),
         ("speed", "there are no service tiers; set `priority`"),

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import numpy as np
 from pydantic import (
     AfterValidator,
+    AliasChoices,
     BeforeValidator,
     Field,
     PrivateAttr,
@@ -192,10 +193,10 @@ class Completion(GenerationFields):
 
 
 class TextPart(Schema):
-    """A text part of a message."""
+    """A text part of a message, or a refusal of an earlier answer."""
 
-    type: Literal["text"]
-    text: str
+    type: Literal["text", "refusal"]
+    text: str = Field(validation_alias=AliasChoices("text", "refusal"))
 
 
 class FunctionCall(Schema):
@@ -486,6 +487,12 @@ def _known_extra_fields(request: Schema) -> Iterator[tuple[RequestField, Any]]:
             yield field, value
 
 
+def unsupported_content(param: str | None, kind: str) -> ApiError:
+    """Returns the error for a part of a message that the model cannot read."""
+    what = f"{param} has type {kind:.40}: only text is read; models run without their towers for images and audio"
+    return ApiError(400, what, param=param, code="unsupported_content")
+
+
 def _refusal(error: Any) -> ApiError:
     message = str(error["msg"]).removeprefix("Value error, ")
     if error["type"] == "json_invalid":
@@ -498,7 +505,6 @@ def _refusal(error: Any) -> ApiError:
     given = error["input"]
     kind = given.get("type") if isinstance(given, dict) else given if where and where[-1] == "type" else None
     if isinstance(kind, str) and MEDIA.search(kind):
-        what = f"{param} has type {kind:.40}: only text is read; models run without their towers for images and audio"
-        return ApiError(400, what, param=param, code="unsupported_content")
+        return unsupported_content(param, kind)
     value_repr = SHORT_REPR.repr(error["input"])
     return ApiError(400, message if param is None else f"{param}={value_repr}: {message}", param=param)

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
+import re
+from collections.abc import Callable, Collection, Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
-from launch.client.chat_tokenizer import THINKING_SWITCHES, ChatTokenizer
+from launch.client.chat_history import THINKING_SWITCHES
+from launch.client.chat_tokenizer import ChatTokenizer
 from launch.client.errors import ApiError
 from launch.client.input_processor import encode_chat_prompt
 from launch.client.request_fields import MESSAGES
 from launch.client.schema_base import FalseByDefault, ListOf, Schema, null_as
-from launch.client.schemas import Chat, Effort, Function, SamplingFields, Stops, validate_body
+from launch.client.schemas import (
+    MAX_IGNORED_NAMES,
+    Chat,
+    Effort,
+    Function,
+    SamplingFields,
+    Stops,
+    unsupported_content,
+    validate_body,
+)
 from launch.serving.content_blocks import Block, BlockAnswer, Event
 
 ENDS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -26,6 +37,13 @@ KINDS = {
     500: "api_error",
     503: "overloaded_error",
 }
+# Text that clients put at the beginning of the system message for Anthropic's servers. It differs in each request, so
+# that no prompt would have the prefix of an earlier one.
+CLIENT_HEADER = re.compile(r"x-anthropic-[\w-]+:[^\n]*\n*")
+# Begins texts that Claude Code adds to the results of calls. A user's message in their place would be a new question to
+# templates, which drop the reasoning before it.
+REMINDER = "<system-reminder>"
+Report = Callable[[str], None]  # takes the name of what is left out of the prompt
 
 
 class TextBlock(Schema):
@@ -43,12 +61,6 @@ class ThinkingBlock(Schema):
     signature: Annotated[str, null_as("")] = ""
 
 
-class RedactedThinkingBlock(Schema):
-    """A redacted reasoning block, which is ignored."""
-
-    type: Literal["redacted_thinking"]
-
-
 class ToolUseBlock(Schema):
     """A tool call of an earlier answer."""
 
@@ -58,17 +70,52 @@ class ToolUseBlock(Schema):
     input: dict[str, Any]
 
 
+class OtherBlock(Schema):
+    """A block that the model cannot read, such as an image, or a tool that Anthropic defines."""
+
+    type: str
+
+    @property
+    def replacement(self) -> str:
+        """A text for the model in place of the block."""
+        if self.type == "tool_reference":
+            return f"The tool {(self.model_extra or {}).get('tool_name')} is available."
+        return f"[{self.type:.40} left out: this model reads only text]"
+
+
+def _by_type(*known: str) -> Discriminator:
+    """Selects the union's member by `type`: the first one without, and `OTHER` for unknown types.
+
+    Tags have a space, so that they do not look like fields in an error's location.
+    """
+
+    def tag(block: Any) -> str:
+        kind = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
+        return f"{kind or known[0]} block" if kind is None or kind in known else OTHER
+
+    return Discriminator(tag)
+
+
+OTHER = "other block"
+ResultContent = Annotated[Annotated[TextBlock, Tag("text block")] | Annotated[OtherBlock, Tag(OTHER)], _by_type("text")]
+
+
 class ToolResultBlock(Schema):
     """The result of a tool call."""
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Annotated[str | ListOf[TextBlock], null_as("")] = ""
+    content: Annotated[str | ListOf[ResultContent], null_as("")] = ""
     is_error: FalseByDefault = False
 
 
 ContentBlock = Annotated[
-    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
+    Annotated[TextBlock, Tag("text block")]
+    | Annotated[ThinkingBlock, Tag("thinking block")]
+    | Annotated[ToolUseBlock, Tag("tool_use block")]
+    | Annotated[ToolResultBlock, Tag("tool_result block")]
+    | Annotated[OtherBlock, Tag(OTHER)],
+    _by_type("text", "thinking", "tool_use", "tool_result"),
 ]
 
 
@@ -80,12 +127,16 @@ class MessageParam(Schema):
 
 
 class ToolParam(Schema):
-    """A tool that the client runs; Anthropic's built-in tools are not supported."""
+    """A tool that the client runs."""
 
     type: Literal["custom"] | None = None
     name: str = Function.model_fields["name"]  # type: ignore[assignment]
     description: str | None = None
     input_schema: dict[str, Any]
+    strict: bool | None = None
+
+
+AnyTool = Annotated[Annotated[ToolParam, Tag("custom block")] | Annotated[OtherBlock, Tag(OTHER)], _by_type("custom")]
 
 
 class ToolChoiceParam(Schema):
@@ -123,7 +174,7 @@ class Count(Schema):
     model: str | None = None
     messages: ListOf[MessageParam] = Field(min_length=1)
     system: str | ListOf[TextBlock] | None = None
-    tools: ListOf[ToolParam] | None = None
+    tools: ListOf[AnyTool] | None = None
     tool_choice: ToolChoiceParam | None = None
     thinking: ThinkingParam | None = None
     output_config: OutputConfig | None = None
@@ -137,36 +188,50 @@ class Messages(Count, SamplingFields):
     stop_sequences: Stops | None = None
 
 
-def chat_of(body: Count, switches: Collection[str]) -> Chat:
-    """Converts a Messages body to a chat body.
+def chat_of(body: Count, variables: Collection[str]) -> Chat:
+    """Converts a Messages body to a chat body, whose `model_extra` names what is left out of the prompt.
 
     Args:
-        switches: the chat template's variables that switch thinking on and off.
+        variables: the chat template's variables.
 
     Raises:
-        ApiError: 400, fields contradict each other.
+        ApiError: 400, fields contradict each other, or a message has an image.
     """
+    ignored: dict[str, None] = {}
+
+    def report(name: str) -> None:
+        if len(ignored) < MAX_IGNORED_NAMES:
+            ignored[name] = None
+
     turns: list[dict[str, Any]] = []
-    if body.system:
-        turns.append({"role": "system", "content": _text(body.system)})
-    for turn in body.messages:
-        turns += _turns(turn)
+    if system := _system_text(body.system or "", report):
+        turns.append({"role": "system", "content": system})
+    for at, turn in enumerate(body.messages):
+        turns += _turns(turn, at, report)
     chat: dict[str, Any] = {"model": body.model, "messages": turns}
     last = turns[-1] if turns else {}
     chat["continue_final_message"] = last.get("role") == "assistant" and "tool_calls" not in last
-    if body.tools:
-        named = ((tool, tool.model_dump(include={"name", "description"})) for tool in body.tools)
-        functions = [fields | {"parameters": tool.input_schema} for tool, fields in named]
-        chat["tools"] = [{"type": "function", "function": function} for function in functions]
+    functions = []
+    for tool in body.tools or ():
+        if isinstance(tool, OtherBlock):
+            report(f"tools.{tool.type}")
+        else:
+            named = tool.model_dump(include={"name", "description", "strict"})
+            functions.append({"type": "function", "function": named | {"parameters": tool.input_schema}})
+    if functions:
+        chat["tools"] = functions
     if (choice := body.tool_choice) is not None:
         forced = {"type": "function", "function": {"name": choice.name or ""}}
         chat["tool_choice"] = {"any": "required", "tool": forced}.get(choice.type, choice.type)
         chat["parallel_tool_calls"] = not choice.disable_parallel_tool_use
     if body.thinking is not None:
         chat["include_reasoning"] = thinks = body.thinking.type != "disabled"
-        chat["chat_template_kwargs"] = {name: thinks for name in THINKING_SWITCHES if name in switches}
+        chat["chat_template_kwargs"] = {name: thinks for name in THINKING_SWITCHES if name in variables}
     if (config := body.output_config) is not None:
-        chat["reasoning_effort"] = config.effort
+        if "reasoning_effort" in variables or any(name in variables for name in THINKING_SWITCHES):
+            chat["reasoning_effort"] = config.effort
+        elif config.effort is not None:
+            report("output_config.effort")
         if config.format is not None:
             schema = {"name": "answer", "schema": config.format.schema_}
             chat["response_format"] = {"type": "json_schema", "json_schema": schema}
@@ -176,12 +241,12 @@ def chat_of(body: Count, switches: Collection[str]) -> Chat:
             "stop": body.stop_sequences,
             "max_tokens": body.max_tokens,
         } | body.sampling_fields
-    return validate_body(Chat, chat)
+    return validate_body(Chat, chat | ignored)
 
 
-def count_tokens(tokenizer: ChatTokenizer, body: Count, switches: Collection[str], limit: int) -> dict[str, int]:
+def count_tokens(tokenizer: ChatTokenizer, body: Count, variables: Collection[str], limit: int) -> dict[str, int]:
     """Counts the prompt tokens of a body."""
-    ids: np.ndarray = encode_chat_prompt(tokenizer, chat_of(body, switches), limit)
+    ids: np.ndarray = encode_chat_prompt(tokenizer, chat_of(body, variables), limit)
     return {"input_tokens": len(ids)}
 
 
@@ -191,16 +256,38 @@ def error_body(error: ApiError, request_id: str) -> dict[str, Any]:
     return {"type": "error", "error": fields, "request_id": request_id}
 
 
-def _text(content: str | list[TextBlock]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+def _system_text(system: str | list[TextBlock], report: Report) -> str:
+    texts = [system] if isinstance(system, str) else [part.text for part in system]
+    for at, text in enumerate(texts):
+        if header := CLIENT_HEADER.match(text):
+            report(f"system.{text.partition(':')[0]}")
+            texts[at] = text[header.end() :]
+    return "".join(texts)
 
 
-def _turns(turn: MessageParam) -> Iterator[dict[str, Any]]:
+def _result_text(result: ToolResultBlock, report: Report) -> str:
+    if isinstance(result.content, str):
+        return result.content
+    texts = []
+    for part in result.content:
+        if isinstance(part, OtherBlock):
+            report(f"messages.tool_result.{part.type}")
+        texts.append(part.replacement if isinstance(part, OtherBlock) else part.text)
+    return "".join(texts)
+
+
+def _turns(turn: MessageParam, at: int, report: Report) -> list[dict[str, Any]]:
     if isinstance(turn.content, str):
-        yield {"role": turn.role, "content": turn.content}
-        return
-    message: dict[str, Any] = {}
-    for part in turn.content:
+        return [{"role": turn.role, "content": turn.content}]
+    turns: list[dict[str, Any]] = []
+    message: dict[str, Any] = {}  # collects blocks; the last one of the turns
+    for index, part in enumerate(turn.content):
+        if not message and not isinstance(part, ToolResultBlock):
+            if turns and isinstance(part, TextBlock) and part.text.startswith(REMINDER):
+                turns[-1]["content"] += f"\n\n{part.text}"
+                continue
+            message = {"role": turn.role}
+            turns.append(message)
         match part:
             case TextBlock():
                 message["content"] = message.get("content", "") + part.text
@@ -210,12 +297,13 @@ def _turns(turn: MessageParam) -> Iterator[dict[str, Any]]:
                 call = {"name": part.name, "arguments": json.dumps(part.input, ensure_ascii=False)}
                 message.setdefault("tool_calls", []).append({"id": part.id, "function": call})
             case ToolResultBlock():
-                if message:
-                    yield {"role": turn.role} | message
-                    message = {}
-                yield {"role": "tool", "tool_call_id": part.tool_use_id, "content": _text(part.content)}
-    if message:
-        yield {"role": turn.role} | message
+                turns.append({"role": "tool", "tool_call_id": part.tool_use_id, "content": _result_text(part, report)})
+                message = {}
+            case OtherBlock() if turn.role == "assistant":  # of another model's answer: redacted thinking, searches
+                report(f"messages.{part.type}")
+            case OtherBlock():
+                raise unsupported_content(f"messages.{at}.content.{index}.type", part.type)
+    return turns
 
 
 class MessagesAnswer(BlockAnswer):
@@ -243,7 +331,16 @@ class MessagesAnswer(BlockAnswer):
         return {"stop_reason": reason, "stop_sequence": stop}
 
     def _collected(self) -> dict[str, Any]:
-        return self._message([_content(block) for block in self.blocks], **self._end)
+        content = [_content(block) for block in self.blocks]
+        for block in content:
+            if block["type"] == "thinking":
+                block["signature"] = self._signature
+        return self._message(content, **self._end)
+
+    @property
+    def _signature(self) -> str:
+        """Signature of reasoning: clients return only what has one; it is not checked."""
+        return self.answer.request_id
 
     def _start_events(self) -> Iterator[Event]:
         yield {"type": "message_start", "message": self._message([], stop_reason=None, stop_sequence=None)}
@@ -260,6 +357,9 @@ class MessagesAnswer(BlockAnswer):
         return {"type": "content_block_delta", "index": block.index, "delta": {"type": kind, name: text}}
 
     def _block_stop_events(self, block: Block) -> Iterator[Event]:
+        if block.kind == "thinking":
+            signature = {"type": "signature_delta", "signature": self._signature}
+            yield {"type": "content_block_delta", "index": block.index, "delta": signature}
         yield {"type": "content_block_stop", "index": block.index}
 
     def _end_events(self) -> Iterator[Event]:

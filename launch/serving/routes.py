@@ -206,7 +206,8 @@ class Api:
         opening = self.session.open(body, run=run, cache_salt=cache_salt, request_id=request_log.id)
         answer = await while_connected(request.receive, opening)  # compiling a grammar may take long
         request_log.answer, presenter = answer, format(answer)
-        headers = {"x-ignored-fields": ",".join(map(_header, sent.model_extra))} if sent.model_extra else {}
+        ignored = (sent.model_extra or {}) | (body.model_extra or {})
+        headers = {"x-ignored-fields": ",".join(map(_header, ignored))} if ignored else {}
         if body.stream:
             return EventStream(presenter.events(), answer.close, self._serve.write_timeout_s, headers)
         try:

@@ -15,7 +15,6 @@ from transformers import AutoTokenizer
 
 from launch.answers.grammar_matcher import GrammarMatcherFactory
 from launch.client.chat_tokenizer import ChatTokenizer
-from launch.client.errors import ApiError
 from launch.client.schemas import Chat, parse_body
 from tests.serving.api_server import DEMO, READY, ApiServer, FakeJob, Serve, changed
 from tests.serving.chats import CHATS, COMPLETIONS, EFFORT, REFUSALS, TEMPLATE, TEMPLATES, USER, Talk
@@ -38,13 +37,6 @@ def test_earlier_answers_are_in_the_prompt(row: dict[str, Any], model: Path) -> 
     Templates such as DeepSeek's, which join texts, want a null content beside calls, and arguments as a text.
     """
     assert render_turns(ChatTokenizer(str(model)), PROMPTS["kinds"][row["template"]], row["turns"]) == row["prompt"]
-
-
-def test_a_template_that_cannot_show_all_calls_is_told(model: Path) -> None:
-    last = "{{ messages[1].tool_calls[0].function.arguments.a if messages|length == 2 else raise_exception('two') }}"
-    turns = next(row["turns"] for row in PROMPTS["earlier"] if row["template"] == "several" and len(row["turns"]) == 3)
-    with pytest.raises(ApiError, match="several calls, but the template renders only the first"):
-        render_turns(ChatTokenizer(str(model)), last, turns[:1])
 
 
 @pytest.mark.parametrize("row", PROMPTS["transformers"])

@@ -1,0 +1,318 @@
+"""Fits conversations to a chat template.
+
+Templates differ in the ids, calls, results, reasoning and roles that they read, and raise or drop what they do not
+read. `find_history_format` finds out by rendering short conversations; `fit` then applies the same form to every
+request, so that a longer conversation keeps its prefix.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+from launch.client.chat_template import names, render, variables
+
+Message = dict[str, Any]
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # names for the reasoning of earlier answers
+THINKING_SWITCHES = ("enable_thinking", "thinking")  # variables that switch reasoning on and off
+SYSTEM_FIELDS = ("tools", "functions")  # of the system message, for templates without a variable `tools`
+CALL_MARKS = ("<|tool_call|>", "<|/tool_call|>")  # Phi-4-mini's, whose template does not render calls
+
+
+def _nine_characters(given: str, name: str, number: int) -> str:
+    """Mistral's ids: nine letters and digits."""
+    digest = hashlib.sha256(given.encode(errors="surrogatepass")).hexdigest()
+    return given if re.fullmatch("[A-Za-z0-9]{9}", given) else digest[:9]
+
+
+def _numbered_function(given: str, name: str, number: int) -> str:
+    """Kimi's ids, in which the model reads the function's name."""
+    known = not name or re.fullmatch(rf"functions\.{re.escape(name)}:\d+", given)
+    return given if known else f"functions.{name}:{number}"
+
+
+# From the client's id, the function, and the number of the call in the conversation, to the id for the template. A
+# result of no call has no function.
+ID_FORMS: dict[str, Callable[[str, str, int], str]] = {
+    "given": lambda given, name, number: given,
+    "nine characters": _nine_characters,
+    "numbered function": _numbered_function,
+}
+
+
+@dataclass(frozen=True)
+class HistoryFormat:
+    """What a chat template reads.
+
+    Attributes:
+        tools: where: `variable`, a field of the system message that has them as JSON, or empty.
+        completes_tools: whether tools need a description and parameters.
+        ids: form of call ids, see `ID_FORMS`.
+        text_arguments: whether arguments are JSON text, not objects.
+        no_text: content of a message that has only calls: absent, None or empty.
+        results: role of a result; `tool_responses`: a field of the message with the calls.
+        names_results: whether results need the function's name.
+        several_calls: whether a message may have several calls.
+        calls_in_text: whether calls must be part of the text; then their marks.
+        reasoning: the field for reasoning.
+        merges_reasoning: whether text next to a call must be part of the reasoning.
+        system: whether there is a system role.
+        late_system: whether a system message may come after another message.
+        user_after_user, user_after_result: whether a user's message may come there.
+    """
+
+    tools: str = "variable"
+    completes_tools: bool = False
+    ids: str = "given"
+    text_arguments: bool = False
+    no_text: str | None = "absent"
+    results: str = "tool"
+    names_results: bool = False
+    several_calls: bool = True
+    calls_in_text: tuple[str, str] | None = None
+    reasoning: str = REASONING_FIELDS[0]
+    merges_reasoning: bool = False
+    system: bool = True
+    late_system: bool = True
+    user_after_user: bool = True
+    user_after_result: bool = True
+
+    @property
+    def result_role(self) -> str:
+        return "tool" if self.results == "tool_responses" else self.results
+
+
+def fit(
+    messages: Iterable[Message], tools: Sequence[Message] | None, form: HistoryFormat
+) -> tuple[list[Message], list[Message] | None]:
+    """Converts a conversation and tools to what a template reads.
+
+    Args:
+        messages: content is a text, arguments are objects; not modified.
+
+    Returns:
+        The messages, and the value of the variable `tools`.
+    """
+    given = [_complete_tool(tool) if form.completes_tools else tool for tool in tools or ()]
+    fitted = _place_roles(_fit_calls([_with_reasoning(message, form) for message in messages], form), form)
+    if given and form.tools in SYSTEM_FIELDS:
+        if not fitted or fitted[0]["role"] != "system":
+            fitted.insert(0, {"role": "system", "content": ""})
+        fitted[0] = fitted[0] | {form.tools: _json([tool["function"] for tool in given])}
+    return fitted, given if given and form.tools == "variable" else None
+
+
+def _complete_tool(tool: Message) -> Message:
+    function = {"description": ""} | tool["function"]
+    parameters = {"type": "object", "properties": {}} | (function.get("parameters") or {})
+    return tool | {"function": function | {"parameters": parameters}}
+
+
+def _with_reasoning(message: Message, form: HistoryFormat) -> Message:
+    """Renames the reasoning, drops an empty list of calls, and completes the text."""
+    reasoning = next((text for name in REASONING_FIELDS if isinstance(text := message.get(name), str) and text), None)
+    plain = {name: value for name, value in message.items() if name not in REASONING_FIELDS}
+    if not plain.get("tool_calls"):
+        plain.pop("tool_calls", None)  # templates that test for its presence would skip the text
+        plain["content"] = plain.get("content") or ""
+    if reasoning is None:
+        return plain
+    if form.merges_reasoning and "tool_calls" in plain and plain.get("content"):
+        plain["content"], reasoning = None, f"{reasoning}\n\n{plain['content']}"
+    return plain | {form.reasoning: reasoning}
+
+
+def _fit_calls(messages: list[Message], form: HistoryFormat) -> Iterator[Message]:
+    """Fits calls, and puts their results into the same order; one without a known id answers the next call."""
+    ids, number, at = ID_FORMS[form.ids], 0, 0
+    while at < len(messages):
+        message, at = messages[at], at + 1
+        if message["role"] == "tool":
+            orphan = ids(message.get("tool_call_id") or "", "", 0)
+            yield message | {"role": form.result_role, "tool_call_id": orphan}
+            continue
+        if "tool_calls" not in message:
+            yield message
+            continue
+        given = [call.get("id") or f"call_{number + i}" for i, call in enumerate(message["tool_calls"])]
+        calls = [
+            call | {"id": ids(given[i], call["function"]["name"], number + i)}
+            for i, call in enumerate(message["tool_calls"])
+        ]
+        number += len(calls)
+        results: dict[int, Message] = {}  # by call
+        while at < len(messages) and messages[at]["role"] == "tool":
+            result = messages[at]
+            like = [i for i, one in enumerate(given) if one == result.get("tool_call_id")]
+            free = [i for i in like or range(len(calls)) if i not in results]
+            if not free:
+                break
+            call, at = calls[free[0]], at + 1
+            name = {"name": call["function"]["name"]} if form.names_results else {}
+            results[free[0]] = result | name | {"role": form.result_role, "tool_call_id": call["id"]}
+        for group in [range(len(calls))] if form.several_calls else [range(i, i + 1) for i in range(len(calls))]:
+            found = [results[i] for i in group if i in results]
+            yield from _exchange(message, [calls[i] for i in group], found, form)
+            message = {"role": message["role"]}
+
+
+def _exchange(message: Message, calls: list[Message], results: list[Message], form: HistoryFormat) -> Iterator[Message]:
+    """Yields a message with calls, and their results."""
+    text = message.get("content") or ""
+    message = {name: value for name, value in message.items() if name not in ("content", "tool_calls")}
+    functions = [call["function"] for call in calls]
+    if form.calls_in_text is not None:
+        begin, end = form.calls_in_text
+        named = [{name: function[name] for name in ("name", "arguments")} for function in functions]
+        yield message | {"content": f"{text}{begin}{_json(named)}{end}"}
+        yield from results
+        return
+    if text or form.no_text != "absent":
+        message["content"] = text or form.no_text
+    if form.text_arguments:
+        functions = [function | {"arguments": _json(function["arguments"])} for function in functions]
+    message["tool_calls"] = [call | {"function": function} for call, function in zip(calls, functions, strict=True)]
+    if results and form.results == "tool_responses":
+        message["tool_responses"] = [{"name": result["name"], "response": result["content"]} for result in results]
+        results = []
+    yield message
+    yield from results
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _place_roles(messages: Iterable[Message], form: HistoryFormat) -> list[Message]:
+    """Puts system and user messages where the template allows them.
+
+    System messages at the beginning become one. A later one becomes part of the text before it: in the first message
+    it would change the prefix of all that follows.
+    """
+    placed: list[Message] = []
+    for message in messages:
+        role, last = message["role"], placed[-1]["role"] if placed else ""
+        if role == "system" and not (form.system and (form.late_system or not placed)):
+            joins = last in ("system", "user", form.result_role)
+            message = message | {"role": "user"}
+        else:
+            joins = role == "user" and (
+                (last == "user" and not form.user_after_user)
+                or (last == form.result_role and not form.user_after_result)
+            )
+        if joins:
+            before = placed[-1]["content"]
+            placed[-1] = placed[-1] | {"content": f"{before}\n\n{message['content']}" if before else message["content"]}
+        else:
+            placed.append(message)
+    return placed
+
+
+# ---- what a template reads
+
+# Texts to look for in a prompt.
+SYSTEM, LATER, LATEST, ASKED, AGAIN, SAID = "sysfirst", "syslater", "syslatest", "askfirst", "askagain", "saidtext"
+THOUGHT, FUNCTION, ARGUMENT, RESULT = "thoughttext", "callname", "argtext", "resulttext"
+
+
+def _user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def _system(text: str) -> Message:
+    return {"role": "system", "content": text}
+
+
+def _assistant(calls: int = 0, **fields: str) -> Message:
+    functions = [{"name": f"{FUNCTION}{i}", "arguments": {"a": f"{ARGUMENT}{i}"}} for i in range(calls)]
+    made = [{"id": f"call_{i}0123456789", "type": "function", "function": one} for i, one in enumerate(functions)]
+    return {"role": "assistant"} | fields | ({"tool_calls": made} if made else {})
+
+
+def _results(count: int) -> list[Message]:
+    return [{"role": "tool", "tool_call_id": f"call_{i}0123456789", "content": f"{RESULT}{i}"} for i in range(count)]
+
+
+EMPTY = ("absent", None, "")
+RESULTS = ("tool", "environment", "tool_responses", "user")
+BARE_TOOL = {"type": "function", "function": {"name": FUNCTION}}
+
+
+@lru_cache
+def find_history_format(template: str, special_tokens: frozenset[tuple[str, str]], marks_calls: bool) -> HistoryFormat:
+    """Finds out what a template reads; what it never shows keeps its plain form.
+
+    Args:
+        special_tokens: names and texts of special tokens, variables of the template.
+        marks_calls: whether the tokenizer has `CALL_MARKS`.
+    """
+    given = dict(special_tokens) | {"documents": None, "add_generation_prompt": True}
+    given |= dict.fromkeys(THINKING_SWITCHES, True)
+
+    def text(form: HistoryFormat, messages: list[Message], tools: list[Message] | None = None) -> str:
+        try:
+            fitted, variable = fit(messages, tools, form)
+            return render(template, fitted, False, given | {"tools": variable})
+        except Exception:  # templates are programs and may raise anything
+            return ""
+
+    def shown(form: HistoryFormat, messages: list[Message], *wanted: str, tools: list[Message] | None = None) -> int:
+        """Counts the texts in the prompt; none if it has arguments as Python writes them."""
+        prompt = text(form, messages, tools)
+        return 0 if "{'a':" in prompt else sum(one in prompt for one in wanted)
+
+    def best(forms: Iterable[HistoryFormat], messages: list[Message], *wanted: str, **more: Any) -> HistoryFormat:
+        found, most = None, -1
+        for form in forms:
+            if (count := shown(form, messages, *wanted, **more)) > most:
+                found, most = form, count
+            if most == len(wanted):
+                break
+        assert found is not None, "there is at least one form"
+        return found
+
+    form = HistoryFormat()
+    if not shown(form, [_user(ASKED)], ASKED):
+        return form
+    asked, known = _user(ASKED), names(template)
+    turn, turn_texts = [asked, _assistant(1), *_results(1)], (f"{FUNCTION}0", f"{ARGUMENT}0", f"{RESULT}0")
+    ways = ["variable"] if "tools" in variables(template) else [*SYSTEM_FIELDS]
+    forms = [replace(form, tools=way, completes_tools=more) for way, more in product(ways, (False, True))]
+    form = best(forms, [_system(SYSTEM), asked], FUNCTION, tools=[BARE_TOOL])
+    if form.tools != "variable" and not shown(form, [asked], FUNCTION, tools=[BARE_TOOL]):
+        form = replace(form, tools="")
+    if "tool_calls" not in known:
+        form = replace(form, calls_in_text=CALL_MARKS if marks_calls else ("", ""))
+    # Some templates render any role: what a template names comes first.
+    results = sorted(RESULTS, key=lambda name: (name == "user", name not in known))
+    forms = [
+        replace(
+            form, results=one, names_results=one == "tool_responses", ids=ids, text_arguments=is_text, no_text=empty
+        )
+        for one, ids, is_text, empty in product(results, ID_FORMS, (False, True), EMPTY)
+    ]
+    form = best(forms, turn, *turn_texts)
+    with_name = replace(form, names_results=True)
+    if shown(with_name, turn, *turn_texts) and text(with_name, turn) != text(form, turn):
+        form = with_name
+    forms = [replace(form, several_calls=several) for several in (True, False)]
+    form = best(forms, [asked, _assistant(2), *_results(2)], *(f"{one}{i}" for one in (ARGUMENT, RESULT) for i in "01"))
+    likely = sorted(REASONING_FIELDS, key=lambda name: name not in known)
+    forms = [replace(form, reasoning=name) for name in likely]
+    form = best(forms, [asked, _assistant(1, thinking=THOUGHT), *_results(1)], THOUGHT)
+    forms = [replace(form, merges_reasoning=merges) for merges in (False, True)]
+    form = best(forms, [asked, _assistant(1, thinking=THOUGHT, content=SAID), *_results(1)], THOUGHT, SAID)
+    several = [_system(SYSTEM), _system(LATER), asked, _assistant(content=SAID), _system(LATEST), _user(AGAIN)]
+    return replace(
+        form,
+        system=shown(form, [_system(SYSTEM), asked], SYSTEM, ASKED) == 2,
+        late_system=shown(form, several, SYSTEM, LATER, ASKED, SAID, LATEST, AGAIN) == 6,
+        user_after_user=shown(form, [asked, _user(AGAIN)], ASKED, AGAIN) == 2,
+        user_after_result=shown(form, [*turn, _user(AGAIN)], f"{RESULT}0", AGAIN) == 2,
+    )

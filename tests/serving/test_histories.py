@@ -1,0 +1,111 @@
+"""Conversations as templates read them, whatever ids, roles and fields a client sends."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from launch.client.chat_tokenizer import ChatTokenizer
+from launch.client.schemas import Chat, parse_body
+from tests.serving.api_server import DEMO, changed
+
+HISTORIES = yaml.safe_load(Path(__file__).with_name("histories.yaml").read_text(encoding="utf-8"))
+
+
+def prompt(tokenizer: ChatTokenizer, body: dict[str, Any]) -> str:
+    chat = parse_body(Chat, json.dumps(body).encode())
+    return tokenizer.encode_chat(chat, chat.prompt_tools, 1000)[1]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model: Path) -> ChatTokenizer:
+    return ChatTokenizer(str(model))
+
+
+@pytest.mark.parametrize("row", HISTORIES["cases"], ids=lambda row: row["template"])
+def test_a_conversation_fits_the_template(row: dict[str, Any], tokenizer: ChatTokenizer) -> None:
+    tokenizer.backend.chat_templates = {"default": HISTORIES["templates"][row["template"]]}  # type: ignore[union-attr]
+    body = {"messages": row.get("messages", HISTORIES["chat"]), "tools": row.get("tools")}
+    assert prompt(tokenizer, body) == row["prompt"]
+
+
+@pytest.mark.parametrize("name", HISTORIES["templates"])
+def test_a_longer_conversation_begins_with_the_shorter_one(name: str, tokenizer: ChatTokenizer) -> None:
+    """Whatever is merged or renamed: what the cache has of a conversation is the beginning of the next request."""
+    tokenizer.backend.chat_templates = {"default": HISTORIES["templates"][name]}  # type: ignore[union-attr]
+    chat = [
+        turn for turn in HISTORIES["chat"] if name != "gemma 2" or not turn.get("tool_calls", turn["role"] == "tool")
+    ]
+    ends = [at for at, turn in enumerate(chat) if turn["role"] == "assistant"] + [len(chat)]
+    prompts = [prompt(tokenizer, {"messages": chat[:end]}) for end in ends]
+    assert all(longer.startswith(shorter) for shorter, longer in pairwise(prompts))
+
+
+# ---- DeepSeek-V3.2, whose checkpoint has no template
+
+CALLS = [
+    {"id": "1", "function": {"name": "f", "arguments": '{"x": "1", "n": {"k": [1, true, null]}}'}},
+    {"id": "2", "function": {"name": "g", "arguments": "{}"}},
+]
+RESULTS = [{"role": "tool", "tool_call_id": i, "content": f"r{i}"} for i in "21"]
+TURN = [
+    {"role": "system", "content": "S"},
+    {"role": "user", "content": "U"},
+    {"role": "assistant", "content": "ok", "reasoning": "hm", "tool_calls": CALLS},
+    *RESULTS,
+]
+RENDERED = """\
+ok
+
+<｜DSML｜function_calls>
+<｜DSML｜invoke name="f">
+<｜DSML｜parameter name="x" string="true">1</｜DSML｜parameter>
+<｜DSML｜parameter name="n" string="false">{"k": [1, true, null]}</｜DSML｜parameter>
+</｜DSML｜invoke>
+<｜DSML｜invoke name="g">
+
+</｜DSML｜invoke>
+</｜DSML｜function_calls></s>
+
+<function_results>
+<result>r1</result>
+<result>r2</result>
+</function_results>
+
+"""
+
+
+@pytest.mark.parametrize(
+    ("thinking", "turns", "ending"),
+    [
+        (True, TURN[:2], "<s>S<｜User｜>U<｜Assistant｜><think>"),
+        (False, TURN[:2], "<s>S<｜User｜>U<｜Assistant｜></think>"),
+        (True, TURN, f"<s>S<｜User｜>U<｜Assistant｜><think>hm</think>{RENDERED}<think>"),
+        (False, TURN, f"<s>S<｜User｜>U<｜Assistant｜></think>{RENDERED}</think>"),
+        (
+            True,
+            [*TURN, {"role": "assistant", "content": "done"}, {"role": "user", "content": "V"}, TURN[0]],
+            f"<s>S<｜User｜>U<｜Assistant｜></think>{RENDERED}</think>done</s><｜User｜>V\n\nS<｜Assistant｜><think>",
+        ),
+    ],
+)
+def test_the_prompt_of_deepseek_v32(thinking: bool, turns: list[dict[str, Any]], ending: str, tmp_path: Path) -> None:
+    settings = json.loads((DEMO / "tokenizer_config.json").read_text())
+    settings |= {"chat_template": None, "bos_token": "<s>", "eos_token": "</s>"}
+    config = json.loads((DEMO / "config.json").read_text()) | {"model_type": "deepseek_v32"}
+    directory = changed(tmp_path / "model", {"tokenizer_config.json": settings, "config.json": config})
+    tokenizer, body = ChatTokenizer(str(directory)), {"messages": turns, "chat_template_kwargs": {"thinking": thinking}}
+    assert prompt(tokenizer, body) == ending
+    tool = {"type": "function", "function": {"name": "f", "description": "é"}}
+    text = prompt(tokenizer, body | {"tools": [tool, tool]})
+    begin, _, rest = text.partition("\n\n## Tools\n\n")
+    function = '{"name": "f", "description": "é"}\n'
+    assert begin == "<s>S" and rest.partition("<functions>\n")[2] == f"{function * 2}</functions>\n{ending[4:]}"
+    assert (
+        "<think>...thinking about results</think>\n\nHere are the functions available in JSONSchema format:\n" in rest
+    )
