@@ -22,7 +22,11 @@ Message = dict[str, Any]
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # names for the reasoning of earlier answers
 THINKING_SWITCHES = ("enable_thinking", "thinking")  # variables that switch reasoning on and off
 SYSTEM_FIELDS = ("tools", "functions")  # of the system message, for templates without a variable `tools`
-CALL_MARKS = ("<|tool_call|>", "<|/tool_call|>")  # Phi-4-mini's, whose template does not render calls
+CALL_MARKS = (
+    "<|tool_call|>",
+    "<|/tool_call|>",
+)  # of Phi-4-mini, and Granite 3's first, whose templates render no calls
+REASONING_PART = "part"  # Mistral's reasoning: a part of the content
 
 
 def _nine_characters(given: str, name: str, number: int) -> str:
@@ -59,8 +63,9 @@ class HistoryFormat:
         results: role of a result; `tool_responses`: a field of the message with the calls.
         names_results: whether results need the function's name.
         several_calls: whether a message may have several calls.
-        calls_in_text: whether calls must be part of the text; then their marks.
-        reasoning: the field for reasoning.
+        calls_in_text: marks of calls if they must be part of the text.
+        splits_text: whether text next to calls must be a message before them.
+        reasoning: the field for reasoning, or `REASONING_PART`.
         merges_reasoning: whether text next to a call must be part of the reasoning.
         system: whether there is a system role.
         late_system: whether a system message may come after another message.
@@ -75,7 +80,8 @@ class HistoryFormat:
     results: str = "tool"
     names_results: bool = False
     several_calls: bool = True
-    calls_in_text: tuple[str, str] | None = None
+    calls_in_text: tuple[str, ...] | None = None
+    splits_text: bool = False
     reasoning: str = REASONING_FIELDS[0]
     merges_reasoning: bool = False
     system: bool = True
@@ -125,6 +131,9 @@ def _with_reasoning(message: Message, form: HistoryFormat) -> Message:
         return plain
     if form.merges_reasoning and "tool_calls" in plain and plain.get("content"):
         plain["content"], reasoning = None, f"{reasoning}\n\n{plain['content']}"
+    if form.reasoning == REASONING_PART:
+        parts = [{"type": "thinking", "thinking": reasoning}, {"type": "text", "text": plain.get("content") or ""}]
+        return plain | {"content": [part for part in parts if part.get("text") != ""]}
     return plain | {form.reasoning: reasoning}
 
 
@@ -173,6 +182,9 @@ def _exchange(message: Message, calls: list[Message], results: list[Message], fo
         yield message | {"content": f"{text}{begin}{_json(named)}{end}"}
         yield from results
         return
+    if text and form.splits_text:
+        yield message | {"content": text}
+        text, message = "", {"role": message["role"]}
     if text or form.no_text != "absent":
         message["content"] = text or form.no_text
     if form.text_arguments:
@@ -244,51 +256,73 @@ RESULTS = ("tool", "environment", "tool_responses", "user")
 BARE_TOOL = {"type": "function", "function": {"name": FUNCTION}}
 
 
+class _Probe:
+    """Renders short conversations.
+
+    Attributes:
+        tools: of all conversations.
+    """
+
+    def __init__(self, template: str, special_tokens: Iterable[tuple[str, str]]) -> None:
+        self.tools: list[Message] | None = None
+        self._template = template
+        self._given = dict(special_tokens) | {"documents": None, "add_generation_prompt": True}
+        self._given |= dict.fromkeys(THINKING_SWITCHES, True)
+
+    def prompt(self, form: HistoryFormat, messages: list[Message]) -> str:
+        """Returns the prompt; empty if the template raises, or writes arguments or parts as Python does."""
+        try:
+            fitted, tools = fit(messages, self.tools, form)
+            text = render(self._template, fitted, False, self._given | {"tools": tools})
+        except Exception:  # templates are programs and may raise anything
+            return ""
+        return "" if "{'a':" in text or "{'type':" in text else text
+
+    def count(self, form: HistoryFormat, messages: list[Message], *wanted: str) -> int:
+        prompt = self.prompt(form, messages)
+        return sum(text in prompt for text in wanted)
+
+    def shows(self, form: HistoryFormat, messages: list[Message], *wanted: str) -> bool:
+        return self.count(form, messages, *wanted) == len(wanted)
+
+    def best(self, forms: Iterable[HistoryFormat], messages: list[Message], *wanted: str) -> HistoryFormat:
+        """Returns the first form that shows the most texts."""
+        counts: list[tuple[int, HistoryFormat]] = []
+        for form in forms:
+            counts.append((self.count(form, messages, *wanted), form))
+            if counts[-1][0] == len(wanted):
+                break
+        return max(counts, key=lambda one: one[0])[1]
+
+
 @lru_cache
-def find_history_format(template: str, special_tokens: frozenset[tuple[str, str]], marks_calls: bool) -> HistoryFormat:
+def find_history_format(
+    template: str, special_tokens: frozenset[tuple[str, str]], marks: tuple[str, ...]
+) -> HistoryFormat:
     """Finds out what a template reads; what it never shows keeps its plain form.
 
     Args:
         special_tokens: names and texts of special tokens, variables of the template.
-        marks_calls: whether the tokenizer has `CALL_MARKS`.
+        marks: begin and end of calls that are part of the text; empty where the tokenizer lacks the mark.
     """
-    given = dict(special_tokens) | {"documents": None, "add_generation_prompt": True}
-    given |= dict.fromkeys(THINKING_SWITCHES, True)
+    form, probe, asked = HistoryFormat(), _Probe(template, special_tokens), _user(ASKED)
+    if not probe.shows(form, [asked], ASKED):
+        probe.tools = [_complete_tool(BARE_TOOL)]  # some templates are only for conversations with tools
+        if not probe.shows(form, [asked], ASKED):
+            return form
+    known = names(template)
 
-    def text(form: HistoryFormat, messages: list[Message], tools: list[Message] | None = None) -> str:
-        try:
-            fitted, variable = fit(messages, tools, form)
-            return render(template, fitted, False, given | {"tools": variable})
-        except Exception:  # templates are programs and may raise anything
-            return ""
-
-    def shown(form: HistoryFormat, messages: list[Message], *wanted: str, tools: list[Message] | None = None) -> int:
-        """Counts the texts in the prompt; none if it has arguments as Python writes them."""
-        prompt = text(form, messages, tools)
-        return 0 if "{'a':" in prompt else sum(one in prompt for one in wanted)
-
-    def best(forms: Iterable[HistoryFormat], messages: list[Message], *wanted: str, **more: Any) -> HistoryFormat:
-        found, most = None, -1
-        for form in forms:
-            if (count := shown(form, messages, *wanted, **more)) > most:
-                found, most = form, count
-            if most == len(wanted):
-                break
-        assert found is not None, "there is at least one form"
-        return found
-
-    form = HistoryFormat()
-    if not shown(form, [_user(ASKED)], ASKED):
-        return form
-    asked, known = _user(ASKED), names(template)
-    turn, turn_texts = [asked, _assistant(1), *_results(1)], (f"{FUNCTION}0", f"{ARGUMENT}0", f"{RESULT}0")
+    always, probe.tools = probe.tools, [BARE_TOOL]
     ways = ["variable"] if "tools" in variables(template) else [*SYSTEM_FIELDS]
     forms = [replace(form, tools=way, completes_tools=more) for way, more in product(ways, (False, True))]
-    form = best(forms, [_system(SYSTEM), asked], FUNCTION, tools=[BARE_TOOL])
-    if form.tools != "variable" and not shown(form, [asked], FUNCTION, tools=[BARE_TOOL]):
+    form = probe.best(forms, [_system(SYSTEM), asked], FUNCTION)
+    if form.tools != "variable" and not probe.shows(form, [asked], FUNCTION):
         form = replace(form, tools="")
+    probe.tools = always
+
+    turn, in_turn = [asked, _assistant(1), *_results(1)], (f"{FUNCTION}0", f"{ARGUMENT}0", f"{RESULT}0")
     if "tool_calls" not in known:
-        form = replace(form, calls_in_text=CALL_MARKS if marks_calls else ("", ""))
+        form = replace(form, calls_in_text=marks)
     # Some templates render any role: what a template names comes first.
     results = sorted(RESULTS, key=lambda name: (name == "user", name not in known))
     forms = [
@@ -297,22 +331,30 @@ def find_history_format(template: str, special_tokens: frozenset[tuple[str, str]
         )
         for one, ids, is_text, empty in product(results, ID_FORMS, (False, True), EMPTY)
     ]
-    form = best(forms, turn, *turn_texts)
+    form = probe.best(forms, turn, *in_turn)
     with_name = replace(form, names_results=True)
-    if shown(with_name, turn, *turn_texts) and text(with_name, turn) != text(form, turn):
+    if probe.count(with_name, turn, *in_turn) and probe.prompt(with_name, turn) != probe.prompt(form, turn):
         form = with_name
     forms = [replace(form, several_calls=several) for several in (True, False)]
-    form = best(forms, [asked, _assistant(2), *_results(2)], *(f"{one}{i}" for one in (ARGUMENT, RESULT) for i in "01"))
-    likely = sorted(REASONING_FIELDS, key=lambda name: name not in known)
-    forms = [replace(form, reasoning=name) for name in likely]
-    form = best(forms, [asked, _assistant(1, thinking=THOUGHT), *_results(1)], THOUGHT)
+    in_both = [f"{text}{i}" for text in (ARGUMENT, RESULT) for i in range(2)]
+    form = probe.best(forms, [asked, _assistant(2), *_results(2)], *in_both)
+
+    fields = sorted(REASONING_FIELDS, key=lambda name: name not in known)
+    forms = [replace(form, reasoning=name) for name in (*fields, REASONING_PART)]
+    form = probe.best(forms, [asked, _assistant(1, thinking=THOUGHT), *_results(1)], THOUGHT)
     forms = [replace(form, merges_reasoning=merges) for merges in (False, True)]
-    form = best(forms, [asked, _assistant(1, thinking=THOUGHT, content=SAID), *_results(1)], THOUGHT, SAID)
-    several = [_system(SYSTEM), _system(LATER), asked, _assistant(content=SAID), _system(LATEST), _user(AGAIN)]
+    form = probe.best(forms, [asked, _assistant(1, thinking=THOUGHT, content=SAID), *_results(1)], THOUGHT, SAID)
+    beside = [asked, _assistant(1, content=SAID), *_results(1)]
+    if not probe.shows(form, beside, *in_turn, SAID):
+        split, longer = replace(form, splits_text=True), [*beside, _assistant(content=LATER), _user(AGAIN)]
+        form = split if probe.shows(split, longer, *in_turn, SAID, LATER, AGAIN) else form
+
+    systems = [_system(SYSTEM), _system(LATER), asked, _assistant(content=SAID), _system(LATEST), _user(AGAIN)]
     return replace(
         form,
-        system=shown(form, [_system(SYSTEM), asked], SYSTEM, ASKED) == 2,
-        late_system=shown(form, several, SYSTEM, LATER, ASKED, SAID, LATEST, AGAIN) == 6,
-        user_after_user=shown(form, [asked, _user(AGAIN)], ASKED, AGAIN) == 2,
-        user_after_result=shown(form, [*turn, _user(AGAIN)], f"{RESULT}0", AGAIN) == 2,
+        system=all(probe.shows(form, [_system(SYSTEM), *rest], SYSTEM, ASKED) for rest in ([asked], turn)),
+        late_system=probe.shows(form, systems, SYSTEM, LATER, ASKED, LATEST, AGAIN)
+        and SAID in probe.prompt(form, systems).partition(LATEST)[0],  # some move all to the beginning
+        user_after_user=probe.shows(form, [asked, _user(AGAIN)], ASKED, AGAIN),
+        user_after_result=probe.shows(form, [*turn, _user(AGAIN)], f"{RESULT}0", AGAIN),
     )

@@ -164,7 +164,9 @@ class ChatTokenizer:
 
     def _history_format(self, template: str) -> HistoryFormat:
         special_tokens = frozenset(self._require_backend().special_tokens.items())
-        return find_history_format(template, special_tokens, all(mark in self.added for mark in CALL_MARKS))
+        return find_history_format(
+            template, special_tokens, tuple(mark if mark in self.added else "" for mark in CALL_MARKS)
+        )
 
     def encode_segments(self, text: str) -> np.ndarray:
         """Encodes rendered text, including special tokens, to ids [n] int32; caches the segments between these."""
