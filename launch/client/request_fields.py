@@ -121,7 +121,7 @@ FIELDS = (
         ("tools", "functions that the answer may call, with `input_schema`; a call is streamed as one piece"),
         ("tool_choice", "`none`, `auto`, `any` or `tool`: [which calls are made](#structured-outputs)"),
         ("thinking", "`enabled`, `adaptive` or `disabled`: switches thinking on or off, if the template has a switch"),
-        ("output_config", "`effort`, [if the template reads it](#what-templates-read); `format`, a schema"),
+        ("output_config", "`effort`, ignored if [no variable is for it](#what-templates-read); `format`, a schema"),
     ),
     *_fields(
         REFUSED, RESPONSES,
