@@ -297,6 +297,8 @@ def _turns(turn: MessageParam, at: int, report: Report) -> list[dict[str, Any]]:
                 call = {"name": part.name, "arguments": json.dumps(part.input, ensure_ascii=False)}
                 message.setdefault("tool_calls", []).append({"id": part.id, "function": call})
             case ToolResultBlock():
+                if part.is_error:
+                    report("messages.tool_result.is_error")
                 turns.append({"role": "tool", "tool_call_id": part.tool_use_id, "content": _result_text(part, report)})
                 message = {}
             case OtherBlock() if turn.role == "assistant":  # of another model's answer: redacted thinking, searches
