@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import json
+import os
+import shutil
+from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from itertools import count
@@ -144,11 +149,11 @@ Start = Callable[..., Awaitable[Session]]
 def start(serve: Serve, tmp_path: Path) -> Start:
     """A factory of sessions; await it with the model's template."""
 
-    async def start(template: str = text_of("agent.jinja")) -> Session:
+    async def start(template: str = text_of("agent.jinja"), **ready: Any) -> Session:
         model = chat_model(tmp_path / "agent", template)
         session = Session(model)
-        ready = replace(READY, model=str(model), vocab=4100, eos=(0, session._end))
-        session.server = await serve(FakeJob(session.script, ready))
+        info = replace(READY, model=str(model), vocab=4100, eos=(0, session._end), **ready)
+        session.server = await serve(FakeJob(session.script, info))
         return session
 
     return start
@@ -252,3 +257,45 @@ async def test_names_of_what_is_ignored_are_limited(start: Start) -> None:
     tools = [{"type": f"tool_{i}\n{'x' * 99}", "name": "x"} for i in range(99)]
     names = ignored(await session.ask(request([user(text("Hi."))], tools=tools)))
     assert len(names) < 64 and all(len(name) <= 80 and name.isprintable() for name in names)
+
+
+# A picture of one pixel.
+PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+CLAUDE = shutil.which("claude")
+
+
+@pytest.mark.clients
+@pytest.mark.skipif(
+    CLAUDE is None, reason="npm install --prefix DIR @anthropic-ai/claude-code; in DIR/node_modules/.bin"
+)
+async def test_the_program_itself(start: Start, tmp_path: Path) -> None:
+    """It reads a text and a picture, is asked again, and computes only what is new within a question."""
+    session = await start(context=1 << 20, max_length=1 << 20, kv_tokens=1 << 20)
+    (work := tmp_path / "work").mkdir()
+    (work / "note.txt").write_text("forty-two\n")
+    (work / "picture.png").write_bytes(base64.b64decode(PIXEL))
+    environment = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(tmp_path),
+        "ANTHROPIC_BASE_URL": session.server.url,
+        "ANTHROPIC_AUTH_TOKEN": "-",
+        "ANTHROPIC_MODEL": "agent",
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    }
+
+    async def ask(question: str, *options: str) -> str:
+        process = await asyncio.create_subprocess_exec(
+            str(CLAUDE), "-p", question, *options, cwd=work, env=environment, stdin=DEVNULL, stdout=PIPE
+        )  # fmt: skip
+        return (await asyncio.wait_for(process.communicate(), 100))[0].decode().strip()
+
+    calls = "\n".join(call("Read", file_path=str(work / name)) for name in ("note.txt", "picture.png"))
+    session.replies = [f"Two.\n</think>\n\nI read them.\n{calls}", "Fine.\n</think>\n\nIt says forty-two."]
+    assert await ask("What do the files say?") == "It says forty-two."
+    first, second = (submit.prompt.tolist() for submit in session.server.job.submits)
+    assert second[: len(session.answered[0])] == session.answered[0] and len(first) < len(session.answered[0])
+    results = session.prompt.rpartition("</tool_call>")[2]
+    assert "forty-two" in results and "[image left out: this model reads only text]" in results
+    session.replies = ["So.\n</think>\n\nNothing else."]
+    assert await ask("And?", "--continue") == "Nothing else."
+    assert "It says forty-two.<|im_end|>" in session.prompt
