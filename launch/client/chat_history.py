@@ -139,36 +139,43 @@ def _with_reasoning(message: Message, form: HistoryFormat) -> Message:
 
 def _fit_calls(messages: list[Message], form: HistoryFormat) -> Iterator[Message]:
     """Fits calls, and puts their results into the same order; one without a known id answers the next call."""
-    ids, number, at = ID_FORMS[form.ids], 0, 0
+    number, at = 0, 0
+    known: dict[str, Message] = {}  # calls by the client's id
     while at < len(messages):
         message, at = messages[at], at + 1
         if message["role"] == "tool":
-            orphan = ids(message.get("tool_call_id") or "", "", 0)
-            yield message | {"role": form.result_role, "tool_call_id": orphan}
+            yield _fit_result(message, known.get(message.get("tool_call_id", "")), form)
             continue
         if "tool_calls" not in message:
             yield message
             continue
         given = [call.get("id") or f"call_{number + i}" for i, call in enumerate(message["tool_calls"])]
         calls = [
-            call | {"id": ids(given[i], call["function"]["name"], number + i)}
+            call | {"id": ID_FORMS[form.ids](given[i], call["function"]["name"], number + i)}
             for i, call in enumerate(message["tool_calls"])
         ]
+        known |= zip(given, calls, strict=True)
         number += len(calls)
         results: dict[int, Message] = {}  # by call
         while at < len(messages) and messages[at]["role"] == "tool":
-            result = messages[at]
-            like = [i for i, one in enumerate(given) if one == result.get("tool_call_id")]
+            like = [i for i, one in enumerate(given) if one == messages[at].get("tool_call_id")]
             free = [i for i in like or range(len(calls)) if i not in results]
             if not free:
                 break
-            call, at = calls[free[0]], at + 1
-            name = {"name": call["function"]["name"]} if form.names_results else {}
-            results[free[0]] = result | name | {"role": form.result_role, "tool_call_id": call["id"]}
+            results[free[0]] = _fit_result(messages[at], calls[free[0]], form)
+            at += 1
         for group in [range(len(calls))] if form.several_calls else [range(i, i + 1) for i in range(len(calls))]:
             found = [results[i] for i in group if i in results]
             yield from _exchange(message, [calls[i] for i in group], found, form)
             message = {"role": message["role"]}
+
+
+def _fit_result(result: Message, call: Message | None, form: HistoryFormat) -> Message:
+    if call is None:
+        own = {"tool_call_id": ID_FORMS[form.ids](result.get("tool_call_id") or "", "", 0)}
+    else:
+        own = {"tool_call_id": call["id"]} | ({"name": call["function"]["name"]} if form.names_results else {})
+    return result | own | {"role": form.result_role}
 
 
 def _exchange(message: Message, calls: list[Message], results: list[Message], form: HistoryFormat) -> Iterator[Message]:
