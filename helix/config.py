@@ -312,6 +312,7 @@ class ServeConfig:
         host: address to listen on.
         port: port to listen on; 0: any free port.
         name: the model's name in the API; unset: the name of its directory.
+        aliases: other names under which clients may ask for the model; `*` stands for any text, as in claude-*.
         chat_template: file with the chat template, also for prompt files and from Python; unset: the model's own.
         api_keys: file of keys, lines of OWNER KEY; unset: no key is needed.
         open: allow an address that other hosts can reach without api_keys.
@@ -320,6 +321,10 @@ class ServeConfig:
             that is more.
         max_queue: maximum number of requests that wait for the engine.
         write_timeout_s: how long to wait for a client to read its response, seconds.
+        heartbeat_s: a stream without news for this time sends an event that clients count as a sign of life, seconds.
+        stored_responses: maximum number of answers of /v1/responses kept in memory per API key, the newest ones, for
+            `previous_response_id`; 0: none.
+        stored_mib: maximum size of these per API key, MiB of JSON.
         restarts: how often the ranks may restart within ten minutes before the server exits.
         hang_s: restart the ranks after this time without progress while there are requests, seconds.
         drain_s: how long running requests may continue after the server is asked to stop, seconds.
@@ -330,6 +335,7 @@ class ServeConfig:
     host: str = "127.0.0.1"
     port: Annotated[int, Range(0, 65535)] = 8000
     name: str | None = None
+    aliases: list[str] = field(default_factory=list)
     chat_template: FilePath | None = None
     api_keys: FilePath | None = None
     open: bool = False
@@ -337,6 +343,9 @@ class ServeConfig:
     body_mib: Annotated[int, Range(1, 1 << 16)] | None = None
     max_queue: Annotated[int, Range(1, 1 << 20)] = 256
     write_timeout_s: Annotated[float, Range(0.1, 86_400)] = 60.0
+    heartbeat_s: Annotated[float, Range(0.01, 240)] = 10.0
+    stored_responses: Annotated[int, Range(0, 1 << 20)] = 1024
+    stored_mib: Annotated[int, Range(1, 1 << 20)] = 64
     restarts: Annotated[int, Range(0, 1 << 20)] = 3
     hang_s: Annotated[float, Range(1, 86_400)] = 60.0
     drain_s: Annotated[float, Range(0, 86_400)] = 30.0

@@ -112,7 +112,9 @@ class HTTPClient:
                 if line.startswith(b"data: {"):
                     piece, now = json.loads(line[6:]), time.perf_counter()
                     seen.usage = piece.get("usage") or seen.usage
-                    seen.chunk_times += [now] * bool(piece["choices"])
+                    # A long prefill has heartbeats, which are choices without text.
+                    begun = seen.chunk_times or any(one["text"] or one["finish_reason"] for one in piece["choices"])
+                    seen.chunk_times += [now] * bool(piece["choices"] and begun)
             writer.close()
         return seen
 

@@ -20,7 +20,6 @@ from launch.client.schemas import Chat, Completion
 
 DeltaCallback = Callable[[int, Delta], None]
 REPR_CHARS = 60  # characters of a text in the `repr` of an output
-KEEPALIVE_S = 5.0  # silence after which `Answer.deltas` yields an empty list, so that a stream can send a keep-alive
 
 
 class Answer:
@@ -32,6 +31,7 @@ class Answer:
         changed: set when a choice has new tokens.
         request_id: id in the log; empty: a new one.
         model: the model's name in responses.
+        heartbeat_s: seconds without `sent` after which `deltas` yields None.
 
     Attributes:
         echoed: for each choice, the prompt text that a completion with echo repeats.
@@ -48,6 +48,7 @@ class Answer:
         changed: asyncio.Event,
         request_id: str = "",
         model: str = "",
+        heartbeat_s: float = 10.0,
     ) -> None:
         self.body, self.choices, self.tokenizer, self.model = body, choices, tokenizer, model
         self.is_chat = isinstance(body, Chat)
@@ -57,6 +58,7 @@ class Answer:
         self.with_logprobs = num_logprobs(body) is not None
         self.created, self.began = int(time.time()), time.monotonic()
         self._changed = changed
+        self._heartbeat_s, self._heartbeat_at = heartbeat_s, 0.0
 
     def close(self) -> None:
         """Aborts unfinished choices; call it once the answer is sent."""
@@ -77,18 +79,28 @@ class Answer:
             "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
         }
 
-    async def deltas(self) -> AsyncIterator[list[tuple[int, Delta]]]:
-        """Yields the new deltas by choice until all have finished; an empty list after `KEEPALIVE_S` without any.
+    def sent(self) -> None:
+        """Tells that the client is sent something: the next heartbeat is due `heartbeat_s` later."""
+        self._heartbeat_at = asyncio.get_running_loop().time() + self._heartbeat_s
+
+    async def deltas(self) -> AsyncIterator[list[tuple[int, Delta]] | None]:
+        """Yields the new deltas by choice until all have finished; None when a heartbeat is due.
+
+        Tokens may come without anything to send, as while a call is written: only `sent` postpones heartbeats.
 
         Raises:
             ApiError: a choice failed.
         """
+        loop = asyncio.get_running_loop()
+        self.sent()
         while any(choice.finish_reason is None for choice in self.choices):
+            if loop.time() >= self._heartbeat_at:
+                self.sent()
+                yield None
             try:
-                async with asyncio.timeout(KEEPALIVE_S):
+                async with asyncio.timeout_at(self._heartbeat_at):
                     await self._changed.wait()
             except TimeoutError:
-                yield []
                 continue
             self._changed.clear()
             deltas = [(choice.index, one) for choice in self.choices if (one := choice.poll())]
@@ -110,7 +122,7 @@ class Answer:
         """
         pieces_of: list[list[Delta]] = [[] for _ in self.choices]
         async for deltas in self.deltas():
-            for index, one in deltas:
+            for index, one in deltas or ():
                 on_delta(index, one)
                 pieces_of[index].append(one)
         return [Delta.concat(pieces) for pieces in pieces_of]

@@ -15,6 +15,7 @@ from pydantic import (
     Field,
     PrivateAttr,
     ValidationError,
+    ValidationInfo,
     create_model,
     field_validator,
     model_validator,
@@ -192,11 +193,25 @@ class Completion(GenerationFields):
         return self.prompt  # type: ignore[return-value]
 
 
+def left_out_text(kind: str) -> str:
+    """Returns what a model reads in place of a part of a tool's result that is not text."""
+    return f"[{kind:.40} left out: the model reads text only]"
+
+
 class TextPart(Schema):
     """A text part of a message, or a refusal of an earlier answer."""
 
     type: Literal["text", "refusal"]
     text: str = Field(validation_alias=AliasChoices("text", "refusal"))
+
+
+def _text_part(part: dict[str, Any], in_result: bool) -> dict[str, Any]:
+    kind = part.get("type")
+    if kind == "refusal":
+        return {"type": "text", "text": part.get("refusal")}
+    if in_result and isinstance(kind, str) and kind != "text":
+        return {"type": "text", "text": left_out_text(kind), "left_out": kind}
+    return part
 
 
 class FunctionCall(Schema):
@@ -223,6 +238,24 @@ class ChatMessage(Schema):
     tool_calls: ListOf[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _as_text(cls, content: object, info: ValidationInfo) -> object:
+        """Makes texts of refusals, and of what is no text in a tool's result: an image must not end a session."""
+        if not isinstance(content, list):
+            return content
+        return [
+            _text_part(part, info.data.get("role") == "tool") if isinstance(part, dict) else part for part in content
+        ]
+
+    @property
+    def left_out(self) -> set[str]:
+        """Types of the parts that the model does not read."""
+        parts = self.content if isinstance(self.content, list) else ()
+        return {
+            str(part.model_extra["left_out"]) for part in parts if part.model_extra and "left_out" in part.model_extra
+        }
 
     @property
     def text(self) -> str:
@@ -319,6 +352,13 @@ class Chat(GenerationFields, Conversation):
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: TrueByDefault = True
     include_reasoning: TrueByDefault = True
+
+    @model_validator(mode="after")
+    def _name_what_is_left_out(self) -> Chat:
+        kinds = set().union(*(message.left_out for message in self.messages))
+        assert self.model_extra is not None, "schemas collect unknown fields"
+        self.model_extra.update(dict.fromkeys(f"messages.content.{kind}" for kind in sorted(kinds)))
+        return self
 
     @model_validator(mode="after")
     def _consistent(self) -> Chat:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -109,11 +110,18 @@ class Session:
             Choice(index, generation, self.tokenizer, body, self.engine_client.abort, parser)
             for index, (generation, parser) in enumerate(zip(generations, parsers, strict=True))
         ]
-        return Answer(body, processed, choices, self.tokenizer, changed, request_id, self.name)
+        return Answer(body, processed, choices, self.tokenizer, changed, request_id, self.name, self._serve.heartbeat_s)
+
+    @property
+    def model_names(self) -> list[str]:
+        """The names that requests may ask for: the model's own, and its aliases, which may have wildcards."""
+        return [self.name, *self._serve.aliases]
 
     def check_model(self, model: str | None) -> None:
-        if model is not None and model != self.name:
-            raise ApiError(404, f"model={model!r:.80} is not served: use {self.name}", code="model_not_found")
+        if model is None or any(fnmatchcase(model, name) for name in self._serve.aliases) or model == self.name:
+            return
+        what = f"model={model!r:.80} is not served: use {' or '.join(self.model_names)}"
+        raise ApiError(404, f"{what}; serve.aliases adds names", code="model_not_found")
 
     async def close(self) -> None:
         if self.compiler is not None:

@@ -11,7 +11,6 @@ from typing import Any
 from launch.answers.chat_formats import AnswerPart
 from launch.client.answer import Answer
 from launch.client.errors import ApiError
-from launch.serving.streams import COMMENT
 
 Event = dict[str, Any]  # its `type` is the SSE event name
 
@@ -59,25 +58,24 @@ class BlockAnswer:
             async for events in self._event_batches():
                 for event in events:
                     yield self._encode(event)
-                if not events:
-                    yield COMMENT
             for event in self._end_events():
                 yield self._encode(event)
         except ApiError as error:
             yield self._encode(self._error_event(error))
 
     async def _event_batches(self) -> AsyncIterator[list[Event]]:
-        """Yields the events of each poll; an empty list for a keep-alive."""
+        """Yields the events of each poll, or those of a heartbeat."""
         async for deltas in self.answer.deltas():
-            events: list[Event] = []
-            for _, one in deltas:
+            events: list[Event] = [*self._heartbeat_events()] if deltas is None else []
+            for _, one in deltas or ():
                 for part in self.answer.parts(one):
                     events += self._part_events(part)
                 self.finish_reason = one.finish_reason
             if self.finish_reason is not None and self.blocks:
                 events += self._block_stop_events(self.blocks[-1])
-            if events or not deltas:
+            if events:
                 yield events
+                self.answer.sent()
 
     def _part_events(self, part: AnswerPart) -> Iterator[Event]:
         last = self.blocks[-1] if self.blocks else None
@@ -100,6 +98,10 @@ class BlockAnswer:
     @abstractmethod
     def _start_events(self) -> Iterator[Event]:
         """Yields the events before the first block."""
+
+    @abstractmethod
+    def _heartbeat_events(self) -> Iterator[Event]:
+        """Yields the events that tell a client that its answer is still being computed."""
 
     @abstractmethod
     def _block_start_events(self, block: Block) -> Iterator[Event]:

@@ -347,6 +347,11 @@ class MessagesAnswer(BlockAnswer):
     def _start_events(self) -> Iterator[Event]:
         yield {"type": "message_start", "message": self._message([], stop_reason=None, stop_sequence=None)}
 
+    def _heartbeat_events(self) -> Iterator[Event]:
+        yield {"type": "ping"}
+        if self.blocks:  # Anthropic's clients do not pass pings on to applications, which have time limits of their own
+            yield self._delta_event(self.blocks[-1], "")
+
     def _block_start_events(self, block: Block) -> Iterator[Event]:
         yield {"type": "content_block_start", "index": block.index, "content_block": _content(block)}
 

@@ -25,7 +25,12 @@ ENGINE = {
     "pages_cached": ("kv_pages_cached", "pages that no sequence uses, kept for prefix hits"),
     "pages_free": ("kv_pages_free", "free pages"),
 }
-OWN = {"restarts", *(name for name, _ in ENGINE.values())}  # vLLM does not have these
+OWN = {
+    "restarts",
+    "stored_responses",
+    "stored_responses_bytes",
+    *(name for name, _ in ENGINE.values()),
+}  # vLLM does not have these
 # Former names in vLLM, which some routers and dashboards still read.
 OLDER = {
     "kv_cache_usage_perc": "gpu_cache_usage_perc",

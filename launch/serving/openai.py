@@ -13,7 +13,7 @@ from launch.client.answer import Answer, DeltaCallback, to_tool_call
 from launch.client.choice import Delta
 from launch.client.engine_client import Generation
 from launch.client.errors import ApiError
-from launch.serving.streams import COMMENT, DONE
+from launch.serving.streams import DONE
 
 JSON_LEVELS = 5  # levels of a response to serialize separately: down to the log-probabilities of a token
 T = TypeVar("T")
@@ -49,11 +49,15 @@ class OpenAIAnswer:
             async for deltas in self._answer.deltas():
                 if self._answer.body.return_progress and (progress := self._progress()):
                     yield _event(self._object(kind, []) | {"prompt_progress": progress} | no_usage)
-                elif not deltas:
-                    yield COMMENT
-                for index, one in deltas:
+                    self._answer.sent()
+                elif deltas is None:
+                    yield _event(self._object(kind, [self._heartbeat]) | no_usage)
+                for index, one in deltas or ():
+                    if not self._has_news(one):
+                        continue
                     first, started[index] = not started[index], True
                     yield await self._maybe_in_thread(self._piece_event, kind, index, one, first, no_usage)
+                    self._answer.sent()
             if self._usage_at_end:
                 yield _event(self._object(kind, []) | {"usage": self._answer.usage()})
         except ApiError as error:
@@ -91,6 +95,17 @@ class OpenAIAnswer:
                 name = "content" if part.kind == "content" else "reasoning_content"
                 message[name] = message.get(name, "") + part.text
         return choice | {"delta": message, "logprobs": logprobs}
+
+    @property
+    def _heartbeat(self) -> dict[str, Any]:
+        """A choice without text: clients count its event, which they do not do for comments."""
+        empty = {"delta": {"content": ""}} if self._chat else {"text": ""}
+        return {"index": 0, "finish_reason": None} | empty | {"logprobs": None}
+
+    def _has_news(self, delta: Delta) -> bool:
+        """Tells whether a delta has anything to send: while a call is written, a chat's tokens have no parts."""
+        told = not self._chat or self._answer.with_logprobs or delta.finish_reason
+        return bool(told or self._answer.parts(delta))
 
     def _calls(self, index: int) -> int:
         self._counts[index] += 1

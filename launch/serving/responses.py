@@ -3,24 +3,46 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from launch.client.answer import Answer
 from launch.client.errors import ApiError
 from launch.client.request_fields import RESPONSES
 from launch.client.schema_base import FalseByDefault, ListOf, Schema, TrueByDefault
-from launch.client.schemas import LENGTH_CHECKED, Arguments, Chat, Effort, Function, SamplingFields, validate_body
+from launch.client.schemas import (
+    LENGTH_CHECKED,
+    Arguments,
+    Chat,
+    Effort,
+    Function,
+    SamplingFields,
+    left_out_text,
+    validate_body,
+)
 from launch.serving.content_blocks import Block, BlockAnswer, Event
 
 INCOMPLETE = {"reason": "max_output_tokens"}
+CUSTOM_INPUT = "input"  # the argument of the function that the model sees for a custom tool
+CUSTOM_PARAMETERS = {"type": "object", "properties": {CUSTOM_INPUT: {"type": "string"}}, "required": [CUSTOM_INPUT]}
+
+
+def _kind(*known: str) -> Discriminator:
+    """Discriminates by type; other types than the known ones are `other`: clients know more than a model can do."""
+
+    def kind(value: object) -> str:
+        found = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+        return found if found in known else "other"
+
+    return Discriminator(kind)
 
 
 def _typed(item: object) -> object:
-    return {"type": "message"} | item if isinstance(item, dict) and "role" in item else item
+    if not isinstance(item, dict):
+        return item
+    return ({"type": "message"} if "role" in item else {"type": "item_reference"} if [*item] == ["id"] else {}) | item
 
 
 class TextContent(Schema):
@@ -30,10 +52,31 @@ class TextContent(Schema):
     text: str
 
 
+class RefusalContent(Schema):
+    """A refusal in an earlier answer."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+class LeftOutContent(Schema):
+    """A part of a tool result that is not text: the model reads in its place that it was left out."""
+
+    type: str
+
+    @property
+    def text(self) -> str:
+        return left_out_text(self.type)
+
+
 class ReasoningContent(Schema):
     """A text part of reasoning."""
 
-    type: Literal["reasoning_text", "summary_text"]
+    type: Literal["reasoning_text", "summary_text", "text"]
     text: str
 
 
@@ -42,7 +85,7 @@ class MessageItem(Schema):
 
     type: Literal["message"]
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | ListOf[TextContent]
+    content: str | ListOf[Annotated[TextContent | RefusalContent, Field(discriminator="type")]]
 
 
 class ReasoningItem(Schema):
@@ -50,39 +93,151 @@ class ReasoningItem(Schema):
 
     type: Literal["reasoning"]
     content: ListOf[ReasoningContent] | None = None
+    encrypted_content: str | None = None
 
 
 class FunctionCallItem(Schema):
-    """A tool call of an earlier answer."""
+    """A call of a function in an earlier answer."""
 
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
 
+    @property
+    def json_arguments(self) -> str:
+        return self.arguments or "{}"
 
-class FunctionCallOutputItem(Schema):
-    """The result of a tool call."""
 
-    type: Literal["function_call_output"]
+class CustomToolCallItem(Schema):
+    """A call of a custom tool in an earlier answer."""
+
+    type: Literal["custom_tool_call"]
     call_id: str
-    output: str | ListOf[TextContent]
+    name: str
+    namespace: str | None = None
+    input: str
+
+    @property
+    def json_arguments(self) -> str:
+        return json.dumps({CUSTOM_INPUT: self.input}, ensure_ascii=False)
 
 
-Item = Annotated[MessageItem | ReasoningItem | FunctionCallItem | FunctionCallOutputItem, Field(discriminator="type")]
+OutputContent = Annotated[
+    Annotated[TextContent, Tag("input_text")]
+    | Annotated[TextContent, Tag("output_text")]
+    | Annotated[TextContent, Tag("text")]
+    | Annotated[LeftOutContent, Tag("other")],
+    _kind("input_text", "output_text", "text"),
+]
+
+
+class CallOutputItem(Schema):
+    """The result of a call."""
+
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: str
+    output: str | ListOf[OutputContent]
+
+
+class ItemReference(Schema):
+    """An item of a stored response."""
+
+    type: Literal["item_reference"]
+    id: str
+
+
+class OtherItem(Schema):
+    """An item of a tool that runs on OpenAI's servers, or of a compaction: it is left out."""
+
+    type: str
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[FunctionCallItem, Tag("function_call")]
+    | Annotated[CustomToolCallItem, Tag("custom_tool_call")]
+    | Annotated[CallOutputItem, Tag("function_call_output")]
+    | Annotated[CallOutputItem, Tag("custom_tool_call_output")]
+    | Annotated[ItemReference, Tag("item_reference")]
+    | Annotated[OtherItem, Tag("other")],
+    _kind(
+        *("message", "reasoning", "function_call", "custom_tool_call", "function_call_output"),
+        *("custom_tool_call_output", "item_reference"),
+    ),
+]
+Items = ListOf[Annotated[Item, BeforeValidator(_typed)]]
+
+
+class StoredItems(Schema):
+    """Items of a stored response."""
+
+    items: Items
 
 
 class FunctionTool(Function):
-    """An entry of `tools`."""
+    """A function of `tools`."""
 
     type: Literal["function"]
+
+
+class CustomToolFormat(Schema):
+    """The field `format` of a custom tool."""
+
+    type: Literal["text", "grammar"]
+    syntax: str | None = None
+    definition: str | None = None
+
+
+class CustomTool(Schema):
+    """A tool of `tools` whose input is a text; the model sees a function with one argument."""
+
+    type: Literal["custom"]
+    name: str = Function.model_fields["name"]  # type: ignore[assignment]
+    description: str | None = None
+    format: CustomToolFormat | None = None
+
+    @property
+    def function(self) -> dict[str, Any]:
+        description = self.description or ""
+        if self.format is not None and self.format.type == "grammar":
+            description += f"\n\n{CUSTOM_INPUT} follows this {self.format.syntax} grammar:\n{self.format.definition}"
+        return {"description": description.strip(), "parameters": CUSTOM_PARAMETERS}
+
+
+class OtherTool(Schema):
+    """A tool that runs on OpenAI's servers, or needs a model trained for it: it is left out."""
+
+    type: str
+
+
+PlainTool = Annotated[
+    Annotated[FunctionTool, Tag("function")]
+    | Annotated[CustomTool, Tag("custom")]
+    | Annotated[OtherTool, Tag("other")],
+    _kind("function", "custom"),
+]
+
+
+class NamespaceTool(Schema):
+    """Tools under a common prefix, such as those of an MCP server."""
+
+    type: Literal["namespace"]
+    name: str
+    tools: ListOf[PlainTool]
+
+
+AnyTool = Annotated[Annotated[NamespaceTool, Tag("namespace")] | Annotated[PlainTool, Tag("other")], _kind("namespace")]
 
 
 class FunctionChoice(Schema):
-    """The field `tool_choice`, if it names a function."""
+    """The field `tool_choice`, if it names a tool."""
 
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: str
+    namespace: str | None = None
 
 
 class Reasoning(Schema):
@@ -105,26 +260,111 @@ class TextOptions(Schema):
     format: TextFormat | None = None
 
 
+class CalledTool(NamedTuple):
+    """A tool by the name that the model sees."""
+
+    tool: FunctionTool | CustomTool
+    namespace: str | None
+
+
 class Responses(SamplingFields):
     """Body of /v1/responses."""
 
     route: ClassVar[str] = RESPONSES
     model: str | None = None
-    input: str | Annotated[ListOf[Annotated[Item, BeforeValidator(_typed)]], Field(min_length=1)]
+    input: str | Annotated[Items, Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, lt=1 << 31)
     stream: FalseByDefault = False
-    tools: ListOf[FunctionTool] | None = None
+    tools: ListOf[AnyTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     parallel_tool_calls: TrueByDefault = True
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
     metadata: Annotated[dict[str, str], LENGTH_CHECKED] | None = None
     chat_template_kwargs: Arguments | None = None
+    store: TrueByDefault = True
+    previous_response_id: str | None = None
+
+    @model_validator(mode="after")
+    def _name_what_is_left_out(self) -> Responses:
+        names = [f"tools.{tool.type}" for tool in self.tools or () if isinstance(tool, OtherTool)]
+        for space in self.tools or ():
+            if isinstance(space, NamespaceTool):
+                names += [f"tools.{tool.type}" for tool in space.tools if isinstance(tool, OtherTool)]
+        for item in self.items:
+            match item:
+                case OtherItem():
+                    names.append(f"input.{item.type}")
+                case ReasoningItem(content=None | [], encrypted_content=str()):
+                    names.append("input.encrypted_content")
+                case CallOutputItem(output=[*parts]):
+                    names += [f"input.output.{part.type}" for part in parts if isinstance(part, LeftOutContent)]
+        assert self.model_extra is not None, "schemas collect unknown fields"
+        self.model_extra.update(dict.fromkeys(names))
+        return self
+
+    @property
+    def items(self) -> list[Item]:
+        if isinstance(self.input, str):
+            return [MessageItem(type="message", role="user", content=self.input)]
+        return self.input
+
+    @property
+    def functions(self) -> dict[str, CalledTool]:
+        """The tools that an answer may call, by the name that the model sees."""
+        found = {}
+        for tool in self.tools or ():
+            if isinstance(tool, FunctionTool | CustomTool):
+                found[tool.name] = CalledTool(tool, None)
+            elif isinstance(tool, NamespaceTool):
+                for one in tool.tools:
+                    if isinstance(one, FunctionTool | CustomTool):
+                        found[_full_name(one.name, tool.name)] = CalledTool(one, tool.name)
+        return found
 
 
-def chat_of(body: Responses) -> Chat:
+class ConvertedResponse(NamedTuple):
+    """A Responses body as a chat, and its items as JSON if its answer is to be stored."""
+
+    chat: Chat
+    items: bytes
+
+
+def convert(body: Responses, previous: Sequence[bytes], referenced: Mapping[str, bytes]) -> ConvertedResponse:
     """Converts a Responses body to a chat body.
+
+    Args:
+        previous: the items of the conversation that it continues, as JSON lists.
+        referenced: a JSON list with the item, by the id of each reference.
+
+    Raises:
+        ApiError: 400, fields contradict each other; 404, a referenced item is not stored.
+    """
+    items = [_resolve(item, referenced) if isinstance(item, ItemReference) else item for item in body.items]
+    before = [item for stored in previous for item in _stored_items(stored)]
+    chat = chat_of(body, before + items)
+    dumped = [item.model_dump(exclude_none=True) for item in items] if body.store else []
+    return ConvertedResponse(chat, json.dumps(dumped).encode())
+
+
+def _stored_items(stored: bytes) -> list[Item]:
+    return StoredItems.model_validate_json(b'{"items":' + stored + b"}").items
+
+
+def _resolve(reference: ItemReference, referenced: Mapping[str, bytes]) -> Item:
+    for item in _stored_items(referenced[reference.id]):
+        if (item.model_extra or {}).get("id") == reference.id:
+            return item
+    what = f"item_reference {reference.id!r:.80} is not in its response: send the item itself"
+    raise ApiError(404, what, param="input", code="item_not_found")
+
+
+def chat_of(body: Responses, items: Sequence[Item] | None = None) -> Chat:
+    """Converts a Responses body to a chat body.
+
+    Args:
+        items: the conversation; None: the body's input.
 
     Raises:
         ApiError: 400, fields contradict each other.
@@ -136,19 +376,19 @@ def chat_of(body: Responses) -> Chat:
     turns: list[dict[str, Any]] = []
     if body.instructions:
         turns.append({"role": "system", "content": body.instructions})
-    for item in (
-        [MessageItem(type="message", role="user", content=body.input)] if isinstance(body.input, str) else body.input
-    ):
+    for item in body.items if items is None else items:
         _add(turns, item)
     chat: dict[str, Any] = {"model": body.model, "messages": turns, "max_tokens": body.max_output_tokens}
     chat |= {"stream": body.stream, "parallel_tool_calls": body.parallel_tool_calls}
     chat |= {"chat_template_kwargs": body.chat_template_kwargs} | body.sampling_fields
-    if body.tools:
-        functions = [tool.model_dump(exclude={"type"}, exclude_none=True) for tool in body.tools]
-        chat["tools"] = [{"type": "function", "function": function} for function in functions]
+    if functions := body.functions:
+        chat["tools"] = [
+            {"type": "function", "function": _function(tool) | {"name": name}} for name, (tool, _) in functions.items()
+        ]
     chat["tool_choice"] = choice = body.tool_choice
     if isinstance(choice, FunctionChoice):
-        chat["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+        name = _full_name(choice.name, choice.namespace)
+        chat["tool_choice"] = {"type": "function", "function": {"name": name}}
     chat["reasoning_effort"] = body.reasoning.effort if body.reasoning is not None else None
     if body.text is not None and (wanted := body.text.format) is not None:
         schema = {"json_schema": {"name": wanted.name or "answer", "schema": wanted.schema_}}
@@ -156,14 +396,25 @@ def chat_of(body: Responses) -> Chat:
     return validate_body(Chat, chat)
 
 
+def _function(tool: FunctionTool | CustomTool) -> dict[str, Any]:
+    return tool.function if isinstance(tool, CustomTool) else tool.model_dump(exclude={"type"}, exclude_none=True)
+
+
+def _full_name(name: str, namespace: str | None) -> str:
+    return name if namespace is None else f"{namespace}__{name}"
+
+
 def _add(turns: list[dict[str, Any]], item: Item) -> None:
     """Adds an item to a conversation; consecutive reasoning, text and calls of the assistant become one message."""
-    if isinstance(item, FunctionCallOutputItem):
-        turns.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
-        return
-    if isinstance(item, MessageItem) and item.role != "assistant":
-        turns.append({"role": item.role, "content": _text(item.content)})
-        return
+    match item:
+        case OtherItem():
+            return
+        case CallOutputItem():
+            turns.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+            return
+        case MessageItem() if item.role != "assistant":
+            turns.append({"role": item.role, "content": _text(item.content)})
+            return
     if not turns or turns[-1]["role"] != "assistant":
         turns.append({"role": "assistant"})
     last = turns[-1]
@@ -172,22 +423,27 @@ def _add(turns: list[dict[str, Any]], item: Item) -> None:
             last["content"] = last.get("content", "") + _text(item.content)
         case ReasoningItem():
             last["reasoning_content"] = last.get("reasoning_content", "") + _text(item.content or [])
-        case FunctionCallItem():
-            call = {"name": item.name, "arguments": item.arguments or "{}"}
+        case FunctionCallItem() | CustomToolCallItem():
+            call = {"name": _full_name(item.name, item.namespace), "arguments": item.json_arguments}
             last.setdefault("tool_calls", []).append({"id": item.call_id, "function": call})
 
 
-def _text(content: str | list[TextContent] | list[ReasoningContent]) -> str:
+def _text(content: str | Sequence[TextContent | RefusalContent | LeftOutContent | ReasoningContent]) -> str:
     return content if isinstance(content, str) else "".join(piece.text for piece in content)
 
 
-@dataclass(kw_only=True)
 class ResponsesAnswer(BlockAnswer):
-    """An answer in the format of OpenAI's Responses."""
+    """An answer in the format of OpenAI's Responses.
 
-    def __init__(self, answer: Answer, body: Responses) -> None:
+    Args:
+        store: called at the end with the response's id and output.
+    """
+
+    def __init__(self, answer: Answer, body: Responses, store: Callable[[str, list[dict[str, Any]]], None]) -> None:
         super().__init__(answer)
         self._body = body
+        self._functions = body.functions
+        self._store = store
         self._number = 0  # sequence number of the next event
 
     def _response(self, status: str, **more: Any) -> dict[str, Any]:
@@ -196,7 +452,7 @@ class ResponsesAnswer(BlockAnswer):
         choice = body.tool_choice.model_dump() if isinstance(body.tool_choice, FunctionChoice) else body.tool_choice
         wanted = body.text.format if body.text is not None else None
         return {
-            "id": f"resp_{self.answer.request_id}",
+            "id": self._id,
             "object": "response",
             "created_at": self.answer.created,
             "status": status,
@@ -206,9 +462,9 @@ class ResponsesAnswer(BlockAnswer):
             "incomplete_details": None,
             "usage": None,
             "metadata": body.metadata or {},
-            "previous_response_id": None,
+            "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
-            "store": False,
+            "store": body.store,
             "text": {"format": {"type": "text"} if wanted is None else wanted.model_dump(by_alias=True)},
             "tool_choice": choice or "auto",
             "tools": [tool.model_dump() for tool in body.tools or ()],
@@ -220,9 +476,12 @@ class ResponsesAnswer(BlockAnswer):
 
     def _collected(self) -> dict[str, Any]:
         usage = self.answer.usage()
+        output = [self._item(block, self._status(block)) for block in self.blocks]
+        if self._body.store:
+            self._store(self._id, output)
         return self._response(
             "incomplete" if self._is_incomplete else "completed",
-            output=[self._item(block, self._status(block)) for block in self.blocks],
+            output=output,
             incomplete_details=INCOMPLETE if self._is_incomplete else None,
             usage={
                 "input_tokens": usage["prompt_tokens"],
@@ -232,6 +491,10 @@ class ResponsesAnswer(BlockAnswer):
                 "total_tokens": usage["total_tokens"],
             },
         )
+
+    @property
+    def _id(self) -> str:
+        return f"resp_{self.answer.request_id}"
 
     @property
     def _is_incomplete(self) -> bool:
@@ -250,8 +513,14 @@ class ResponsesAnswer(BlockAnswer):
         suffix = f"{self.answer.request_id}_{block.index}"
         match block.kind:
             case "call":
-                called = {"call_id": block.call, "name": block.name, "arguments": block.text}
-                return {"id": f"fc_{suffix}", "type": "function_call", "status": status} | called
+                tool, namespace = self._functions.get(block.name, (None, None))
+                called = {"call_id": block.call, "name": block.name if tool is None else tool.name}
+                called |= {} if namespace is None else {"namespace": namespace}
+                if isinstance(tool, CustomTool):
+                    custom = {"id": f"ctc_{suffix}", "type": "custom_tool_call", "status": status}
+                    return custom | called | {"input": _custom_input(block.text)}
+                item = {"id": f"fc_{suffix}", "type": "function_call", "status": status}
+                return item | called | {"arguments": block.text}
             case "thinking":
                 thought = {"id": f"rs_{suffix}", "type": "reasoning", "summary": [], "status": status}
                 return thought | {"content": [_content_part(block)] if block.text else []}
@@ -260,11 +529,14 @@ class ResponsesAnswer(BlockAnswer):
 
     def _part_event(self, kind: str, block: Block, **more: Any) -> Event:
         where = {} if block.kind == "call" else {"content_index": 0}
-        item = self._item(block, "in_progress")["id"]
-        return {"type": f"response.{kind}", "item_id": item, "output_index": block.index} | where | more
+        item = self._item(block, "in_progress")
+        return {"type": f"response.{kind}", "item_id": item["id"], "output_index": block.index} | where | more
 
     def _start_events(self) -> Iterator[Event]:
         yield {"type": "response.created", "response": self._response("in_progress")}
+        yield {"type": "response.in_progress", "response": self._response("in_progress")}
+
+    def _heartbeat_events(self) -> Iterator[Event]:
         yield {"type": "response.in_progress", "response": self._response("in_progress")}
 
     def _block_start_events(self, block: Block) -> Iterator[Event]:
@@ -274,13 +546,22 @@ class ResponsesAnswer(BlockAnswer):
             yield self._part_event("content_part.added", block, part=_content_part(block))
 
     def _delta_event(self, block: Block, text: str) -> Event:
+        if self._is_custom(block):  # calls come whole
+            return self._part_event("custom_tool_call_input.delta", block, delta=_custom_input(text))
         more: dict[str, Any] = {"logprobs": []} if block.kind == "content" else {}
         return self._part_event(f"{STREAMS[block.kind]}.delta", block, delta=text, **more)
 
+    def _is_custom(self, block: Block) -> bool:
+        called = self._functions.get(block.name) if block.kind == "call" else None
+        return called is not None and isinstance(called.tool, CustomTool)
+
     def _block_stop_events(self, block: Block) -> Iterator[Event]:
         match block.kind:
+            case "call" if self._is_custom(block):
+                yield self._part_event("custom_tool_call_input.done", block, input=_custom_input(block.text))
             case "call":
-                yield self._part_event("function_call_arguments.done", block, name=block.name, arguments=block.text)
+                name = self._item(block, "completed")["name"]
+                yield self._part_event("function_call_arguments.done", block, name=name, arguments=block.text)
             case "thinking":
                 yield self._part_event("reasoning_text.done", block, text=block.text)
             case _:
@@ -310,3 +591,13 @@ def _content_part(block: Block) -> dict[str, Any]:
     if block.kind == "thinking":
         return {"type": "reasoning_text", "text": block.text}
     return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
+
+
+def _custom_input(arguments: str) -> str:
+    """Returns a custom tool's input from the arguments of its function; other text is the input itself."""
+    try:
+        found = json.loads(arguments)
+    except ValueError:
+        return arguments
+    given = found.get(CUSTOM_INPUT) if isinstance(found, dict) else None
+    return given if isinstance(given, str) else arguments

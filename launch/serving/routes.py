@@ -8,11 +8,14 @@ import json
 import time
 import zlib
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -24,6 +27,7 @@ from helix.config import ServeConfig
 from helix.engine.request import outside_vocabulary
 from launch.client.answer import Answer
 from launch.client.chat_template import variables
+from launch.client.chat_tokenizer import THINKING_SWITCHES
 from launch.client.engine_client import EngineClient
 from launch.client.engine_messages import EngineInfo
 from launch.client.errors import ApiError
@@ -39,7 +43,8 @@ from launch.serving.middleware import AccessLog, with_cors
 from launch.serving.openai import OpenAIAnswer, to_json
 from launch.serving.openapi import document
 from launch.serving.request_executor import RECEIVE_S, RequestExecutor
-from launch.serving.responses import Responses, ResponsesAnswer
+from launch.serving.response_store import ResponseStore, StoredResponse
+from launch.serving.responses import ItemReference, Responses, ResponsesAnswer
 from launch.serving.security import ApiKeys
 from launch.serving.streams import ClientDisconnected, EventStream, while_connected
 
@@ -69,6 +74,7 @@ PAGE_HEADERS = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
+EFFORT_VARIABLES = {"reasoning_effort", *THINKING_SWITCHES}  # variables of templates that an effort sets
 Handler = Callable[[Request], Awaitable[ASGIApp]]
 Presenter = OpenAIAnswer | BlockAnswer
 
@@ -88,6 +94,10 @@ class Api:
         self._serve = serve
         self._keys = keys
         self._started = int(time.time())
+        self._stored = ResponseStore(serve.stored_responses, serve.stored_mib * MIB)
+        watch = self._metrics.metrics.watch
+        watch("stored_responses", "answers of /v1/responses in memory", lambda: self._stored.count)
+        watch("stored_responses_bytes", "bytes of these, as JSON", lambda: self._stored.size)
 
     def configure(self, engine_info: EngineInfo, loop: asyncio.AbstractEventLoop | None = None) -> None:
         """Loads what the first job's model needs: tokenizer, executor, grammar compiler.
@@ -162,14 +172,42 @@ class Api:
     async def _chat(self, request: Request) -> ASGIApp:
         """Answers a conversation with the checkpoint's chat template."""
         body = await self._body(request, Chat)
+        if body.reasoning_effort is not None and not self._reads_effort:
+            body.reasoning_effort = None
+            _ignore(body, "reasoning_effort")
         self._check_num_generations(body.n or 1, "n")
         return await self._answer(request, body, body, OpenAIAnswer, request.state.size)
 
     async def _respond(self, request: Request) -> ASGIApp:
         """Answers a conversation in OpenAI's Responses format."""
-        body = await self._body(request, Responses)
-        chat = await self._executor_for(body.model).run(request.state.size, responses.chat_of, body)
-        return await self._answer(request, chat, body, partial(ResponsesAnswer, body=body), request.state.size)
+        body, owner = await self._body(request, Responses), request.state.owner
+        executor, previous = self._executor_for(body.model), None
+        if body.reasoning is not None and body.reasoning.effort is not None and not self._reads_effort:
+            body.reasoning.effort = None
+            _ignore(body, "reasoning.effort")
+        if (name := body.previous_response_id) is not None:
+            previous = self._stored.find(owner, name, "previous_response_id")
+        before = [] if previous is None else previous.conversation
+        referenced = {item.id: self._referenced(owner, item) for item in body.items if isinstance(item, ItemReference)}
+        size = request.state.size + sum(map(len, [*before, *referenced.values()]))
+        chat, items = await executor.run(size, responses.convert, body, before, referenced)
+
+        def store(name: str, output: list[dict[str, Any]]) -> None:
+            self._stored.add(owner, name, StoredResponse(previous, (items, json.dumps(output).encode())))
+
+        return await self._answer(request, chat, body, partial(ResponsesAnswer, body=body, store=store), size)
+
+    def _referenced(self, owner: str | None, reference: ItemReference) -> bytes:
+        """Returns the output of the response that an item belongs to; raises ApiError 404 if it is not stored."""
+        response = reference.id.partition("_")[2].rpartition("_")[0]  # of an id such as fc_RESPONSE_3
+        return self._stored.find(owner, f"resp_{response}", "input").items[-1]
+
+    @property
+    def _reads_effort(self) -> bool:
+        """Whether the template has a variable for an effort; one that cannot be read is refused later."""
+        with suppress(TemplateError):
+            return not EFFORT_VARIABLES.isdisjoint(variables(self.session.tokenizer.template))
+        return True
 
     async def _message(self, request: Request) -> ASGIApp:
         """Answers a conversation in Anthropic's Messages format."""
@@ -206,7 +244,7 @@ class Api:
         opening = self.session.open(body, run=run, cache_salt=cache_salt, request_id=request_log.id)
         answer = await while_connected(request.receive, opening)  # compiling a grammar may take long
         request_log.answer, presenter = answer, format(answer)
-        ignored = (sent.model_extra or {}) | (body.model_extra or {})
+        ignored = sorted((sent.model_extra or {}) | (body.model_extra or {}))
         headers = {"x-ignored-fields": ",".join(map(_header, ignored))} if ignored else {}
         if body.stream:
             return EventStream(presenter.events(), answer.close, self._serve.write_timeout_s, headers)
@@ -221,20 +259,28 @@ class Api:
 
     async def _models(self, request: Request) -> ASGIApp:
         """Lists the served model."""
-        return JSONResponse({"object": "list", "data": [self._describe_model()]})
+        names = [name for name in self.session.model_names if "*" not in name]
+        anthropics = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+        # `models` is for Codex, which describes models that are not in it by itself.
+        found = {"object": "list", "data": [*map(self._describe_model, names)], "models": []}
+        return JSONResponse(found | anthropics)
 
     async def _model(self, request: Request) -> ASGIApp:
         """Describes a model."""
-        self._executor_for(request.path_params["name"])
-        return JSONResponse(self._describe_model())
+        self._executor_for(name := request.path_params["name"])
+        return JSONResponse(self._describe_model(name))
 
-    def _describe_model(self) -> dict[str, Any]:
+    def _describe_model(self, name: str) -> dict[str, Any]:
+        """Describes the model under a name, in the fields of OpenAI, vLLM (`root`) and Anthropic."""
         engine_info = self.engine_client.engine_info
-        described = {"id": self.session.name, "object": "model", "created": self._started, "owned_by": "helix"}
+        described = {"id": name, "object": "model", "created": self._started, "owned_by": "helix"}
+        described |= {"root": self.session.name, "type": "model", "display_name": self.session.name}
+        described |= {"created_at": datetime.fromtimestamp(self._started, UTC).isoformat().replace("+00:00", "Z")}
         if engine_info is None or self.executor is None:
             return described
         chat = self.session.tokenizer.has_template
-        more = {"max_model_len": engine_info.max_length, "chat": chat, "layout": engine_info.layout}
+        length = engine_info.max_length
+        more = {"max_model_len": length, "max_input_tokens": length, "chat": chat, "layout": engine_info.layout}
         return described | more
 
     async def _tokenize(self, request: Request) -> ASGIApp:
@@ -361,6 +407,12 @@ def _gunzip(body: bytearray, limit: int) -> bytearray:
         what = "has data after its end" if stream.eof else "is truncated"
         raise ApiError(400, f"content-encoding is gzip, but the body {what}", code="invalid_gzip")
     return bytearray(plain)
+
+
+def _ignore(body: Schema, name: str) -> None:
+    """Names a field in the header of ignored fields."""
+    assert body.model_extra is not None, "schemas collect unknown fields"
+    body.model_extra[name] = None
 
 
 def _header(name: str) -> str:

@@ -18,6 +18,7 @@ from tests.serving.api_server import (
     Serve,
     api_server,
     scripted_reply,
+    text_of,
     tokens_of,
     without_template,
 )
@@ -52,6 +53,12 @@ async def serve(tmp_path: Path) -> AsyncIterator[Serve]:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo model's tokenizer with a chat's special tokens and template."""
     return chat_model(tmp_path_factory.mktemp("chat-model"))
+
+
+@pytest.fixture(scope="session")
+def agent_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `model`, with a template that has tools, calls and reasoning."""
+    return chat_model(tmp_path_factory.mktemp("agent-model"), text_of("agent.jinja"))
 
 
 @pytest.fixture

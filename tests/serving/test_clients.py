@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Barrier, Event
 from typing import Any
@@ -18,9 +19,10 @@ from typing import Any
 import httpx
 import pytest
 
+from helix.engine.request import Request
 from tests.e2e.command_line import Job
-from tests.serving.api_server import DEMO
-from tests.serving.chats import USER, Talk
+from tests.serving.api_server import DEMO, READY, ApiServer, FakeJob, Serve, tokens_of
+from tests.serving.chats import END, USER, Talk
 from tests.serving.test_adapters import OWN, SAYS
 from tests.serving.test_server import Server, served
 
@@ -154,3 +156,100 @@ def test_a_server_that_dies_takes_only_what_it_had_begun(fleet: Fleet) -> None:
     for number, (whole, begun) in enumerate(answers):
         assert whole or (begun and number <= KILLED_AT), (number, answers, fleet.router.log.read_text()[-2000:])
     assert sum(whole for whole, _ in answers) > REQUESTS // 2
+
+
+# ---- coding agents, over a scripted model: one call of their own tools, its result, and an answer
+
+# In folders of their own, on PATH: @openai/codex 0.171.0, @qwen-code/qwen-code 0.15.10 and opencode-ai 1.18.33 of npm,
+# and aider-chat 0.86.2 are what has been tried.
+CODEX = """
+model = "{name}"
+model_provider = "helix"
+[model_providers.helix]
+name = "helix"
+base_url = "{url}/v1"
+wire_api = "responses"
+[analytics]
+enabled = false
+"""
+PROVIDER = {"npm": "@ai-sdk/openai-compatible", "name": "helix", "options": {"baseURL": "{url}/v1", "apiKey": "-"}}
+PROVIDER["models"] = {"{name}": {"name": "{name}", "limit": {"context": 65536, "output": 4096}}}
+OPENCODE = {"provider": {"helix": PROVIDER}, "model": "helix/{name}", "autoupdate": False, "share": "disabled"}
+COMMAND = "echo $((6 * 7)) > made"
+BASH = {"command": COMMAND, "description": "d"}
+AIDER = ["--model=openai/{name}", "--no-git", "--yes-always", "--no-check-update", "--analytics-disable", "--message"]
+CODEX_OPTIONS = ["codex", "exec", "--skip-git-repo-check", "--sandbox=danger-full-access"]
+PATCH = "*** Begin Patch\n*** Add File: made\n+42\n*** End Patch"
+# The command before the question, and the tool that the model calls.
+AGENTS: dict[str, tuple[list[str], str, dict[str, Any]]] = {
+    "codex": (CODEX_OPTIONS, "exec_command", {"cmd": COMMAND}),
+    # Under a name for which Codex offers a custom tool.
+    "codex with apply_patch": ([*CODEX_OPTIONS, "--model=gpt-5.5"], "apply_patch", {"input": PATCH}),
+    "qwen": (["qwen", "--yolo", "-p"], "run_shell_command", BASH | {"is_background": False}),
+    "opencode": (["opencode", "run"], "bash", BASH),
+    "aider": (["aider", *AIDER], "", {}),
+}
+EDITS = "made\n```\n42\n```"
+Reply = Callable[[str], str]  # from a prompt
+
+
+@pytest.fixture
+def replying(serve: Serve, agent_model: Path) -> Callable[[Reply], Awaitable[ApiServer]]:
+    """A factory of front ends with room for what agents send; await it with what the model says."""
+    (end,) = tokens_of(END, str(agent_model))
+
+    async def start(reply: Reply) -> ApiServer:
+        async def script(job: FakeJob, submit: Request) -> None:
+            prompt = api_server.session.tokenizer.decode(submit.prompt)
+            for token in tokens_of(f"Hm.\n</think>\n\n{reply(prompt)}", str(agent_model)):
+                await job.emit(submit, [token])
+            await job.emit(submit, [end], "stop")
+
+        room = 1 << 17
+        ready = replace(
+            READY, model=str(agent_model), vocab=4100, eos=(0, end), context=room, max_length=room, kv_tokens=room
+        )
+        api_server = await serve(FakeJob(script, ready), name="agent-model", aliases=["gpt-*"])
+        return api_server
+
+    return start
+
+
+@pytest.mark.parametrize("name", AGENTS)
+async def test_an_agent_calls_a_tool_and_reads_its_result(
+    name: str, replying: Callable[[Reply], Awaitable[ApiServer]], tmp_path: Path
+) -> None:
+    (program, *options), tool, arguments = AGENTS[name]
+    if shutil.which(program) is None:
+        pytest.skip(f"no {program} on PATH")
+    call = f"<tool_call>\n{json.dumps({'name': tool, 'arguments': arguments})}\n</tool_call>"
+    api_server = await replying(lambda prompt: "It is 42." if "<|im_start|>tool" in prompt else call if tool else EDITS)
+    facts = {"url": api_server.url, "name": "agent-model"}
+
+    def fill(text: str) -> str:
+        return text.replace("{url}", facts["url"]).replace("{name}", facts["name"])
+
+    for path, content in ((".codex/config.toml", CODEX), (".config/opencode/opencode.json", json.dumps(OPENCODE))):
+        (file := tmp_path / "home" / path).parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(fill(content))
+    (work := tmp_path / "work").mkdir()
+    openai = {"OPENAI_API_KEY": "-", "OPENAI_BASE_URL": f"{api_server.url}/v1", "OPENAI_MODEL": facts["name"]}
+    env = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(tmp_path / "home"),
+        "OPENAI_API_BASE": f"{api_server.url}/v1",
+        **openai,
+    }
+    question = "How much is six times seven? Write it to the file made."
+    process = await asyncio.create_subprocess_exec(
+        program, *map(fill, options), question, cwd=work, env=env, stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        async with asyncio.timeout(120):
+            said, _ = await process.communicate()
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+    assert (work / "made").read_text() == "42\n", said.decode()
+    assert not tool or b"It is 42." in said

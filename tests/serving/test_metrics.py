@@ -14,6 +14,7 @@ from helix.engine.request import Request, RequestUpdate
 from launch.client.engine_messages import Queued, Stats
 from launch.serving import acceptance
 from launch.serving.acceptance import AcceptanceMonitor
+from launch.serving.response_store import StoredResponse
 from launch.serving.routes import Api
 from launch.serving.security import ApiKeys
 from tests.serving.api_server import READY, ROOT, ApiServer, Clock, FakeJob, Serve, counting, silent, until
@@ -130,6 +131,7 @@ async def test_every_documented_metric_moves(serve: Serve) -> None:
         return values
 
     api_server = await serve(FakeJob(silent))
+    api_server.api._stored.add(None, "resp_1", StoredResponse(None, (b"[]",)))
     request = asyncio.create_task(api_server.post(COMPLETIONS, {"prompt": [1, 2, 3], "max_tokens": 4}))
     await until(lambda: api_server.job.submits)
     assert (await look())["num_requests_waiting"] == 1
