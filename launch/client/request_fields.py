@@ -127,7 +127,7 @@ FIELDS = (
     ),
     *_fields(
         REFUSED, RESPONSES,
-        ("conversation", "conversations are not stored: send the whole conversation as input"),
+        ("conversation", "set previous_response_id, or send the whole conversation as input"),
         ("background", "responses are only sent on the request's connection", False),
         ("background_options", "responses are only sent on the request's connection"),
         ("prompt", "there are no stored prompts: send input"),

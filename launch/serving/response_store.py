@@ -88,11 +88,18 @@ class ResponseStore:
         while len(shelf.responses) > self._max_responses or shelf.size > self._max_bytes:
             shelf.release(shelf.responses.popitem(last=False)[1])
 
-    def find(self, owner: str | None, name: str, param: str) -> StoredResponse:
-        """Returns an answer; raises ApiError 404 if it is not stored."""
+    def find(self, owner: str | None, name: str, param: str, given: str) -> StoredResponse:
+        """Returns an answer.
+
+        Args:
+            param, given: the request field that asks for it, and its value.
+
+        Raises:
+            ApiError: 404, it is not stored.
+        """
         shelf = self._shelves.get(owner, _Shelf())
         if (stored := shelf.responses.get(name)) is None:
-            what = f"{param}={name!r:.80} is not stored: its response had store=false, was dropped for newer ones "
+            what = f"{param}={given!r:.80} is not stored: its response had store=false, was dropped for newer ones "
             what += "(serve.stored_responses, serve.stored_mib), or is from before a restart or of another API key; "
             raise ApiError(404, f"{what}send the whole conversation as input", param=param, code="response_not_found")
         shelf.responses.move_to_end(name)

@@ -25,16 +25,17 @@ from launch.client.schemas import (
 from launch.serving.content_blocks import Block, BlockAnswer, Event
 
 INCOMPLETE = {"reason": "max_output_tokens"}
+OTHER = "other types"  # no identifier: it is not part of the field's name in an error
 CUSTOM_INPUT = "input"  # the argument of the function that the model sees for a custom tool
 CUSTOM_PARAMETERS = {"type": "object", "properties": {CUSTOM_INPUT: {"type": "string"}}, "required": [CUSTOM_INPUT]}
 
 
 def _kind(*known: str) -> Discriminator:
-    """Discriminates by type; other types than the known ones are `other`: clients know more than a model can do."""
+    """Discriminates by type; types other than the known ones are `OTHER`: clients know more than a model can do."""
 
     def kind(value: object) -> str:
         found = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-        return found if found in known else "other"
+        return found if found in known else OTHER
 
     return Discriminator(kind)
 
@@ -94,6 +95,7 @@ class ReasoningItem(Schema):
     type: Literal["reasoning"]
     content: ListOf[ReasoningContent] | None = None
     encrypted_content: str | None = None
+    summary: ListOf[ReasoningContent] | None = None
 
 
 class FunctionCallItem(Schema):
@@ -128,7 +130,7 @@ OutputContent = Annotated[
     Annotated[TextContent, Tag("input_text")]
     | Annotated[TextContent, Tag("output_text")]
     | Annotated[TextContent, Tag("text")]
-    | Annotated[LeftOutContent, Tag("other")],
+    | Annotated[LeftOutContent, Tag(OTHER)],
     _kind("input_text", "output_text", "text"),
 ]
 
@@ -162,7 +164,7 @@ Item = Annotated[
     | Annotated[CallOutputItem, Tag("function_call_output")]
     | Annotated[CallOutputItem, Tag("custom_tool_call_output")]
     | Annotated[ItemReference, Tag("item_reference")]
-    | Annotated[OtherItem, Tag("other")],
+    | Annotated[OtherItem, Tag(OTHER)],
     _kind(
         *("message", "reasoning", "function_call", "custom_tool_call", "function_call_output"),
         *("custom_tool_call_output", "item_reference"),
@@ -214,9 +216,7 @@ class OtherTool(Schema):
 
 
 PlainTool = Annotated[
-    Annotated[FunctionTool, Tag("function")]
-    | Annotated[CustomTool, Tag("custom")]
-    | Annotated[OtherTool, Tag("other")],
+    Annotated[FunctionTool, Tag("function")] | Annotated[CustomTool, Tag("custom")] | Annotated[OtherTool, Tag(OTHER)],
     _kind("function", "custom"),
 ]
 
@@ -226,10 +226,11 @@ class NamespaceTool(Schema):
 
     type: Literal["namespace"]
     name: str
+    description: str | None = None
     tools: ListOf[PlainTool]
 
 
-AnyTool = Annotated[Annotated[NamespaceTool, Tag("namespace")] | Annotated[PlainTool, Tag("other")], _kind("namespace")]
+AnyTool = Annotated[Annotated[NamespaceTool, Tag("namespace")] | Annotated[PlainTool, Tag(OTHER)], _kind("namespace")]
 
 
 class FunctionChoice(Schema):
@@ -291,13 +292,14 @@ class Responses(SamplingFields):
         names = [f"tools.{tool.type}" for tool in self.tools or () if isinstance(tool, OtherTool)]
         for space in self.tools or ():
             if isinstance(space, NamespaceTool):
+                names += ["tools.namespace.description"] if space.description else []
                 names += [f"tools.{tool.type}" for tool in space.tools if isinstance(tool, OtherTool)]
         for item in self.items:
             match item:
                 case OtherItem():
                     names.append(f"input.{item.type}")
-                case ReasoningItem(content=None | [], encrypted_content=str()):
-                    names.append("input.encrypted_content")
+                case ReasoningItem(content=None | []):
+                    names += [f"input.{name}" for name in ("encrypted_content", "summary") if getattr(item, name)]
                 case CallOutputItem(output=[*parts]):
                     names += [f"input.output.{part.type}" for part in parts if isinstance(part, LeftOutContent)]
         assert self.model_extra is not None, "schemas collect unknown fields"
@@ -378,6 +380,8 @@ def chat_of(body: Responses, items: Sequence[Item] | None = None) -> Chat:
         turns.append({"role": "system", "content": body.instructions})
     for item in body.items if items is None else items:
         _add(turns, item)
+    if not turns:
+        raise ApiError(400, "input has no message: all of its items are of types that are left out", param="input")
     chat: dict[str, Any] = {"model": body.model, "messages": turns, "max_tokens": body.max_output_tokens}
     chat |= {"stream": body.stream, "parallel_tool_calls": body.parallel_tool_calls}
     chat |= {"chat_template_kwargs": body.chat_template_kwargs} | body.sampling_fields

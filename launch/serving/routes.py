@@ -186,7 +186,7 @@ class Api:
             body.reasoning.effort = None
             _ignore(body, "reasoning.effort")
         if (name := body.previous_response_id) is not None:
-            previous = self._stored.find(owner, name, "previous_response_id")
+            previous = self._stored.find(owner, name, "previous_response_id", name)
         before = [] if previous is None else previous.conversation
         referenced = {item.id: self._referenced(owner, item) for item in body.items if isinstance(item, ItemReference)}
         size = request.state.size + sum(map(len, [*before, *referenced.values()]))
@@ -200,7 +200,7 @@ class Api:
     def _referenced(self, owner: str | None, reference: ItemReference) -> bytes:
         """Returns the output of the response that an item belongs to; raises ApiError 404 if it is not stored."""
         response = reference.id.partition("_")[2].rpartition("_")[0]  # of an id such as fc_RESPONSE_3
-        return self._stored.find(owner, f"resp_{response}", "input").items[-1]
+        return self._stored.find(owner, f"resp_{response}", "item_reference", reference.id).items[-1]
 
     @property
     def _reads_effort(self) -> bool:

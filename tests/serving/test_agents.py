@@ -18,7 +18,7 @@ from helix.engine.request import Request, RequestUpdate
 from launch.client.errors import ApiError
 from launch.serving.response_store import ResponseStore, StoredResponse
 from tests.serving.api_server import READY, ApiServer, FakeJob, Serve, read, text_of, tokens_of, until
-from tests.serving.chats import CHATS, COMPLETIONS, END, WEATHER, Talk
+from tests.serving.chats import CHATS, COMPLETIONS, END, REFUSALS, WEATHER, Talk
 from tests.serving.test_adapters import events, filled
 
 AGENTS = yaml.safe_load(Path(__file__).with_name("agents.yaml").read_text())
@@ -256,7 +256,10 @@ async def test_a_session_of_codex(agent: Agent) -> None:
     for turn in range(4):
         answer = await api_server.post(RESPONSES, CODEX | {"model": api_server.session.name, "input": history})
         assert answer.status_code == 200, answer.text
-        assert answer.headers["x-ignored-fields"] == f"{LEFT_OUT},tools.local_shell,tools.web_search"
+        assert (
+            answer.headers["x-ignored-fields"]
+            == f"{LEFT_OUT},tools.local_shell,tools.namespace.description,tools.web_search"
+        )
         found = events(answer.text)
         items = [event["item"] for event in found if event["type"] == "response.output_item.done"]
         assert found[-1]["type"] == "response.completed" and found[-1]["response"]["output"] == items
@@ -283,13 +286,13 @@ async def test_a_session_of_codex(agent: Agent) -> None:
     history = [
         history[0], item("user", "So far: a.py was added. Go on."),
         {"type": "compaction", "encrypted_content": "gAAA"}, {"type": "web_search_call", "id": "ws", "action": {}},
-        {"type": "reasoning", "summary": [], "content": None, "encrypted_content": "gAAA"},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "S"}], "encrypted_content": "gAAA"},
         {"type": "function_call", "call_id": "c", "name": "view_image", "arguments": ""},
         {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_image", "image_url": "x"}]},
     ]  # fmt: skip
     answer = await api_server.post(RESPONSES, {"input": history})
     assert answer.status_code == 200, answer.text
-    left_out = "input.compaction,input.encrypted_content,input.output.input_image,input.web_search_call"
+    left_out = "input.compaction,input.encrypted_content,input.output.input_image,input.summary,input.web_search_call"
     assert answer.headers["x-ignored-fields"] == left_out
     assert "tool\n[input_image left out: the model reads text only]<|im_end|>" in prompts(api_server)[-1]
 
@@ -318,6 +321,16 @@ async def test_events_of_a_custom_tools_call(agent: Agent) -> None:
         assert added["item"]["id"] == delta["item_id"] == done["item_id"] == whole["item"]["id"]
     answer = await api_server.post(RESPONSES, {"input": "x", "tools": CODEX_TOOLS[3:], "tool_choice": choice})
     assert answer.status_code == 400 and "tool_choice is 'apply_patch', which is not in tools" in answer.text
+
+
+async def test_what_a_response_cannot_have_is_refused(agent: Agent) -> None:
+    api_server = await agent()
+    for row in REFUSALS["responses"]:
+        answer = await api_server.post(RESPONSES, row["body"])
+        assert answer.status_code == row.get("status", 400) and row["says"] in answer.text.replace('\\"', '"'), (
+            answer.text
+        )
+    assert api_server.job.submits == []
 
 
 async def test_an_effort_is_ignored_where_the_template_has_none(talk: Talk) -> None:
@@ -369,6 +382,8 @@ async def test_a_conversation_continues_from_a_stored_response(agent: Agent) -> 
     assert prompts(api_server)[3] == texts[1], "items and references to them are the same"
     missing = await respond(api_server, 404, input=[{"id": first["output"][0]["id"][:-1] + "7"}])
     assert "is not in its response: send the item itself" in missing["error"]["message"]
+    missing = await respond(api_server, 404, input=[{"id": "fc_1"}])
+    assert missing["error"]["message"].startswith("item_reference='fc_1' is not stored")
     assert fourth["output"][-1]["content"][0]["text"] == "There is a.py."
 
 
@@ -426,7 +441,7 @@ def test_the_store_counts_what_it_holds() -> None:
         dropped += store.count < 12
     assert dropped > 0 and store.size == sum(shelf.size for shelf in store._shelves.values()) > 0
     with pytest.raises(ApiError, match="is not stored"):
-        store.find("eve", "resp_1", "previous_response_id")
+        store.find("eve", "resp_1", "previous_response_id", "resp_1")
     assert "eve" not in store._shelves
 
 
