@@ -161,7 +161,7 @@ def test_a_server_that_dies_takes_only_what_it_had_begun(fleet: Fleet) -> None:
 # ---- coding agents, over a scripted model: one call of their own tools, its result, and an answer
 
 # In folders of their own, on PATH: @openai/codex 0.171.0, @qwen-code/qwen-code 0.15.10 and opencode-ai 1.18.33 of npm,
-# and aider-chat 0.86.2 are what has been tried.
+# aider-chat 0.86.2 and openhands 1.16.0 of PyPI are what has been tried.
 CODEX = """
 model = "{name}"
 model_provider = "helix"
@@ -178,6 +178,7 @@ OPENCODE = {"provider": {"helix": PROVIDER}, "model": "helix/{name}", "autoupdat
 COMMAND = "echo $((6 * 7)) > made"
 BASH = {"command": COMMAND, "description": "d"}
 AIDER = ["--model=openai/{name}", "--no-git", "--yes-always", "--no-check-update", "--analytics-disable", "--message"]
+OPENHANDS = ["openhands", "--headless", "--override-with-envs", "--json", "-t"]
 CODEX_OPTIONS = ["codex", "exec", "--skip-git-repo-check", "--sandbox=danger-full-access"]
 PATCH = "*** Begin Patch\n*** Add File: made\n+42\n*** End Patch"
 # The command before the question, and the tool that the model calls.
@@ -188,6 +189,7 @@ AGENTS: dict[str, tuple[list[str], str, dict[str, Any]]] = {
     "qwen": (["qwen", "--yolo", "-p"], "run_shell_command", BASH | {"is_background": False}),
     "opencode": (["opencode", "run"], "bash", BASH),
     "aider": (["aider", *AIDER], "", {}),
+    "openhands": (OPENHANDS, "terminal", {"command": COMMAND, "security_risk": "LOW"}),
 }
 EDITS = "made\n```\n42\n```"
 Reply = Callable[[str], str]  # from a prompt
@@ -233,13 +235,9 @@ async def test_an_agent_calls_a_tool_and_reads_its_result(
         (file := tmp_path / "home" / path).parent.mkdir(parents=True, exist_ok=True)
         file.write_text(fill(content))
     (work := tmp_path / "work").mkdir()
-    openai = {"OPENAI_API_KEY": "-", "OPENAI_BASE_URL": f"{api_server.url}/v1", "OPENAI_MODEL": facts["name"]}
-    env = {
-        "PATH": os.environ["PATH"],
-        "HOME": str(tmp_path / "home"),
-        "OPENAI_API_BASE": f"{api_server.url}/v1",
-        **openai,
-    }
+    env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path / "home"), "OPENAI_MODEL": facts["name"]}
+    env |= {f"{name}_API_KEY": "-" for name in ("OPENAI", "LLM")} | {"LLM_MODEL": f"openai/{facts['name']}"}
+    env |= dict.fromkeys(("OPENAI_BASE_URL", "OPENAI_API_BASE", "LLM_BASE_URL"), f"{api_server.url}/v1")
     question = "How much is six times seven? Write it to the file made."
     process = await asyncio.create_subprocess_exec(
         program, *map(fill, options), question, cwd=work, env=env, stdin=asyncio.subprocess.DEVNULL,
