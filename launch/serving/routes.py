@@ -26,8 +26,8 @@ from starlette.types import ASGIApp
 from helix.config import ServeConfig
 from helix.engine.request import outside_vocabulary
 from launch.client.answer import Answer
+from launch.client.chat_history import THINKING_SWITCHES
 from launch.client.chat_template import variables
-from launch.client.chat_tokenizer import THINKING_SWITCHES
 from launch.client.engine_client import EngineClient
 from launch.client.engine_messages import EngineInfo
 from launch.client.errors import ApiError

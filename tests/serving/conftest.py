@@ -58,7 +58,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def agent_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As `model`, with a template that has tools, calls and reasoning."""
-    return chat_model(tmp_path_factory.mktemp("agent-model"), text_of("agent.jinja"))
+    return chat_model(tmp_path_factory.mktemp("agent-model"), text_of("agent_with_reasoning.jinja"))
 
 
 @pytest.fixture

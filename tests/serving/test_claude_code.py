@@ -236,10 +236,10 @@ async def test_effort_without_a_switch_is_told(start: Start) -> None:
     session = await start(TRIMMED)
     body = {"max_tokens": 1, "messages": [user(text("quota"))], "output_config": {"effort": "max"}}
     answer = await session.ask(body | {"system": "x-anthropic-billing-header: cch=1;\nBe kind."})
-    assert answer.headers["x-ignored-fields"] == "system.x-anthropic-billing-header,output_config.effort"
+    assert answer.headers["x-ignored-fields"] == "output_config.effort,system.x-anthropic-billing-header"
     assert "Be kind." in session.prompt and "cch" not in session.prompt
     answer = await session.ask(body | {"tools": [{"type": "memory_20250818", "name": "memory"}]})
-    assert answer.headers["x-ignored-fields"] == "tools.memory_20250818,output_config.effort"
+    assert answer.headers["x-ignored-fields"] == "output_config.effort,tools.memory_20250818"
 
 
 async def test_a_users_image_is_refused(start: Start) -> None:
