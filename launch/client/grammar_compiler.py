@@ -20,7 +20,8 @@ from typing import Any
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from launch.answers.grammar_matcher import GrammarMatcherFactory
-from launch.answers.grammars import MAX_GRAMMAR_BYTES, Parts
+from launch.answers.grammar_rules import MAX_GRAMMAR_BYTES
+from launch.answers.grammars import Parts
 from launch.client.worker_pool import RequestHandler, WorkerPool, serve_requests
 
 COMPILE_S = 2.0

@@ -59,9 +59,7 @@ def process_prompt(
             body.adds_generation_prompt or body.continued_text is not None
         )  # else the answer is plain text after a message
         turn = (
-            assistant_turn(chat_format.template, text, body.continued_text)
-            if chat_format is not None and starts_message
-            else ""
+            assistant_turn(chat_format, text, body.continued_text) if chat_format is not None and starts_message else ""
         )
         return ProcessedPrompt([ids], [], turn, make_grammar_spec(tokenizer, body, engine_info, chat_format, turn))
     prompts: list[np.ndarray] = []

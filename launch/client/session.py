@@ -131,12 +131,10 @@ class Session:
         if not isinstance(body, Chat):
             return None
         chat_format, turn = self._chat_format, processed.turn or ""
-        template = None if chat_format is None else chat_format.template
-        if template is not None and starts_with_think_mark(body.structured_output, chat_format) and not turn.strip():
-            template = template | {
-                "fields": {name: f for name, f in template["fields"].items() if name != THINKING_FIELD}
-            }
+        fields = None if chat_format is None else chat_format.fields
+        if fields is not None and starts_with_think_mark(body.structured_output, chat_format) and not turn.strip():
+            fields = {name: field for name, field in fields.items() if name != THINKING_FIELD}
         if body.must_call_tool and (chat_format is None or chat_format.calls is None):
-            return JsonCallParser(template, turn, body.forced_function)
+            return JsonCallParser(fields, turn, body.forced_function)
         given = [tool.model_dump(exclude_none=True) for tool in body.prompt_tools]
-        return Parser(template, turn, given, body.allows_several_calls)
+        return Parser(fields, turn, given, body.allows_several_calls)

@@ -33,6 +33,8 @@ def tool(name: str, parameters: Parameters) -> dict[str, Any]:
 
 STRICT = KNOWN["strict"]
 WITH_CALLS = [dialect.name for dialect in CHAT_FORMATS if dialect.calls is not None]
+# Those whose marks of thoughts are tokens: a random thought ends.
+THINKING = [one.name for one in CHAT_FORMATS if one.thinking_marks is not None and MARK.search(one.thinking_marks[0])]
 SEEDS = range(30)
 
 
@@ -57,7 +59,7 @@ def grammars_of(name: str) -> GrammarMatcherFactory:
 
 def grammar_of(name: str, tools: list[dict[str, Any]], many: bool = True, prompt: str = "") -> str:
     dialect = BY_NAME[name]
-    turn = assistant_turn(dialect.template, prompt)
+    turn = assistant_turn(dialect, prompt)
     return json.dumps(
         {"grammars": tool_call_grammar(dialect, validated(tools), many, turn, tokenizer_of(name)[1], [EOS])}
     )
@@ -71,7 +73,7 @@ def walk(name: str, grammar: GrammarMatcher, seed: int, max_tokens: int = 300) -
     """A random answer; None where it comes to no end."""
     tokenizer, marks = tokenizer_of(name)
     thought = BY_NAME[name].thinking_marks
-    close = marks[thought[1]] if thought is not None else EOS
+    close = EOS if thought is None else marks.get(thought[1], EOS)
     rng, output_token_ids = random.Random(seed), list[int]()
     while (may := allowed(grammar)).tolist() != [EOS]:
         if len(output_token_ids) == max_tokens:
@@ -114,15 +116,15 @@ def fits(name: str, arguments: dict[str, Any]) -> bool:
 def test_any_walk_is_calls_that_the_parser_reads(name: str, inside: bool) -> None:
     dialect = BY_NAME[name]
     assert dialect.calls is not None
-    if inside and dialect.thinking_marks is None:
+    if inside and name not in THINKING:
         return
-    prompt = dialect.template["start_anchor"] + (
+    prompt = next(iter(dialect.anchors), "") + (
         dialect.thinking_marks[0] + "\n" if inside and dialect.thinking_marks else ""
     )
-    turn, numbers = assistant_turn(dialect.template, prompt), set()
+    turn, numbers = assistant_turn(dialect, prompt), set()
     for many in (False, True):
         for answer in walks(name, grammar_of(name, STRICT, many, prompt)):
-            content, called = read(Parser(dialect.template, turn, validated(STRICT)), answer)
+            content, called = read(Parser(dialect.fields, turn, validated(STRICT)), answer)
             assert content == "" and called and (many or len(called) == 1), answer
             assert all(fits(*call) for call in called), answer
             numbers.add(len(called))
@@ -139,7 +141,7 @@ def test_any_walk_of_plain_json_is_calls(base: str | None, function: str | None)
     for many in (False, True):
         parts = tool_call_grammar(spoken, validated(tools), many, "", tokenizer_of("thinking")[1], [EOS])
         for answer in walks("thinking", json.dumps({"grammars": parts})):
-            content, called = read(JsonCallParser(spoken.template or None, "", function), answer)
+            content, called = read(JsonCallParser(spoken.fields or None, "", function), answer)
             assert content == "" and called and (many or len(called) == 1), answer
             assert all(fits(*call) for call in called), answer
             numbers.add(len(called))
@@ -155,13 +157,15 @@ def test_arguments_are_what_their_schema_says(name: str, row: dict[str, Any]) ->
     tools = [tool("f", {"properties": {"x": row["schema"]}, "required": ["x"]} | CLOSED | COLORS)]
     found = set[str]()
     for answer in walks(name, grammar_of(name, tools, many=False)):
-        _, ((_, arguments),) = read(Parser(BY_NAME[name].template, "", validated(tools)), answer)
+        _, ((_, arguments),) = read(Parser(BY_NAME[name].fields, "", validated(tools)), answer)
         assert list(arguments) == ["x"], answer
         found.add(json.dumps(arguments["x"]))
     assert found and found <= {json.dumps(one) for one in row["values"]}
 
 
-@pytest.mark.parametrize("name", [dialect.name for dialect in CHAT_FORMATS if dialect.calls and dialect.calls.argument])
+@pytest.mark.parametrize(
+    "name", [dialect.name for dialect in CHAT_FORMATS if dialect.calls and dialect.calls.values == "text"]
+)
 @pytest.mark.parametrize("listed", [["a", None], [1], []], ids=str)
 def test_a_text_that_lists_other_values_is_any_text(name: str, listed: list[Any]) -> None:
     def grammar(**more: Any) -> str:
@@ -171,7 +175,7 @@ def test_a_text_that_lists_other_values_is_any_text(name: str, listed: list[Any]
     assert grammar(enum=listed) == grammar() != grammar(enum=["a"])
 
 
-@pytest.mark.parametrize("name", [dialect.name for dialect in CHAT_FORMATS if dialect.thinking_marks is not None])
+@pytest.mark.parametrize("name", THINKING)
 @pytest.mark.parametrize("inside", [False, True], ids=["", "inside a thought"])
 def test_a_form_begins_behind_a_thought(name: str, inside: bool) -> None:
     """Thoughts are free; the answer is the form alone, in the family's own marks."""
@@ -183,7 +187,7 @@ def test_a_form_begins_behind_a_thought(name: str, inside: bool) -> None:
     )
     thoughts = set()
     for answer in walks(name, json.dumps({"grammars": parts})):
-        content, _ = read(Parser(dialect.template, turn, []), answer)
+        content, _ = read(Parser(dialect.fields, turn, []), answer)
         assert content in ("Yes", "No"), answer
         thoughts.add(dialect.thinking_marks[1] in answer)
     assert thoughts == ({True} if inside else {False, True})

@@ -36,7 +36,7 @@ class Transcript:
 
     @property
     def turn(self) -> str:
-        return assistant_turn(self.dialect.template, self.prompt)
+        return assistant_turn(self.dialect, self.prompt)
 
 
 def _transcript(row: dict[str, Any]) -> Transcript:
@@ -44,7 +44,7 @@ def _transcript(row: dict[str, Any]) -> Transcript:
     assert not unknown, f"{row['id']}: {unknown}"
     dialect = BY_NAME[row["id"].partition(":")[0]]
     calls = [(name, arguments) for call in row.get("calls", ()) for name, arguments in call.items()]
-    prompt, answer = row.get("prompt", dialect.template["start_anchor"]), row["answer"]
+    prompt, answer = row.get("prompt", next(iter(dialect.anchors), "")), row["answer"]
     return Transcript(
         row["id"], dialect, prompt, answer, row.get("thinking", ""), row.get("content", answer), calls
     )  # fmt: skip

@@ -1,0 +1,91 @@
+"""Rules and literals of grammars in Lark's syntax, and JSON in them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+MAX_GRAMMAR_BYTES = 1 << 19  # of all parts as JSON
+# Space between JSON tokens: one space, or a line break with indentation. Without a bound, some models never stop.
+SPACES = {"x-guidance": {"whitespace_pattern": r"( |\n[ \t]{0,64})?"}}
+# Without no_forcing, llguidance looks ahead for forced tokens, and the time of a mask grows with the forced text.
+LARK_HEADER = '%llguidance {"no_forcing": true}\n'
+SPECIAL = re.compile(r"([\\.+*?()|\[\]{}^$#&~/-])")  # characters to escape in a regular expression
+ANY_TEXT = "/(?s:.*)/"
+
+
+class Rules:
+    """Builds rules and literals in Lark's syntax.
+
+    Args:
+        added: ids of the tokenizer's added tokens by text.
+    """
+
+    def __init__(self, added: Mapping[str, int]) -> None:
+        self.added = added
+        self._pattern = re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True))) or "(?!)")
+        self._rules: list[str] = []
+        self._names: dict[str, str] = {}  # by options and body
+        self._count = 0
+        self._budget = MAX_GRAMMAR_BYTES
+
+    def __str__(self) -> str:
+        return "".join(f"{rule}\n" for rule in self._rules)
+
+    def add(self, body: str, options: str = "") -> str:
+        """Adds a rule, unless there is an equal one; returns its name."""
+        if (name := self._names.get(options + body)) is None:
+            name = self._names[options + body] = self.reserve()
+            self.define(f"{name}{options}", body)
+        return name
+
+    def reserve(self) -> str:
+        """Returns a name to define later, for rules that refer to themselves."""
+        self._count += 1
+        return f"r{self._count - 1}"
+
+    def define(self, name: str, body: str) -> None:
+        """Adds a rule with a given name.
+
+        Raises:
+            ValueError: the grammar becomes too large, since shared definitions are repeated for each argument.
+        """
+        self._budget -= len(body)
+        if self._budget < 0:
+            raise ValueError(f"its grammar has more than {MAX_GRAMMAR_BYTES} characters")
+        self._rules.append(f"{name}: {body}")
+
+    def text(self, text: str) -> str:
+        """Converts a text to literals and ids of the tokenizer's added tokens."""
+        return " ".join(self._pieces(text)) or '""'
+
+    def any_text_until(self, end: str) -> str:
+        """Returns any text up to and with an end, which is text or has added tokens."""
+        if (token := self._pattern.search(end)) is None:
+            return self.add(ANY_TEXT, f"[suffix={json.dumps(end, ensure_ascii=False)}]")
+        before, rest = end[: token.start()], end[token.start() :]
+        escaped = SPECIAL.sub(r"\\\1", before).replace("\n", r"\n")
+        return f"{self.add(f'/(?s:.*){escaped}/')} {self.text(rest)}"
+
+    def added_in(self, text: str) -> list[int]:
+        """Returns the ids of the added tokens in a text, in order."""
+        return [self.added[found[0]] for found in self._pattern.finditer(text)]
+
+    def _pieces(self, text: str) -> Iterator[str]:
+        end = 0
+        for found in self._pattern.finditer(text):
+            yield from self._literal(text[end : found.start()])
+            yield f"<[{self.added[found[0]]}]>"
+            end = found.end()
+        yield from self._literal(text[end:])
+
+    def _literal(self, text: str) -> Iterator[str]:
+        if text:
+            yield json.dumps(text, ensure_ascii=False)
+
+
+def json_rule(schema: Mapping[str, Any]) -> str:
+    """Returns JSON with a schema, as a part of a rule."""
+    return f"%json {json.dumps(SPACES | dict(schema))}"
