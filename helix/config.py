@@ -314,6 +314,8 @@ class ServeConfig:
         name: the model's name in the API; unset: the name of its directory.
         aliases: other names under which clients may ask for the model; `*` stands for any text, as in claude-*.
         chat_template: file with the chat template, also for prompt files and from Python; unset: the model's own.
+        dialect: the format of the model's reasoning and tool calls, by its name in docs/serving.md; none: answers are
+            not split; unset: the one that reads back a call that the chat template writes.
         api_keys: file of keys, lines of OWNER KEY; unset: no key is needed.
         open: allow an address that other hosts can reach without api_keys.
         cors: origins whose pages may use the server, such as https://chat.example; `*` is all.
@@ -337,6 +339,7 @@ class ServeConfig:
     name: str | None = None
     aliases: list[str] = field(default_factory=list)
     chat_template: FilePath | None = None
+    dialect: str | None = None
     api_keys: FilePath | None = None
     open: bool = False
     cors: list[str] = field(default_factory=list)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Mapping
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from helix.config import ServeConfig
-from launch.answers.chat_formats import THINKING_FIELD, ChatFormat, JsonCallParser, Parser, find_chat_format
+from launch.answers.chat_formats import THINKING_FIELD, ChatFormat, JsonCallParser, Parser
 from launch.answers.grammars import starts_with_think_mark
 from launch.client.answer import Answer
 from launch.client.chat_tokenizer import ChatTokenizer, read_defaults
@@ -18,10 +19,13 @@ from launch.client.choice import Choice
 from launch.client.engine_client import EngineClient
 from launch.client.engine_messages import EngineInfo
 from launch.client.errors import ApiError
+from launch.client.format_detection import DetectedFormat, detect_chat_format
 from launch.client.grammar_compiler import GrammarCompiler
 from launch.client.input_processor import ProcessedPrompt, compile_grammar, process_prompt
 from launch.client.sampling import make_requests
 from launch.client.schemas import Chat, Completion
+
+LOG = logging.getLogger(f"helix.{__name__}")
 
 
 class Session:
@@ -30,6 +34,7 @@ class Session:
     Attributes:
         name: the model's name in the API.
         tokenizer: set by `load`.
+        detected: the chat format, and how it was chosen; set by `load`.
         compiler: see `compiler_for`.
         defaults: the checkpoint's sampling defaults, for HTTP requests.
     """
@@ -38,6 +43,7 @@ class Session:
         self.engine_client = engine_client
         self.name = serve.name or "model"
         self.tokenizer: ChatTokenizer
+        self.detected: DetectedFormat
         self.compiler: GrammarCompiler | None = None
         self.defaults: Mapping[str, Any] = {}
         self._serve = serve
@@ -49,13 +55,15 @@ class Session:
             model: checkpoint directory; None: a shape without a checkpoint.
 
         Raises:
-            ValueError: a file cannot be read.
+            ValueError: a file cannot be read, or there is no chat format `serve.dialect`.
         """
         self.name = self._serve.name or (Path(model).resolve().name if model else "model")
         self.tokenizer = ChatTokenizer(model, self._serve.chat_template)
         self.defaults = read_defaults(model)
         for schema in (Chat, Completion):  # build validators here: at import it slows all commands
             schema.model_rebuild()
+        self.detected = detect_chat_format(self.tokenizer, model, self._serve.dialect)
+        LOG.info("chat format: %s (%s)", self.detected.name, self.detected.reason)
 
     def compiler_for(self, engine_info: EngineInfo) -> GrammarCompiler | None:
         """Returns the grammar compiler, created on demand; None: the model does not support structured outputs."""
@@ -67,7 +75,7 @@ class Session:
 
     @cached_property
     def _chat_format(self) -> ChatFormat | None:
-        return find_chat_format(self.tokenizer.template)
+        return self.detected.chat_format
 
     async def open(
         self,

@@ -278,9 +278,9 @@ class Api:
         described |= {"created_at": datetime.fromtimestamp(self._started, UTC).isoformat().replace("+00:00", "Z")}
         if engine_info is None or self.executor is None:
             return described
-        chat = self.session.tokenizer.has_template
-        length = engine_info.max_length
-        more = {"max_model_len": length, "max_input_tokens": length, "chat": chat, "layout": engine_info.layout}
+        detected, length = self.session.detected, engine_info.max_length
+        more = {"max_model_len": length, "max_input_tokens": length, "chat": self.session.tokenizer.has_template}
+        more |= {"chat_format": detected.name, "tool_calls": detected.reads_calls, "layout": engine_info.layout}
         return described | more
 
     async def _tokenize(self, request: Request) -> ASGIApp:

@@ -1,0 +1,244 @@
+"""Detects a checkpoint's chat format: the one that reads back a call that the chat template has written."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import regex
+
+from helix.files import read_json
+from launch.answers.answer_reader import CALLS
+from launch.answers.chat_formats import (
+    CHAT_FORMATS,
+    CLOSE_THINK,
+    THINKING_FIELD,
+    ChatFormat,
+    Parser,
+    adapted,
+    has_marks,
+)
+from launch.client.chat_tokenizer import ChatTokenizer
+from launch.client.errors import ApiError
+from launch.client.schemas import Chat, parse_body
+
+LOG = logging.getLogger(f"helix.{__name__}")
+NONE = "none"
+MAX_ANCHOR = 128  # characters
+LAST_MARK = regex.compile(r"(?:<[^<>]+>|\[[^\[\]]+\])\s*\Z")
+PROBE_LENGTH = 1 << 16  # tokens
+# A conversation whose parts are found again in the prompt: a text of digits stays a text, a list and an object do not.
+QUESTION, THOUGHT, TEXT, RESULT = "Which lamp is on?", "The list has it.", "I look it up.", "Lamp 7 is on."
+NAME, ARGUMENTS = "find_lamp", {"label": "0042", "rooms": ["hall", "attic"], "options": {"lit": True}}
+KINDS = {"label": "string", "rooms": "array", "options": "object"}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": NAME,
+        "description": "Finds a lamp.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                name: {"type": kind, "description": name} | ({"items": {"type": "string"}} if kind == "array" else {})
+                for name, kind in KINDS.items()
+            },
+            "required": ["label"],
+        },
+    },
+}
+USER = {"role": "user", "content": QUESTION}
+CALL = {"id": "a1b2c3d4e", "type": "function", "function": {"name": NAME, "arguments": json.dumps(ARGUMENTS)}}
+ANSWER = {"role": "assistant", "content": TEXT, "reasoning_content": THOUGHT, "tool_calls": [CALL]}
+TOOL_RESULT = {"role": "tool", "tool_call_id": CALL["id"], "name": NAME, "content": RESULT}
+
+
+class DetectedFormat(NamedTuple):
+    """A model's chat format.
+
+    Attributes:
+        chat_format: None: answers are not split into reasoning, text and calls.
+        reason: how it was chosen, for people.
+    """
+
+    chat_format: ChatFormat | None
+    reason: str
+
+    @property
+    def name(self) -> str | None:
+        return None if self.chat_format is None else self.chat_format.name
+
+    @property
+    def reads_calls(self) -> bool:
+        return self.chat_format is not None and CALLS in self.chat_format.fields
+
+
+def detect_chat_format(tokenizer: ChatTokenizer, model: str | None, dialect: str | None = None) -> DetectedFormat:
+    """Detects the chat format of a checkpoint directory.
+
+    Args:
+        dialect: the name of the format, or `none`; None: detect it.
+
+    Raises:
+        ValueError: there is no format of this name.
+    """
+    if dialect == NONE:
+        return DetectedFormat(None, "serve.dialect=none")
+    template = tokenizer.template
+    texts = "".join((template, *tokenizer.added))
+    formats = [adapted(one, texts) for one in CHAT_FORMATS]
+    if dialect is not None:
+        chosen = [one for one in formats if one.name == dialect]
+        if not chosen:
+            names = ", ".join(one.name for one in formats)
+            raise ValueError(f"serve.dialect={dialect} is unknown: use {NONE}, or one of {names}")
+        return DetectedFormat(_completed(chosen[0], tokenizer), f"serve.dialect={dialect}")
+    model_type = _model_type(model)
+    by_marks = [one for one in formats if has_marks(one, template)]
+    by_type = [one for one in formats if model_type in one.model_types]
+    ordered = [*dict.fromkeys(one.name for one in (*by_marks, *by_type, *formats))]
+    if (written := _written_call(tokenizer)) is not None:
+        anchor = _anchor(tokenizer)
+        passed = [
+            one for one in sorted(formats, key=lambda one: ordered.index(one.name)) if _reads_back(one, written, anchor)
+        ]
+        passed.sort(key=lambda one: not _writes_alike(one, written))
+        if passed:
+            return DetectedFormat(_completed(passed[0], tokenizer), "reads back a call that the chat template writes")
+        own = _response_template(model)
+        if own is not None and _reads_back(own, written, anchor):
+            return DetectedFormat(_completed(own, tokenizer), "the checkpoint's response_template")
+        LOG.warning("no chat format reads back the call that the chat template writes")
+    if by_marks:
+        return DetectedFormat(_completed(by_marks[0], tokenizer), "marks in the chat template")
+    if not template and by_type:
+        return DetectedFormat(by_type[0], f"model_type={model_type}")
+    return DetectedFormat(None, "no known marks in the chat template" if template else "no chat template")
+
+
+def _model_type(model: str | None) -> str | None:
+    file = None if model is None else Path(model) / "config.json"
+    if file is None or not file.exists():
+        return None
+    config = read_json(file)
+    text_part = config.get("text_config")
+    found = config.get("model_type") or (text_part.get("model_type") if isinstance(text_part, dict) else None)
+    return found if isinstance(found, str) else None
+
+
+def _render(tokenizer: ChatTokenizer, messages: list[Any], tools: bool = False, begins: bool = True) -> str | None:
+    """Returns the prompt of a conversation; None if the chat template rejects it."""
+    body = {"messages": messages, "add_generation_prompt": begins} | ({"tools": [TOOL]} if tools else {})
+    try:
+        chat = parse_body(Chat, json.dumps(body).encode())
+        return tokenizer.encode_chat(chat, chat.prompt_tools, PROBE_LENGTH)[1]
+    except ApiError:
+        return None
+
+
+def _written_call(tokenizer: ChatTokenizer) -> str | None:
+    """Returns what the chat template writes between a question and the result of the call that answers it."""
+    for answer in (ANSWER, {name: value for name, value in ANSWER.items() if name != "reasoning_content"}):
+        text = _render(tokenizer, [USER, answer, TOOL_RESULT], tools=True)
+        if text is not None and QUESTION in text and RESULT in text:
+            written = text[text.rindex(QUESTION) + len(QUESTION) : text.rindex(RESULT)]
+            if NAME in written and ARGUMENTS["label"] in written:
+                return written
+    return None
+
+
+def _anchor(tokenizer: ChatTokenizer, after: list[Any] | None = None, last: str = QUESTION) -> str | None:
+    """Returns the text that begins an answer: what the template adds for one, else the last mark."""
+    messages = [USER, *(after or [])]
+    tools = after is not None
+    text, without = _render(tokenizer, messages, tools), _render(tokenizer, messages, tools, begins=False)
+    if text is None or last not in text:
+        return None
+    added = text.removeprefix(without) if without is not None and text.startswith(without) else ""
+    if not added.strip() and (mark := LAST_MARK.search(text, text.rindex(last) + len(last))) is not None:
+        added = mark[0]
+    return added.strip() if len(added) <= MAX_ANCHOR else None
+
+
+def _reads_back(chat_format: ChatFormat, written: str, anchor: str | None) -> bool:
+    """Returns whether a format reads the probe's call, thought and text in what the template has written."""
+    begin = 0
+    for start in (*chat_format.anchors, _before_thought(chat_format, anchor or "")):
+        if start and start in written:
+            begin = written.index(start) + len(start)
+            break
+    answer = written[begin:]
+    try:
+        parser = Parser(chat_format.fields, "", [TOOL])
+        parts = [*parser.feed(answer), *parser.finish()]
+    except regex.error:
+        return False
+    calls = [(part.name, part.text) for part in parts if part.kind == "call"]
+    if len(calls) != 1 or calls[0][0] != NAME or json.loads(calls[0][1]) != ARGUMENTS:
+        return False
+    said = {kind: "".join(part.text for part in parts if part.kind == kind) for kind in ("content", THINKING_FIELD)}
+    thought_is_read = THOUGHT not in said["content"] or chat_format.thinking_marks is None
+    return thought_is_read and (TEXT not in answer or any(TEXT in text for text in said.values()))
+
+
+def _writes_alike(chat_format: ChatFormat, written: str) -> bool:
+    """Returns whether forced calls of a format begin as the template writes them."""
+    if (calls := chat_format.calls) is None:
+        return False
+    head = calls.call.split("ARGUMENTS")[0].replace("NAME", NAME).split("INDEX")[0]
+    if calls.argument is None:
+        return head in written
+    start = calls.argument.split("VALUE")[0]
+    return any(head + start.replace("KEY", key).replace("KIND", "true") in written for key in ARGUMENTS)
+
+
+def _completed(chat_format: ChatFormat, tokenizer: ChatTokenizer) -> ChatFormat:
+    """Adds what the chat template says of a format: where answers begin, and whether they may have reasoning."""
+    if chat_format.thinking_marks is None and all(mark in tokenizer.template for mark in CLOSE_THINK[:2]):
+        thought = {THINKING_FIELD: {"open": CLOSE_THINK[0], "close": CLOSE_THINK[1]}}
+        chat_format = replace(chat_format, fields=chat_format.fields | thought, thinking_marks=CLOSE_THINK)
+    anchors = tuple(dict.fromkeys(_anchors(chat_format, tokenizer)))
+    return replace(chat_format, anchors=anchors or chat_format.anchors)
+
+
+def _anchors(chat_format: ChatFormat, tokenizer: ChatTokenizer) -> Iterator[str]:
+    for anchor in (_anchor(tokenizer), _anchor(tokenizer, [ANSWER, TOOL_RESULT], RESULT)):
+        if anchor and (start := _before_thought(chat_format, anchor)):
+            yield start
+
+
+def _before_thought(chat_format: ChatFormat, anchor: str) -> str:
+    """Returns the part of an answer's beginning before the marks of reasoning."""
+    for mark in (chat_format.thinking_marks or ())[:2]:
+        anchor = anchor.partition(mark.strip())[0]
+    return anchor.strip()
+
+
+def _response_template(model: str | None) -> ChatFormat | None:
+    """Returns the format in a checkpoint's `response_template`; None if it has none that is supported.
+
+    Supported is content in JSON, or in text for reasoning.
+    """
+    file = None if model is None else Path(model) / "tokenizer_config.json"
+    given = read_json(file).get("response_template") if file is not None and file.exists() else None
+    fields = given.get("fields") if isinstance(given, dict) else None
+    if not isinstance(fields, dict) or not isinstance(calls := fields.get(CALLS), dict):
+        return None
+    opener, closer = (
+        calls.get(f"{mark}_pattern", regex.escape(str(calls.get(mark, "")))) for mark in ("open", "close")
+    )
+    if calls.get("content") != "json" or not opener or calls.get("content_args", {}).keys() - {"allow_non_json"}:
+        LOG.warning("the checkpoint's response_template is not supported: its calls are not JSON between marks")
+        return None
+    reads = {"open_pattern": opener, "content": "json"} | ({"close_pattern": closer} if closer else {})
+    known: dict[str, Any] = {"content": {}, CALLS: reads}
+    thought = fields.get(THINKING_FIELD)
+    marks = None
+    if isinstance(thought, dict) and {"open", "close"} <= thought.keys():
+        marks = (str(thought["open"]), str(thought["close"]), "")
+        known[THINKING_FIELD] = {"open": marks[0], "close": marks[1]}
+    anchor = given.get("start_anchor")
+    return ChatFormat("response_template", (), known, (anchor,) if isinstance(anchor, str) else (), None, marks)
