@@ -319,7 +319,7 @@ class TagBody(CallBody):
                 return window[keep:], None
             behind = end + len(syntax.value_end)
             found = follows.match(window, behind, partial=not last)
-            after: int | None = None
+            after = None
             if found is not None and found["argument"] is None and not found.partial:
                 after = self._after(window, found.end(), last)
                 rest = "" if after is None else window[after:].lstrip()

@@ -71,7 +71,7 @@ class _Arguments:
 
     def _key(self, key: str, schema: Any, following: str | None, ends: bool) -> str:
         schema = schema if isinstance(schema, dict) else {}
-        ways = [(self._between, following)] if following is not None else []
+        ways: list[tuple[str, str]] = [(self._between, following)] if following is not None else []
         ways += [(self._end, "")] if ends else []
         free = self._is_text and allows_text(schema, self._parameters)
         if "KIND" not in self._key_end:
@@ -84,7 +84,7 @@ class _Arguments:
         ]
         return self._rules.add(f"{key} ({' | '.join(texts)})")
 
-    def _value(self, schema: dict[str, Any], free: bool, ways: list[tuple[str, str | None]]) -> str:
+    def _value(self, schema: dict[str, Any], free: bool, ways: list[tuple[str, str]]) -> str:
         texts = enum_texts(schema) if self._is_text else []
         if free and not texts:
             return " | ".join(f"{self._rules.any_text_until(end)} {rest}" for end, rest in ways)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +33,8 @@ LAST_MARK = regex.compile(r"(?:<[^<>]+>|\[[^\[\]]+\])\s*\Z")
 PROBE_LENGTH = 1 << 16  # tokens
 # A conversation whose parts are found again in the prompt: a text of digits stays a text, a list and an object do not.
 QUESTION, THOUGHT, TEXT, RESULT = "Which lamp is on?", "The list has it.", "I look it up.", "Lamp 7 is on."
-NAME, ARGUMENTS = "find_lamp", {"label": "0042", "rooms": ["hall", "attic"], "options": {"lit": True}}
+NAME = "find_lamp"
+ARGUMENTS: dict[str, Any] = {"label": "0042", "rooms": ["hall", "attic"], "options": {"lit": True}}
 KINDS = {"label": "string", "rooms": "array", "options": "object"}
 TOOL = {
     "type": "function",
@@ -51,9 +52,7 @@ TOOL = {
     },
 }
 USER = {"role": "user", "content": QUESTION}
-CALL = {"id": "a1b2c3d4e", "type": "function", "function": {"name": NAME, "arguments": json.dumps(ARGUMENTS)}}
-ANSWER = {"role": "assistant", "content": TEXT, "reasoning_content": THOUGHT, "tool_calls": [CALL]}
-TOOL_RESULT = {"role": "tool", "tool_call_id": CALL["id"], "name": NAME, "content": RESULT}
+IDS = "a1b2c3d4e", f"functions.{NAME}:0"  # as Mistral's templates want them, and as Kimi's do
 
 
 class DetectedFormat(NamedTuple):
@@ -101,15 +100,15 @@ def detect_chat_format(tokenizer: ChatTokenizer, model: str | None, dialect: str
     by_type = [one for one in formats if model_type in one.model_types]
     ordered = [*dict.fromkeys(one.name for one in (*by_marks, *by_type, *formats))]
     if (written := _written_call(tokenizer)) is not None:
-        anchor = _anchor(tokenizer)
+        end = _prompt_end(tokenizer, [USER], QUESTION)
         passed = [
-            one for one in sorted(formats, key=lambda one: ordered.index(one.name)) if _reads_back(one, written, anchor)
+            one for one in sorted(formats, key=lambda one: ordered.index(one.name)) if _reads_back(one, written, end)
         ]
         passed.sort(key=lambda one: not _writes_alike(one, written))
         if passed:
             return DetectedFormat(_completed(passed[0], tokenizer), "reads back a call that the chat template writes")
         own = _response_template(model)
-        if own is not None and _reads_back(own, written, anchor):
+        if own is not None and _reads_back(own, written, end):
             return DetectedFormat(_completed(own, tokenizer), "the checkpoint's response_template")
         LOG.warning("no chat format reads back the call that the chat template writes")
     if by_marks:
@@ -139,10 +138,17 @@ def _render(tokenizer: ChatTokenizer, messages: list[Any], tools: bool = False, 
         return None
 
 
+def _call_turns(call_id: str, thinks: bool = True) -> list[dict[str, Any]]:
+    call = {"id": call_id, "type": "function", "function": {"name": NAME, "arguments": json.dumps(ARGUMENTS)}}
+    thought = {"reasoning_content": THOUGHT} if thinks else {}
+    result = {"role": "tool", "tool_call_id": call_id, "name": NAME, "content": RESULT}
+    return [USER, {"role": "assistant", "content": TEXT, "tool_calls": [call]} | thought, result]
+
+
 def _written_call(tokenizer: ChatTokenizer) -> str | None:
     """Returns what the chat template writes between a question and the result of the call that answers it."""
-    for answer in (ANSWER, {name: value for name, value in ANSWER.items() if name != "reasoning_content"}):
-        text = _render(tokenizer, [USER, answer, TOOL_RESULT], tools=True)
+    for call_id, thinks in product(IDS, (True, False)):
+        text = _render(tokenizer, _call_turns(call_id, thinks), tools=True)
         if text is not None and QUESTION in text and RESULT in text:
             written = text[text.rindex(QUESTION) + len(QUESTION) : text.rindex(RESULT)]
             if NAME in written and ARGUMENTS["label"] in written:
@@ -150,23 +156,33 @@ def _written_call(tokenizer: ChatTokenizer) -> str | None:
     return None
 
 
-def _anchor(tokenizer: ChatTokenizer, after: list[Any] | None = None, last: str = QUESTION) -> str | None:
-    """Returns the text that begins an answer: what the template adds for one, else the last mark."""
-    messages = [USER, *(after or [])]
-    tools = after is not None
+class _PromptEnd(NamedTuple):
+    """The end of a prompt: what the template adds for an answer, and all text after the last message."""
+
+    added: str
+    rest: str
+
+    def start(self, chat_format: ChatFormat) -> str:
+        """Returns the text that begins an answer, before marks of reasoning; empty if it is not known."""
+        found = _before_thought(chat_format, self.added)
+        if not found and (mark := LAST_MARK.search(_before_thought(chat_format, self.rest))) is not None:
+            found = mark[0]
+        return found if len(found) <= MAX_ANCHOR else ""
+
+
+def _prompt_end(tokenizer: ChatTokenizer, messages: list[Any], last: str) -> _PromptEnd:
+    tools = len(messages) > 1
     text, without = _render(tokenizer, messages, tools), _render(tokenizer, messages, tools, begins=False)
     if text is None or last not in text:
-        return None
+        return _PromptEnd("", "")
     added = text.removeprefix(without) if without is not None and text.startswith(without) else ""
-    if not added.strip() and (mark := LAST_MARK.search(text, text.rindex(last) + len(last))) is not None:
-        added = mark[0]
-    return added.strip() if len(added) <= MAX_ANCHOR else None
+    return _PromptEnd(added, text[text.rindex(last) + len(last) :])
 
 
-def _reads_back(chat_format: ChatFormat, written: str, anchor: str | None) -> bool:
+def _reads_back(chat_format: ChatFormat, written: str, end: _PromptEnd) -> bool:
     """Returns whether a format reads the probe's call, thought and text in what the template has written."""
     begin = 0
-    for start in (*chat_format.anchors, _before_thought(chat_format, anchor or "")):
+    for start in (*chat_format.anchors, end.start(chat_format)):
         if start and start in written:
             begin = written.index(start) + len(start)
             break
@@ -200,18 +216,14 @@ def _completed(chat_format: ChatFormat, tokenizer: ChatTokenizer) -> ChatFormat:
     if chat_format.thinking_marks is None and all(mark in tokenizer.template for mark in CLOSE_THINK[:2]):
         thought = {THINKING_FIELD: {"open": CLOSE_THINK[0], "close": CLOSE_THINK[1]}}
         chat_format = replace(chat_format, fields=chat_format.fields | thought, thinking_marks=CLOSE_THINK)
-    anchors = tuple(dict.fromkeys(_anchors(chat_format, tokenizer)))
-    return replace(chat_format, anchors=anchors or chat_format.anchors)
-
-
-def _anchors(chat_format: ChatFormat, tokenizer: ChatTokenizer) -> Iterator[str]:
-    for anchor in (_anchor(tokenizer), _anchor(tokenizer, [ANSWER, TOOL_RESULT], RESULT)):
-        if anchor and (start := _before_thought(chat_format, anchor)):
-            yield start
+    ends = [_prompt_end(tokenizer, [USER], QUESTION)]
+    ends += [_prompt_end(tokenizer, _call_turns(call_id), RESULT) for call_id in IDS]
+    anchors = dict.fromkeys(start for end in ends if (start := end.start(chat_format)))
+    return replace(chat_format, anchors=tuple(anchors) or chat_format.anchors)
 
 
 def _before_thought(chat_format: ChatFormat, anchor: str) -> str:
-    """Returns the part of an answer's beginning before the marks of reasoning."""
+    """Returns the part of a text before the marks of reasoning."""
     for mark in (chat_format.thinking_marks or ())[:2]:
         anchor = anchor.partition(mark.strip())[0]
     return anchor.strip()
@@ -224,7 +236,8 @@ def _response_template(model: str | None) -> ChatFormat | None:
     """
     file = None if model is None else Path(model) / "tokenizer_config.json"
     given = read_json(file).get("response_template") if file is not None and file.exists() else None
-    fields = given.get("fields") if isinstance(given, dict) else None
+    given = given if isinstance(given, dict) else {}
+    fields = given.get("fields")
     if not isinstance(fields, dict) or not isinstance(calls := fields.get(CALLS), dict):
         return None
     opener, closer = (

@@ -24,7 +24,8 @@ from helix.planner.points import Points
 from helix.planner.step import memory_of
 from helix.setup.parts import resolved_config, stored_config
 from helix.tokenizer import has_tokenizer, read_added_tokens, read_chat_template, without_tokenizer
-from launch.answers.chat_formats import find_chat_format
+from launch.client.chat_tokenizer import ChatTokenizer
+from launch.client.format_detection import DetectedFormat, detect_chat_format
 from launch.inputs.command_parser import model_override
 from launch.inputs.hardware import device_here
 from launch.inputs.planning import CheckedQuery, check_query, pick_hardware
@@ -160,12 +161,16 @@ def _weights(files: CheckpointFiles, spec: DecoderSpec, nested: bool) -> dict[st
 def _tokenizer(path: Path | None, eos: tuple[int, ...]) -> dict[str, Any]:
     known = path if has_tokenizer(path) else None
     template, texts = ("", {}) if known is None else (read_chat_template(known), read_added_tokens(known))
-    chat_format = find_chat_format(template)
+    detected = DetectedFormat(None, "no chat template")
+    if template:
+        detected = detect_chat_format(ChatTokenizer(str(known)), str(known))
     return {
         "tokenizer": None if known is None else "tokenizer.json",
         "why_no_tokenizer": without_tokenizer(path) if known is None else None,
         "chat_template": bool(template),
-        "chat_format": None if chat_format is None else chat_format.name,
+        "chat_format": detected.name,
+        "chat_format_reason": detected.reason,
+        "tool_calls": detected.reads_calls,
         "end_tokens": [{"id": i, "text": texts.get(i)} for i in eos],
     }
 
@@ -273,7 +278,10 @@ def _rows(found: Mapping[str, Any]) -> dict[str, str]:
     tokenizer = found["tokenizer"] or f"{found['why_no_tokenizer']}: token ids work; text needs tokenizer.json"
     chat = "none: chats are refused, completions work"
     if found["chat_template"]:
-        chat = f"yes; format {found['chat_format'] or 'unknown: answers are not split into thoughts, calls and text'}"
+        form = found["chat_format"] or "unknown: answers are not split into thoughts, calls and text"
+        chat = f"yes; format {form} ({found['chat_format_reason']})" + (
+            "" if found["tool_calls"] else "; no tool calls"
+        )
     ends = ", ".join(" ".join(str(x) for x in end.values() if x is not None) for end in found["end_tokens"])
     return {
         "model": found["model"],

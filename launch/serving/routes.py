@@ -278,8 +278,8 @@ class Api:
         described |= {"created_at": datetime.fromtimestamp(self._started, UTC).isoformat().replace("+00:00", "Z")}
         if engine_info is None or self.executor is None:
             return described
-        detected, length = self.session.detected, engine_info.max_length
-        more = {"max_model_len": length, "max_input_tokens": length, "chat": self.session.tokenizer.has_template}
+        detected, length, chat = self.session.detected, engine_info.max_length, self.session.tokenizer.has_template
+        more: dict[str, Any] = {"max_model_len": length, "max_input_tokens": length, "chat": chat}
         more |= {"chat_format": detected.name, "tool_calls": detected.reads_calls, "layout": engine_info.layout}
         return described | more
 

@@ -1,0 +1,101 @@
+"""The chat format is the one that reads back the call that a checkpoint's own template writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import AutoTokenizer
+
+from launch.answers.chat_formats import Parser, assistant_turn
+from launch.client.chat_tokenizer import ChatTokenizer
+from launch.client.format_detection import detect_chat_format
+from launch.client.schemas import Chat, parse_body
+from tests.serving.api_server import DEMO, changed
+from tests.serving.chats import TEMPLATE, USER
+from tests.serving.transcripts import TOOLS, text_of
+
+ROWS: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("family_templates.yaml").read_text())
+
+
+def model_with(directory: Path, template: str, tokens: list[str], **more: Any) -> Path:
+    """The demo model with a chat template and added tokens, and `more` in tokenizer_config.json."""
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tokenizer.add_special_tokens({"additional_special_tokens": tokens})
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(directory)
+    config = directory / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | more))
+    return directory
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["format"])
+def test_the_format_reads_back_what_the_template_writes(row: dict[str, Any], tmp_path: Path) -> None:
+    """The template's marks are among other families'; the turn of an answer begins where the template begins it."""
+    others = "{# <tool_call> <function= [TOOL_CALLS] <minimax:tool_call> <|channel|> <|start|> #}"
+    tokenizer = ChatTokenizer(str(model_with(tmp_path / "model", others + row["template"], row.get("tokens", []))))
+    found = detect_chat_format(tokenizer, None)
+    assert found.name == row["format"] and "reads back" in found.reason and found.reads_calls
+    assert found.chat_format is not None and list(found.chat_format.anchors) == row["begins"]
+
+    said = f"What is {row['begins'][0]} <think>?"  # a user's marks do not begin an answer
+    chat = parse_body(Chat, json.dumps({"messages": [USER | {"content": said}]}).encode())
+    turn = assistant_turn(found.chat_format, tokenizer.encode_chat(chat, None, 1000)[1])
+    assert said[-8:] not in turn
+    parser = Parser(found.chat_format.fields, turn, TOOLS)
+    parts = [*parser.feed("Hello"), *parser.finish()]
+    opens = row["format"] in ("glm", "minimax", "hy3", "deepseek-v3.2", "qwen3-coder", "nemotron-list")
+    assert text_of(parts, "thinking" if opens else "content") == "Hello"
+
+
+def test_a_tool_mark_alone_decides_nothing(tmp_path: Path) -> None:
+    template = "{{ '<tool_call>' if tools }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    found = detect_chat_format(ChatTokenizer(str(model_with(tmp_path / "m", template, []))), None)
+    assert (found.name, found.reads_calls) == (None, False) and "no known marks" in found.reason
+
+
+def test_the_setting_overrides(model: Path) -> None:
+    tokenizer = ChatTokenizer(str(model))
+    assert detect_chat_format(tokenizer, str(model), "glm").name == "glm"
+    assert detect_chat_format(tokenizer, str(model), "none").name is None
+    with pytest.raises(ValueError, match=r"serve\.dialect=glm5 is unknown: use none, or one of gpt-oss, .*, thinking"):
+        detect_chat_format(tokenizer, str(model), "glm5")
+
+
+def test_without_a_template_the_family_tells(tmp_path: Path) -> None:
+    settings = json.loads((DEMO / "tokenizer_config.json").read_text()) | {"chat_template": None}
+    for kind, name in (("deepseek_v32", "deepseek-v3.2"), ("llama9", None)):
+        config = json.loads((DEMO / "config.json").read_text()) | {"model_type": kind}
+        model = str(changed(tmp_path / kind, {"tokenizer_config.json": settings, "config.json": config}))
+        assert detect_chat_format(ChatTokenizer(model), model).name == name
+
+
+OWN = """{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}
+{%- for c in m.tool_calls or [] %}<own>{{ c.function | tojson }}</own>{% endfor %}{% endfor %}
+{%- if add_generation_prompt %}<assistant>{% endif %}"""
+RESPONSE = {"fields": {"content": {}, "tool_calls": {"open": "<own>", "close": "</own>", "content": "json"}}}
+
+
+@pytest.mark.parametrize("closes, name", [("</own>", "response_template"), ("</other>", None)])
+def test_a_checkpoints_own_response_template_is_used_if_it_passes(
+    closes: str, name: str | None, tmp_path: Path
+) -> None:
+    response = json.loads(json.dumps(RESPONSE).replace("</own>", closes))
+    response["fields"]["tool_calls"]["open"] = "<own>" if name else "<other>"
+    model = str(model_with(tmp_path / "model", OWN, [], response_template=response))
+    found = detect_chat_format(ChatTokenizer(model), model)
+    assert found.name == name
+    if found.chat_format is not None:
+        parser = Parser(found.chat_format.fields, "", TOOLS)
+        parts = parser.feed('So.<own>{"name": "get_time", "arguments": {"zone": "</own>"}}</own>') + parser.finish()
+        assert text_of(parts, "content") == "So." and [p.text for p in parts if p.kind == "call"] == [
+            '{"zone": "</own>"}'
+        ]
+
+
+def test_the_fixtures_template_is_qwens(model: Path) -> None:
+    found = detect_chat_format(ChatTokenizer(str(model)), str(model))
+    assert "<|im_start|>" in TEMPLATE and found.name == "qwen"
