@@ -66,7 +66,7 @@ class _Arguments:
 
     def _any_key(self, schema: Any) -> str:
         name = self._rules.reserve()
-        self._rules.define(name, self._key(self._rules.add(r"/[\w.-]+/"), schema, name, True))
+        self._rules.define(name, self._key(self._rules.add(r"/[\w.-]{1,64}/"), schema, name, True))
         return name
 
     def _key(self, key: str, schema: Any, following: str | None, ends: bool) -> str:
@@ -179,7 +179,7 @@ class _GemmaValues:
             first: list[str] = []
             if extra is not None:
                 more = self._rules.reserve()
-                pair = f'{self._rules.add("/[A-Za-z0-9_-]+/")} ":" {self.rule(extra, depth + 1)}'
+                pair = f'{self._rules.add("/[A-Za-z0-9_-]{1,64}/")} ":" {self.rule(extra, depth + 1)}'
                 self._rules.define(more, f'"}}" | "," {pair} {more}')
                 rest, first = more, [f"{pair} {more}"]
             for name, one in sorted(properties.items(), reverse=True):

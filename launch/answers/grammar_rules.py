@@ -7,9 +7,11 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from launch.answers.json_schemas import COERCED, supported_schema
+
 MAX_GRAMMAR_BYTES = 1 << 19  # of all parts as JSON
 # Space between JSON tokens: one space, or a line break with indentation. Without a bound, some models never stop.
-SPACES = {"x-guidance": {"whitespace_pattern": r"( |\n[ \t]{0,64})?"}}
+SPACES = {"whitespace_pattern": r"( |\n[ \t]{0,64})?"}
 # Without no_forcing, llguidance looks ahead for forced tokens, and the time of a mask grows with the forced text.
 LARK_HEADER = '%llguidance {"no_forcing": true}\n'
 SPECIAL = re.compile(r"([\\.+*?()|\[\]{}^$#&~/-])")  # characters to escape in a regular expression
@@ -88,4 +90,13 @@ class Rules:
 
 def json_rule(schema: Mapping[str, Any]) -> str:
     """Returns JSON with a schema, as a part of a rule."""
-    return f"%json {json.dumps(SPACES | dict(schema))}"
+    return f"%json {json.dumps(json_grammar(schema, SPACES))}"
+
+
+def json_grammar(schema: Mapping[str, Any], spaces: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a schema for llguidance, with its options for spaces between JSON tokens.
+
+    Raises:
+        ValueError: the schema has a keyword that cannot be enforced.
+    """
+    return {"x-guidance": {**COERCED, **spaces}} | supported_schema(schema)

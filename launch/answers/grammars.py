@@ -14,7 +14,7 @@ from llguidance import LLMatcher
 
 from launch.answers.call_grammars import call_rule
 from launch.answers.chat_formats import ChatFormat
-from launch.answers.grammar_rules import ANY_TEXT, LARK_HEADER, SPACES, SPECIAL, Rules, json_rule
+from launch.answers.grammar_rules import ANY_TEXT, LARK_HEADER, SPACES, SPECIAL, Rules, json_grammar, json_rule
 
 Parts = Sequence[dict[str, Any]]
 
@@ -144,7 +144,8 @@ def _lark(start: str, rules: Rules) -> dict[str, Any]:
 def _answer(structured_output: StructuredOutput, rules: Rules, special: Collection[str]) -> dict[str, Any]:
     match structured_output.kind:
         case "json":
-            return {"json_schema": SPACES | structured_output.options | structured_output.value}
+            spaces = structured_output.options.get("x-guidance", SPACES)
+            return {"json_schema": json_grammar(structured_output.value, spaces)}
         case "regex":
             return _regex(structured_output.value)
         case "choice":

@@ -278,10 +278,9 @@ def _rows(found: Mapping[str, Any]) -> dict[str, str]:
     tokenizer = found["tokenizer"] or f"{found['why_no_tokenizer']}: token ids work; text needs tokenizer.json"
     chat = "none: chats are refused, completions work"
     if found["chat_template"]:
-        form = found["chat_format"] or "unknown: answers are not split into thoughts, calls and text"
-        chat = f"yes; format {form} ({found['chat_format_reason']})" + (
-            "" if found["tool_calls"] else "; no tool calls"
-        )
+        chat = "yes; format unknown: answers are not split into thoughts, calls and text"
+    if found["chat_format"] is not None:
+        chat = f"yes; format {found['chat_format']} ({found['chat_format_reason']})"
     ends = ", ".join(" ".join(str(x) for x in end.values() if x is not None) for end in found["end_tokens"])
     return {
         "model": found["model"],

@@ -14,7 +14,9 @@ from tokenizers import Tokenizer
 
 from launch.answers.grammar_matcher import GrammarMatcher, GrammarMatcherFactory
 from launch.answers.grammars import StructuredOutput, Tag, structured_output_grammar
+from launch.answers.json_schemas import supported_schema
 from tests.e2e.checkpoints import DEMO
+from tests.serving.transcripts import KNOWN
 
 VOCAB, EOS = 4096, 0
 SCHEMA = {
@@ -151,3 +153,14 @@ def test_a_tokenizer_that_spells_otherwise_is_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps(content))
     with pytest.raises(ValueError, match="decoding tokens to bytes does not give back the text"):
         GrammarMatcherFactory(path, VOCAB, [EOS])
+
+
+@pytest.mark.parametrize("row", KNOWN["answers"], ids=lambda row: str(row["schema"]))
+def test_schemas_are_rewritten_or_refused_by_their_path(row: dict[str, Any], grammars: GrammarMatcherFactory) -> None:
+    """What JSON Schema allows to ignore goes; what cannot be enforced is named."""
+    if "refused" in row:
+        with pytest.raises(ValueError, match=re.escape(row["refused"])):
+            schema_grammar(row["schema"])
+    else:
+        assert supported_schema(row["schema"]) == row.get("becomes", row["schema"])
+        grammars.create_matcher(schema_grammar(row["schema"]))

@@ -163,6 +163,57 @@ def test_arguments_are_what_their_schema_says(name: str, row: dict[str, Any]) ->
     assert found and found <= {json.dumps(one) for one in row["values"]}
 
 
+UNQUOTED = [dialect.name for dialect in CHAT_FORMATS if dialect.calls and dialect.calls.values == "text"]
+
+
+@pytest.mark.parametrize("name", WITH_CALLS)
+@pytest.mark.parametrize("parameters", KNOWN["forced"], ids=range(len(KNOWN["forced"])))
+def test_forced_calls_fit_schemas_as_pydantic_and_zod_write_them(name: str, parameters: dict[str, Any]) -> None:
+    """References, alternatives, recursion and dictionaries, at the root and below."""
+    tools = [tool("f", parameters)]
+    answers = walks(name, grammar_of(name, tools, many=False))
+    for answer in answers:
+        content, called = read(Parser(BY_NAME[name].fields, "", validated(tools)), answer)
+        ((function, arguments),) = called
+        assert content == "" and function == "f" and arguments["x"] == 7, answer
+        free = parameters.get("additionalProperties") == {"const": 7}
+        assert {*arguments.values()} == {7} if free else arguments.keys() <= {"x", "a", "tree", "y"}, answer
+        assert "tree" not in arguments or arguments["tree"].keys() <= {"left", "n"}, answer
+    assert answers
+
+
+FREE_TEXTS = ["night", "null", "0042", "a\n b", "a </parameter> <b>", "</", '"', "<arg"]
+UNIONS: list[dict[str, Any]] = [
+    {"type": "string"},
+    {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    {"type": ["integer", "string"]},
+    {"$ref": "#/$defs/name"},
+]
+
+
+@pytest.mark.parametrize("name", UNQUOTED)
+@pytest.mark.parametrize("schema", UNIONS, ids=str)
+def test_where_text_is_allowed_any_text_may_come(name: str, schema: dict[str, Any]) -> None:
+    """Unquoted, even with parts of marks; also before another argument, which may be left out."""
+    properties = {"x": schema, "y": {"type": "integer"}}
+    parameters = {"type": "object", "properties": properties, "required": ["x"], "$defs": {"name": {"type": "string"}}}
+    tools = [tool("f", parameters)]
+    grammar, calls = grammar_of(name, tools, many=False), BY_NAME[name].calls
+    assert calls is not None and calls.argument is not None
+    for text in FREE_TEXTS:
+        x = calls.argument.replace("KEY", "x").replace("KIND", "true").replace("VALUE", text)
+        for y in ("", calls.argument.replace("KEY", "y").replace("KIND", "false").replace("VALUE", "5")):
+            answer = calls.before + calls.call.replace("NAME", "f").replace("ARGUMENTS", x + y) + calls.after
+            matcher = grammars_of(name).create_matcher(grammar)
+            for token in tokenizer_of(name)[0].encode(answer, add_special_tokens=False).ids:
+                assert token in allowed(matcher), (answer, tokenizer_of(name)[0].decode([token]))
+                matcher.accept_token(token)
+            assert EOS in allowed(matcher), answer
+            _, ((_, found),) = read(Parser(BY_NAME[name].fields, "", validated(tools)), answer)
+            is_null = text == "null" and "null" in str(schema) and "KIND" not in calls.argument
+            assert found == {"x": None if is_null else text} | ({"y": 5} if y else {}), answer
+
+
 @pytest.mark.parametrize(
     "name", [dialect.name for dialect in CHAT_FORMATS if dialect.calls and dialect.calls.values == "text"]
 )

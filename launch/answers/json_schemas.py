@@ -1,0 +1,90 @@
+"""Rewrites JSON schemas to what llguidance supports: annotations go, equivalent keywords are replaced."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+# Formats that llguidance enforces; JSON Schema says that others are annotations.
+FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
+UNSUPPORTED = (
+    *("if", "then", "else", "not", "dependentRequired", "dependentSchemas", "dependencies", "contains"),
+    *("minContains", "maxContains", "unevaluatedProperties", "unevaluatedItems", "propertyNames"),
+)
+SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
+LISTS_OF_SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems")
+SCHEMAS = ("items", "additionalProperties", "additionalItems")
+LOOK_AROUND = ("(?=", "(?!", "(?<=", "(?<!")
+PATTERN_PART = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)  # an escape, a class of characters, or one
+COERCED = {"coerce_one_of": True}  # an answer may fit several alternatives of `oneOf`
+
+
+def supported_schema(schema: Mapping[str, Any], path: str = "$") -> dict[str, Any]:
+    """Returns a schema that llguidance supports, and that allows all that the given one does.
+
+    It allows more where the given one has `uniqueItems`, or look-around in a pattern.
+
+    Args:
+        path: of the schema, for messages.
+
+    Raises:
+        ValueError: the schema has a keyword that cannot be enforced.
+    """
+    found = dict(schema)
+    if "format" in found and found["format"] not in FORMATS:
+        del found["format"]
+    found.pop("uniqueItems", None)
+    if found.get("unevaluatedProperties") in (True, {}):
+        del found["unevaluatedProperties"]
+    if isinstance(pattern := found.get("pattern"), str):
+        found["pattern"] = _without_look_around(pattern)
+    _replace_property_names(found)
+    for name in UNSUPPORTED:
+        if name in found:
+            raise ValueError(f"{path} has {name}, which cannot be enforced: leave it out")
+    for name in SCHEMAS_BY_NAME:
+        if isinstance(inner := found.get(name), dict):
+            found[name] = {key: _inner(one, f"{path}.{name}.{key}") for key, one in inner.items()}
+    for name in LISTS_OF_SCHEMAS:
+        if isinstance(inner := found.get(name), list):
+            found[name] = [_inner(one, f"{path}.{name}[{index}]") for index, one in enumerate(inner)]
+    for name in SCHEMAS:
+        if name in found:
+            found[name] = _inner(found[name], f"{path}.{name}")
+    return found
+
+
+def _inner(schema: Any, path: str) -> Any:
+    return supported_schema(schema, path) if isinstance(schema, dict) else schema
+
+
+def _without_look_around(pattern: str) -> str:
+    kept: list[str] = []
+    groups: list[int | None] = []  # of the open groups: where one with look-around begins in `kept`
+    for part in PATTERN_PART.finditer(pattern):
+        if part[0] == "(":
+            groups.append(len(kept) if pattern.startswith(LOOK_AROUND, part.start()) else None)
+        kept.append(part[0])
+        if part[0] == ")" and groups and (begin := groups.pop()) is not None:
+            del kept[begin:]
+    return "".join(kept)
+
+
+def _replace_property_names(schema: dict[str, Any]) -> None:
+    """Replaces names that are listed or that follow a pattern, if the schema itself names no properties."""
+    names = schema.get("propertyNames")
+    if not isinstance(names, dict):
+        return
+    rest = schema.get("additionalProperties", {})
+    rules = names.keys() - {"type", "title", "description"}
+    if not rules:
+        del schema["propertyNames"]
+    elif "properties" not in schema and "patternProperties" not in schema:
+        if rules == {"enum"} and isinstance(names["enum"], list):
+            listed = {name: rest for name in names["enum"] if isinstance(name, str)}
+            schema |= {"properties": listed, "additionalProperties": False}
+            del schema["propertyNames"]
+        elif rules == {"pattern"}:
+            schema |= {"patternProperties": {names["pattern"]: rest}, "additionalProperties": False}
+            del schema["propertyNames"]
