@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from helix.engine.request import Logprobs
-from launch.answers.chat_formats import AnswerPart
+from launch.answers.answer_parser import AnswerPart
 from launch.client.chat_tokenizer import ChatTokenizer
 from launch.client.choice import Choice, Delta
 from launch.client.errors import ApiError

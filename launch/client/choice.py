@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from launch.answers.chat_formats import AnswerPart, Parser
+from launch.answers.answer_parser import AnswerPart, Parser
 from launch.client.chat_tokenizer import ChatTokenizer
 from launch.client.detokenizer import IncrementalDetokenizer
 from launch.client.engine_client import Generation

@@ -12,16 +12,9 @@ from typing import Any, NamedTuple
 import regex
 
 from helix.files import read_json
+from launch.answers.answer_parser import Parser
 from launch.answers.answer_reader import CALLS
-from launch.answers.chat_formats import (
-    CHAT_FORMATS,
-    CLOSE_THINK,
-    THINKING_FIELD,
-    ChatFormat,
-    Parser,
-    adapted,
-    has_marks,
-)
+from launch.answers.chat_formats import CHAT_FORMATS, CLOSE_THINK, THINKING_FIELD, ChatFormat, adapted, has_marks
 from launch.client.chat_tokenizer import ChatTokenizer
 from launch.client.errors import ApiError
 from launch.client.schemas import Chat, parse_body

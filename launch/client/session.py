@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from helix.config import ServeConfig
-from launch.answers.chat_formats import THINKING_FIELD, ChatFormat, JsonCallParser, Parser
+from launch.answers.answer_parser import JsonCallParser, Parser
+from launch.answers.chat_formats import THINKING_FIELD, ChatFormat
 from launch.answers.grammars import starts_with_think_mark
 from launch.client.answer import Answer
 from launch.client.chat_tokenizer import ChatTokenizer, read_defaults

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from launch.answers.chat_formats import AnswerPart
+from launch.answers.answer_parser import AnswerPart
 from launch.client.answer import Answer
 from launch.client.errors import ApiError
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from launch.answers.chat_formats import AnswerPart, JsonCallParser, Parser, assistant_turn, find_chat_format
+from launch.answers.answer_parser import AnswerPart, JsonCallParser, Parser
+from launch.answers.chat_formats import assistant_turn, find_chat_format
 from tests.serving.transcripts import BY_NAME, KNOWN, TOOLS, TRANSCRIPTS, Transcript, text_of
 
 SIZES = 1, 3, 5, 1000  # characters at a time

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,13 @@ import pytest
 import yaml
 from transformers import AutoTokenizer
 
-from launch.answers.chat_formats import Parser, assistant_turn
+from launch.answers.answer_parser import Parser
+from launch.answers.chat_formats import assistant_turn
 from launch.client.chat_tokenizer import ChatTokenizer
 from launch.client.format_detection import detect_chat_format
 from launch.client.schemas import Chat, parse_body
-from tests.serving.api_server import DEMO, changed
-from tests.serving.chats import TEMPLATE, USER
+from tests.serving.api_server import DEMO, READY, FakeJob, Serve, changed, read, scripted_reply
+from tests.serving.chats import CHATS, TEMPLATE, USER
 from tests.serving.transcripts import TOOLS, text_of
 
 ROWS: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("family_templates.yaml").read_text())
@@ -99,3 +101,32 @@ def test_a_checkpoints_own_response_template_is_used_if_it_passes(
 def test_the_fixtures_template_is_qwens(model: Path) -> None:
     found = detect_chat_format(ChatTokenizer(str(model)), str(model))
     assert "<|im_start|>" in TEMPLATE and found.name == "qwen"
+
+
+@pytest.mark.parametrize("dialect", [None, "none", "qwen"])
+async def test_a_server_names_its_format_and_reads_calls(
+    dialect: str | None, serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whole and streamed; with another format or none the answer is text."""
+    row = next(row for row in ROWS if row["format"] == "glm")
+    model = str(model_with(tmp_path / "model", row["template"], ["<tool_call>", "</tool_call>", "<think>", "</think>"]))
+    says = "Hm.</think>So.<tool_call>get_time<arg_key>zone</arg_key><arg_value>UTC</arg_value></tool_call>"
+    job = FakeJob(scripted_reply(says), replace(READY, model=model, vocab=4200))
+    with caplog.at_level("INFO"):
+        api_server = await serve(job, dialect=dialect)
+    reason = "reads back a call that the chat template writes" if dialect is None else f"serve.dialect={dialect}"
+    name = {None: "glm", "none": None}.get(dialect, dialect)
+    assert caplog.text.count(f"chat format: {name} ({reason})") == 1
+    (described,) = (await api_server.get("/v1/models")).json()["data"]
+    assert (described["chat_format"], described["tool_calls"]) == (name, name is not None)
+    for stream in (False, True):
+        received = read(await api_server.post(CHATS, {"messages": [USER], "tools": TOOLS, "stream": stream}))
+        if dialect is None:
+            assert (received.thinking, received.content, received.calls) == (
+                "Hm.",
+                "So.",
+                [("get_time", {"zone": "UTC"})],
+            )
+            assert received.ends == "tool_calls"
+        else:
+            assert received.calls == [] and received.ends == "stop"

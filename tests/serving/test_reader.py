@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launch.answers.chat_formats import JsonCallParser, Parser
+from launch.answers.answer_parser import JsonCallParser, Parser
 from tests.serving.transcripts import BY_NAME, KNOWN, TOOLS, TRANSCRIPTS, Transcript, text_of
 
 Outcome = list[tuple[str, Any]]

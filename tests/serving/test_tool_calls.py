@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from launch.answers.chat_formats import CHAT_FORMATS, JsonCallParser, Parser, assistant_turn, required_call_format
+from launch.answers.answer_parser import JsonCallParser, Parser
+from launch.answers.chat_formats import CHAT_FORMATS, assistant_turn, required_call_format
 from launch.answers.grammar_matcher import GrammarMatcher, GrammarMatcherFactory
 from launch.answers.grammars import StructuredOutput, structured_output_grammar, tool_call_grammar
 from tests.e2e.checkpoints import DEMO

@@ -8,7 +8,8 @@ from typing import Any
 
 import yaml
 
-from launch.answers.chat_formats import CHAT_FORMATS, AnswerPart, ChatFormat, assistant_turn
+from launch.answers.answer_parser import AnswerPart
+from launch.answers.chat_formats import CHAT_FORMATS, ChatFormat, assistant_turn
 from launch.client.schemas import Tool
 
 BY_NAME = {dialect.name: dialect for dialect in CHAT_FORMATS}
