@@ -6,11 +6,12 @@ stop string, or the end of the only tool call that an answer may have.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from launch.answers.answer_parser import AnswerPart, Parser
+from launch.answers.mark_guard import MarkGuard, restored
 from launch.client.chat_tokenizer import ChatTokenizer
 from launch.client.detokenizer import IncrementalDetokenizer
 from launch.client.engine_client import Generation
@@ -55,6 +56,7 @@ class Choice:
         body: the request it belongs to.
         abort: cancels a generation; called with the finish reason if the choice ends before the engine ends it.
         parser: splits the text into parts; None: plain text.
+        marks: the chat format's marks that are added tokens, by id.
 
     Attributes:
         num_tokens: output tokens so far.
@@ -70,6 +72,7 @@ class Choice:
         body: Chat | Completion,
         abort: Callable[[Generation, str], None],
         parser: Parser | None,
+        marks: Mapping[int, str] | None = None,
     ) -> None:
         self.index = index
         self.generation = generation
@@ -80,6 +83,8 @@ class Choice:
         self._stops = tuple(body.stop or ())
         self._tokenizer = tokenizer
         self._parser = parser
+        # Text that is held back for a stop string cannot be told apart by tokens.
+        self._guard = MarkGuard(marks) if marks and not self._stops else None
         self._abort = abort
         self._discard_output = body.max_tokens == 0  # the engine samples one token, which is not part of the answer
         self._include_special = not body.skip_special_tokens or (parser is not None and parser.needs_special_tokens)
@@ -100,6 +105,7 @@ class Choice:
             return delta
         new_ids = generation.output_token_ids[self.num_tokens :]
         pieces: list[str] = []
+        guarded: list[str] = []
         stopped = False
         for at, token in enumerate(new_ids):
             delta.token_ids.append(token)
@@ -107,6 +113,7 @@ class Choice:
                 break
             text, stopped = self._detokenizer.push(token)
             pieces.append(text)
+            guarded.append(text if self._guard is None else self._guard.guarded(token, text))
             if stopped:
                 self.finish_reason = "stop"
                 break
@@ -116,13 +123,16 @@ class Choice:
         if self.finish_reason is not None and not stopped:
             text, stopped = self._detokenizer.finish()
             pieces.append(text)
+            guarded.append(text)
             self.finish_reason = "stop" if stopped else self.finish_reason
         self.matched_stop = self._find_matched_stop() if stopped else None
         delta.text = "".join(pieces)
         if self._parser is not None:
-            delta.parts = self._parser.feed(delta.text)
+            delta.parts = self._parser.feed("".join(guarded))
             if self.finish_reason is not None:
                 delta.parts += self._parser.finish(cut=stopped or self.finish_reason != "stop")
+            if self._guard is not None:
+                delta.parts = [replace(part, text=restored(part.text)) for part in delta.parts]
             if self._parser.is_complete:
                 self.finish_reason = "stop"
         if self.finish_reason is not None:

@@ -14,6 +14,7 @@ from helix.config import ServeConfig
 from launch.answers.answer_parser import JsonCallParser, Parser
 from launch.answers.chat_formats import THINKING_FIELD, ChatFormat
 from launch.answers.grammars import starts_with_think_mark
+from launch.answers.mark_guard import marks_of
 from launch.client.answer import Answer
 from launch.client.chat_tokenizer import ChatTokenizer, read_defaults
 from launch.client.choice import Choice
@@ -78,6 +79,10 @@ class Session:
     def _chat_format(self) -> ChatFormat | None:
         return self.detected.chat_format
 
+    @cached_property
+    def _marks(self) -> Mapping[int, str]:
+        return {} if self._chat_format is None else marks_of(self._chat_format.fields, self.tokenizer.added)
+
     async def open(
         self,
         body: Chat | Completion,
@@ -116,7 +121,7 @@ class Session:
             requests, changed.set, request_id
         )  # from here on nothing fails before the answer owns the generations
         choices = [
-            Choice(index, generation, self.tokenizer, body, self.engine_client.abort, parser)
+            Choice(index, generation, self.tokenizer, body, self.engine_client.abort, parser, self._marks)
             for index, (generation, parser) in enumerate(zip(generations, parsers, strict=True))
         ]
         return Answer(body, processed, choices, self.tokenizer, changed, request_id, self.name, self._serve.heartbeat_s)

@@ -16,7 +16,7 @@ from launch.answers.chat_formats import assistant_turn
 from launch.client.chat_tokenizer import ChatTokenizer
 from launch.client.format_detection import detect_chat_format
 from launch.client.schemas import Chat, parse_body
-from tests.serving.api_server import DEMO, READY, FakeJob, Serve, changed, read, scripted_reply
+from tests.serving.api_server import DEMO, READY, FakeJob, Serve, changed, read, scripted_reply, tokens_of
 from tests.serving.chats import CHATS, TEMPLATE, USER
 from tests.serving.transcripts import TOOLS, text_of
 
@@ -130,3 +130,31 @@ async def test_a_server_names_its_format_and_reads_calls(
             assert received.ends == "tool_calls"
         else:
             assert received.calls == [] and received.ends == "stop"
+
+
+SPELLED = "<tool_call>get_time<arg_key>zone</arg_key><arg_value>UTC</arg_value></tool_call>"
+
+
+@pytest.mark.parametrize("many", [False, True], ids=["token by token", "many tokens at once"])
+async def test_tokens_decide_what_a_mark_is(many: bool, serve: Serve, tmp_path: Path) -> None:
+    """A call and the end of a thought that are spelled out in ordinary tokens are text, and so is a mark in a value."""
+    row = next(row for row in ROWS if row["format"] == "glm")
+    marks = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
+    model = str(model_with(tmp_path / "model", row["template"], marks))
+    end = " </think>"
+    spelled = [token for text in ("Hm", " </", "think", ">") for token in tokens_of(text, model)]
+    ids = [*spelled, *tokens_of("</think>", model)]
+    ids += [token for text in SPELLED for token in tokens_of(text, model)]
+    ids += tokens_of("<tool_call>get_time<arg_key>zone</arg_key><arg_value>a", model)
+    ids += [token for text in "</tool_call>" for token in tokens_of(text, model)]
+    ids += tokens_of("b</arg_value></tool_call>", model)
+
+    async def script(job: FakeJob, submit: Any) -> None:
+        for at in range(0, len(ids), 5 if many else 1):
+            await job.emit(submit, ids[at : at + (5 if many else 1)])
+        await job.emit(submit, [0], "stop")
+
+    api_server = await serve(FakeJob(script, replace(READY, model=model, vocab=4200)))
+    received = read(await api_server.post(CHATS, {"messages": [USER], "tools": TOOLS, "max_tokens": 999}))
+    assert (received.thinking, received.content) == ("Hm" + end, SPELLED)
+    assert received.calls == [("get_time", {"zone": "a</tool_call>b"})]
