@@ -15,6 +15,9 @@ NO_PARAMETERS = {"properties": {}, "additionalProperties": False}
 INDEX = "/[0-9]{1,6}/"
 GEMMA_QUOTE = '<|"|>'
 DEFINITIONS = ("$defs", "definitions")
+# Rules of arguments contain what follows them; llguidance recurses into rules, and 1,000 of them overflow its stack.
+MAX_NESTED = 200
+Ways = list[tuple[str, str]]  # ends of a value, each with the rule of what follows it
 
 
 def call_rule(rules: Rules, calls: ToolCallFormat, tool: Mapping[str, Any]) -> str:
@@ -45,17 +48,21 @@ class _Arguments:
         assert calls.argument is not None, "checked by the caller"
         self._rules, self._parameters = rules, parameters
         self._is_text = calls.values == "text"
+        self._defined = _refs([parameters.get(name) for name in DEFINITIONS])
         self._key_open, self._key_end, value_end = re.split("KEY|VALUE", calls.argument)
         self._end, self._between = value_end + tail, value_end + calls.separator + self._key_open
-        self._tail = tail
+        self._tail, self._value_end, self._separator = tail, value_end, calls.separator
 
     def rule(self) -> str:
         """Returns alternatives of all arguments and the tail."""
         ways: dict[str, None] = {}
         for properties, required, extra in objects_of(self._parameters):
+            if len(properties) > MAX_NESTED:
+                ways |= {self._flat(properties, required): None}
+                continue
             keys, ends = (None if extra is None else self._any_key(extra)), True
             for name, schema in reversed(properties.items()):
-                key = self._key(self._rules.text(name), schema, keys, ends)
+                key = self._key(self._rules.text(name), schema, self._ways(keys, ends))
                 if name in required:
                     keys, ends = key, False
                 else:
@@ -66,13 +73,25 @@ class _Arguments:
 
     def _any_key(self, schema: Any) -> str:
         name = self._rules.reserve()
-        self._rules.define(name, self._key(self._rules.add(r"/[\w.-]{1,64}/"), schema, name, True))
+        self._rules.define(name, self._key(self._rules.add(r"/[\w.-]{1,64}/"), schema, self._ways(name, True)))
         return name
 
-    def _key(self, key: str, schema: Any, following: str | None, ends: bool) -> str:
+    def _flat(self, properties: dict[str, Any], required: set[str]) -> str:
+        """Returns many arguments one after another, whose texts end at the first mark of an end."""
+        if self._separator:
+            raise ValueError(f"it has {len(properties)} properties; at most {MAX_NESTED} are supported")
+        found = []
+        for name, schema in properties.items():
+            key = self._key(self._rules.text(self._key_open + name), schema, [(self._value_end, "")])
+            found.append(key if name in required else f"{key}?")
+        return f"{' '.join(found)} {self._rules.text(self._tail)}"
+
+    def _ways(self, following: str | None, ends: bool) -> Ways:
+        ways = [(self._between, following)] if following is not None else []
+        return ways + ([(self._end, "")] if ends else [])
+
+    def _key(self, key: str, schema: Any, ways: Ways) -> str:
         schema = schema if isinstance(schema, dict) else {}
-        ways: list[tuple[str, str]] = [(self._between, following)] if following is not None else []
-        ways += [(self._end, "")] if ends else []
         free = self._is_text and allows_text(schema, self._parameters)
         if "KIND" not in self._key_end:
             return self._rules.add(f"{key} {self._rules.text(self._key_end)} ({self._value(schema, free, ways)})")
@@ -84,22 +103,24 @@ class _Arguments:
         ]
         return self._rules.add(f"{key} ({' | '.join(texts)})")
 
-    def _value(self, schema: dict[str, Any], free: bool, ways: list[tuple[str, str]]) -> str:
+    def _value(self, schema: dict[str, Any], free: bool, ways: Ways) -> str:
         texts = enum_texts(schema) if self._is_text else []
         if free and not texts:
             return " | ".join(f"{self._rules.any_text_until(end)} {rest}" for end, rest in ways)
         if texts:
             value = "(" + " | ".join(map(self._rules.text, texts)) + ")"
         else:
-            value = self._rules.add(json_rule(_with_definitions(schema, self._parameters)))
+            value = self._rules.add(json_rule(_with_definitions(schema, self._parameters, self._defined)))
         return f"{value} ({' | '.join(f'{self._rules.text(end)} {rest}' for end, rest in ways)})"
 
 
-def _with_definitions(schema: dict[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a part of a schema that stands alone: with the definitions, or the whole root, that it refers to."""
-    refs = {
-        ref.split("/")[1] if "/" in ref else "" for ref in _refs(schema) | _refs({k: root.get(k) for k in DEFINITIONS})
-    }
+def _with_definitions(schema: dict[str, Any], root: Mapping[str, Any], defined: set[str]) -> dict[str, Any]:
+    """Returns a part of a schema that stands alone: with the definitions, or the whole root, that it refers to.
+
+    Args:
+        defined: what the definitions refer to.
+    """
+    refs = {ref.split("/")[1] if "/" in ref else "" for ref in _refs(schema) | defined}
     if not refs - set(DEFINITIONS):
         return schema | {name: root[name] for name in DEFINITIONS if name in root}
     return _moved(schema) | {"$defs": {"root": _moved(dict(root))}}
@@ -134,6 +155,7 @@ class _GemmaValues:
     def __init__(self, rules: Rules, root: Mapping[str, Any]) -> None:
         self._rules, self._root = rules, root
         self._references: dict[str, str] = {}
+        self._nested = 0  # properties of the objects around
 
     def rule(self, schema: Any, depth: int = 0) -> str:
         """Returns the rule of values with a schema.
@@ -175,6 +197,9 @@ class _GemmaValues:
 
     def _objects(self, schema: dict[str, Any], depth: int) -> Iterator[str]:
         for properties, required, extra in objects_of(schema, self._root):
+            self._nested += len(properties)
+            if self._nested > MAX_NESTED:
+                raise ValueError(f"nested objects have more than {MAX_NESTED} properties")
             rest, ends = '"}"', True  # what may follow a value, and whether no value is needed
             first: list[str] = []
             if extra is not None:
@@ -187,6 +212,7 @@ class _GemmaValues:
                 is_required = name in required
                 rest = self._rules.add(f'"," {pair}' + ("" if is_required else f" | {rest}"))
                 first, ends = ([pair], False) if is_required else ([pair, *first], ends)
+            self._nested -= len(properties)
             yield '"{" (' + " | ".join([*first, *(['"}"'] if ends else [])]) + ")"
 
     def _reference(self, ref: str, depth: int) -> str:

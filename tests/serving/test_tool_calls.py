@@ -183,6 +183,17 @@ def test_forced_calls_fit_schemas_as_pydantic_and_zod_write_them(name: str, para
     assert answers
 
 
+@pytest.mark.parametrize("name", WITH_CALLS)
+def test_a_thousand_parameters_are_followed_or_refused(name: str) -> None:
+    """Rules that nest a thousand deep would overflow llguidance's stack."""
+    tools = [tool("f", {"properties": {f"p{i}": {"type": "integer"} for i in range(1000)}, "required": ["p999"]})]
+    if name in ("gemma4", "pythonic"):
+        with pytest.raises(ValueError, match="200"):
+            grammar_of(name, tools)
+    else:
+        grammars_of(name).create_matcher(grammar_of(name, tools))
+
+
 FREE_TEXTS = ["night", "null", "0042", "a\n b", "a </parameter> <b>", "</", '"', "<arg"]
 UNIONS: list[dict[str, Any]] = [
     {"type": "string"},
