@@ -174,10 +174,10 @@ def _prompt_end(tokenizer: ChatTokenizer, messages: list[Any], last: str) -> _Pr
 
 def _reads_back(chat_format: ChatFormat, written: str, end: _PromptEnd) -> bool:
     """Returns whether a format reads the probe's call, thought and text in what the template has written."""
-    begin = 0
+    begin, before_call = 0, written[: written.index(NAME)]  # the text next to the call may have a turn before it
     for start in (*chat_format.anchors, end.start(chat_format)):
-        if start and start in written:
-            begin = written.index(start) + len(start)
+        if start and start in before_call:
+            begin = before_call.rindex(start) + len(start)
             break
     answer = written[begin:]
     try:
