@@ -6,7 +6,7 @@ as CUDA-graph replays over different sequences of one page pool, and different q
 read: one sequence's bounds and blocks would stay in it. Dense attention is ours over the same pages, and torch's over
 contiguous memory. `target_us` is the bytes of bounds and selected blocks at 4.4 TB/s, plus 12 us.
 
-The same with subblocks of 16 tokens, selected among those of the best blocks (`candidates`), timed alternately with 32
+The same with subblocks of 16 tokens, selected within the best blocks (`candidates`), timed alternately with 32
 whole blocks. Subblocks are checked against torch's selection among the candidates that the kernel has selected.
 
 The overhead of sparse drafts (benchmarks/kernels/drafts.py): the scores that verification writes, and its slowdown;

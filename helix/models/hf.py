@@ -27,7 +27,7 @@ IGNORED_KEYS = ("num_labels", "id2label", "label2id", "model_type")
 MAX_SIZE = 1 << 30  # of a dimension: the bytes of a matrix fit 64 bits
 MAX_HEAD_DIM = 1 << 16
 MAX_LAYERS = 1 << 16  # configs have lists with an entry per layer
-LAYER_TYPES = {"indexed_attention": "deepseek_sparse_attention"}  # new names -> those of our transformers
+LAYER_TYPES = {"indexed_attention": "deepseek_sparse_attention"}  # newer names -> names in transformers 5.17
 TWO_ROPES = ("gemma3_text", "laguna", "olmo3", "step3p5")  # families whose RoPE differs by layer type
 
 

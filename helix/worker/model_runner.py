@@ -425,7 +425,7 @@ class ModelRunner:
         return (hidden[ends], states[ends]), states if self.drafter.needs_hidden_states else None
 
     def _by_slot(self, tokens: Tensor, slots: list[int]) -> tuple[Tensor, list[int] | None]:
-        """Returns first tokens [n, 1] and their slots; in mode dp, those of all ranks' slots in order, and None."""
+        """Returns first tokens [n, 1] and their slots; in mode dp, tokens of all slots of all ranks, and None."""
         if self.layout.dp == 1:
             return tokens, slots
         slot_tokens = self._slots.new_full((self.sizes.slots, 1), PLACEHOLDER_TOKEN_ID)

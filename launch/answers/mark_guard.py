@@ -1,4 +1,4 @@
-"""Keeps marks that a model spells out in ordinary tokens from counting as marks, if they are tokens of their own."""
+"""Tells marks that are added tokens from the same text spelled out in ordinary tokens, which is no mark."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from launch.client.chat_template import names, render, variables
 Message = dict[str, Any]
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # names for the reasoning of earlier answers
 THINKING_SWITCHES = ("enable_thinking", "thinking")  # variables that switch reasoning on and off
+EFFORT_VARIABLES = ("reasoning_effort", *THINKING_SWITCHES)  # variables that an effort sets
 SYSTEM_FIELDS = ("tools", "functions")  # of the system message, for templates without a variable `tools`
 CALL_MARKS = (
     "<|tool_call|>",

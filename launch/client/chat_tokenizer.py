@@ -16,7 +16,13 @@ import numpy as np
 from helix.files import read_json, read_text
 from helix.sampling_params import OPTIONS
 from helix.tokenizer import Tokenizer, default_template, load_tokenizer, without_tokenizer
-from launch.client.chat_history import CALL_MARKS, THINKING_SWITCHES, HistoryFormat, find_history_format, fit
+from launch.client.chat_history import (
+    CALL_MARKS,
+    EFFORT_VARIABLES,
+    HistoryFormat,
+    find_history_format,
+    fit,
+)
 from launch.client.chat_template import choose, render, variables
 from launch.client.errors import ApiError
 from launch.client.schemas import ChatMessage, Completion, Conversation, Tool, parse_body
@@ -265,7 +271,7 @@ def _variables(chat: Conversation, free: frozenset[str], template_variables: fro
             raise ApiError(400, "documents are given, but the chat template does not use them", param="documents")
         found["documents"] = chat.documents
     if chat.reasoning_effort is not None:
-        names = {name for name in ("reasoning_effort", *THINKING_SWITCHES) if name in free}
+        names = {name for name in EFFORT_VARIABLES if name in free}
         if not names or "reasoning_effort" in found:
             twice = "is also in chat_template_kwargs"
             what = twice if names else f"is given, but the chat template's variables are {_names(free)}"

@@ -223,7 +223,7 @@ def _layout(query: PlanQuery) -> dict[str, Any]:
 
 
 def show(found: Mapping[str, Any]) -> None:
-    """Prints the facts as tables, or those of a refused model."""
+    """Prints the facts as tables; of a refused model only what is known."""
     terminal = Console(highlight=False, markup=False, emoji=False)
     table = Table(show_header=False)
     table.add_column(no_wrap=True)

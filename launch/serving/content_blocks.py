@@ -64,7 +64,7 @@ class BlockAnswer:
             yield self._encode(self._error_event(error))
 
     async def _event_batches(self) -> AsyncIterator[list[Event]]:
-        """Yields the events of each poll, or those of a heartbeat."""
+        """Yields the events of each poll, or a heartbeat's events."""
         async for deltas in self.answer.deltas():
             events: list[Event] = [*self._heartbeat_events()] if deltas is None else []
             for _, one in deltas or ():

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import Discriminator, Field, Tag
 
-from launch.client.chat_history import THINKING_SWITCHES
+from launch.client.chat_history import EFFORT_VARIABLES, THINKING_SWITCHES
 from launch.client.chat_tokenizer import ChatTokenizer
 from launch.client.errors import ApiError
 from launch.client.input_processor import encode_chat_prompt
@@ -228,7 +228,7 @@ def chat_of(body: Count, variables: Collection[str]) -> Chat:
         chat["include_reasoning"] = thinks = body.thinking.type != "disabled"
         chat["chat_template_kwargs"] = {name: thinks for name in THINKING_SWITCHES if name in variables}
     if (config := body.output_config) is not None:
-        if "reasoning_effort" in variables or any(name in variables for name in THINKING_SWITCHES):
+        if any(name in variables for name in EFFORT_VARIABLES):
             chat["reasoning_effort"] = config.effort
         elif config.effort is not None:
             report("output_config.effort")

@@ -4,326 +4,38 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
-
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from typing import Any, NamedTuple
 
 from launch.client.answer import Answer
 from launch.client.errors import ApiError
-from launch.client.request_fields import RESPONSES
-from launch.client.schema_base import FalseByDefault, ListOf, Schema, TrueByDefault
 from launch.client.schemas import (
-    LENGTH_CHECKED,
-    Arguments,
     Chat,
-    Effort,
-    Function,
-    SamplingFields,
-    left_out_text,
     validate_body,
 )
 from launch.serving.content_blocks import Block, BlockAnswer, Event
+from launch.serving.response_items import (
+    CUSTOM_INPUT,
+    CallOutputItem,
+    CustomTool,
+    CustomToolCallItem,
+    FunctionCallItem,
+    FunctionChoice,
+    FunctionTool,
+    Item,
+    ItemReference,
+    LeftOutContent,
+    MessageItem,
+    OtherItem,
+    ReasoningContent,
+    ReasoningItem,
+    RefusalContent,
+    Responses,
+    StoredItems,
+    TextContent,
+    full_name,
+)
 
 INCOMPLETE = {"reason": "max_output_tokens"}
-OTHER = "other types"  # no identifier: it is not part of the field's name in an error
-CUSTOM_INPUT = "input"  # the argument of the function that the model sees for a custom tool
-CUSTOM_PARAMETERS = {"type": "object", "properties": {CUSTOM_INPUT: {"type": "string"}}, "required": [CUSTOM_INPUT]}
-
-
-def _kind(*known: str) -> Discriminator:
-    """Discriminates by type; types other than the known ones are `OTHER`: clients know more than a model can do."""
-
-    def kind(value: object) -> str:
-        found = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-        return found if found in known else OTHER
-
-    return Discriminator(kind)
-
-
-def _typed(item: object) -> object:
-    if not isinstance(item, dict):
-        return item
-    return ({"type": "message"} if "role" in item else {"type": "item_reference"} if [*item] == ["id"] else {}) | item
-
-
-class TextContent(Schema):
-    """A text part of a message or tool result."""
-
-    type: Literal["input_text", "output_text", "text"]
-    text: str
-
-
-class RefusalContent(Schema):
-    """A refusal in an earlier answer."""
-
-    type: Literal["refusal"]
-    refusal: str
-
-    @property
-    def text(self) -> str:
-        return self.refusal
-
-
-class LeftOutContent(Schema):
-    """A part of a tool result that is not text: the model reads in its place that it was left out."""
-
-    type: str
-
-    @property
-    def text(self) -> str:
-        return left_out_text(self.type)
-
-
-class ReasoningContent(Schema):
-    """A text part of reasoning."""
-
-    type: Literal["reasoning_text", "summary_text", "text"]
-    text: str
-
-
-class MessageItem(Schema):
-    """A message of a conversation."""
-
-    type: Literal["message"]
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | ListOf[Annotated[TextContent | RefusalContent, Field(discriminator="type")]]
-
-
-class ReasoningItem(Schema):
-    """The reasoning of an earlier answer."""
-
-    type: Literal["reasoning"]
-    content: ListOf[ReasoningContent] | None = None
-    encrypted_content: str | None = None
-    summary: ListOf[ReasoningContent] | None = None
-
-
-class FunctionCallItem(Schema):
-    """A call of a function in an earlier answer."""
-
-    type: Literal["function_call"]
-    call_id: str
-    name: str
-    namespace: str | None = None
-    arguments: str
-
-    @property
-    def json_arguments(self) -> str:
-        return self.arguments or "{}"
-
-
-class CustomToolCallItem(Schema):
-    """A call of a custom tool in an earlier answer."""
-
-    type: Literal["custom_tool_call"]
-    call_id: str
-    name: str
-    namespace: str | None = None
-    input: str
-
-    @property
-    def json_arguments(self) -> str:
-        return json.dumps({CUSTOM_INPUT: self.input}, ensure_ascii=False)
-
-
-OutputContent = Annotated[
-    Annotated[TextContent, Tag("input_text")]
-    | Annotated[TextContent, Tag("output_text")]
-    | Annotated[TextContent, Tag("text")]
-    | Annotated[LeftOutContent, Tag(OTHER)],
-    _kind("input_text", "output_text", "text"),
-]
-
-
-class CallOutputItem(Schema):
-    """The result of a call."""
-
-    type: Literal["function_call_output", "custom_tool_call_output"]
-    call_id: str
-    output: str | ListOf[OutputContent]
-
-
-class ItemReference(Schema):
-    """An item of a stored response."""
-
-    type: Literal["item_reference"]
-    id: str
-
-
-class OtherItem(Schema):
-    """An item of a tool that runs on OpenAI's servers, or of a compaction: it is left out."""
-
-    type: str
-
-
-Item = Annotated[
-    Annotated[MessageItem, Tag("message")]
-    | Annotated[ReasoningItem, Tag("reasoning")]
-    | Annotated[FunctionCallItem, Tag("function_call")]
-    | Annotated[CustomToolCallItem, Tag("custom_tool_call")]
-    | Annotated[CallOutputItem, Tag("function_call_output")]
-    | Annotated[CallOutputItem, Tag("custom_tool_call_output")]
-    | Annotated[ItemReference, Tag("item_reference")]
-    | Annotated[OtherItem, Tag(OTHER)],
-    _kind(
-        *("message", "reasoning", "function_call", "custom_tool_call", "function_call_output"),
-        *("custom_tool_call_output", "item_reference"),
-    ),
-]
-Items = ListOf[Annotated[Item, BeforeValidator(_typed)]]
-
-
-class StoredItems(Schema):
-    """Items of a stored response."""
-
-    items: Items
-
-
-class FunctionTool(Function):
-    """A function of `tools`."""
-
-    type: Literal["function"]
-
-
-class CustomToolFormat(Schema):
-    """The field `format` of a custom tool."""
-
-    type: Literal["text", "grammar"]
-    syntax: str | None = None
-    definition: str | None = None
-
-
-class CustomTool(Schema):
-    """A tool of `tools` whose input is a text; the model sees a function with one argument."""
-
-    type: Literal["custom"]
-    name: str = Function.model_fields["name"]  # type: ignore[assignment]
-    description: str | None = None
-    format: CustomToolFormat | None = None
-
-    @property
-    def function(self) -> dict[str, Any]:
-        description = self.description or ""
-        if self.format is not None and self.format.type == "grammar":
-            description += f"\n\n{CUSTOM_INPUT} follows this {self.format.syntax} grammar:\n{self.format.definition}"
-        return {"description": description.strip(), "parameters": CUSTOM_PARAMETERS}
-
-
-class OtherTool(Schema):
-    """A tool that runs on OpenAI's servers, or needs a model trained for it: it is left out."""
-
-    type: str
-
-
-PlainTool = Annotated[
-    Annotated[FunctionTool, Tag("function")] | Annotated[CustomTool, Tag("custom")] | Annotated[OtherTool, Tag(OTHER)],
-    _kind("function", "custom"),
-]
-
-
-class NamespaceTool(Schema):
-    """Tools under a common prefix, such as those of an MCP server."""
-
-    type: Literal["namespace"]
-    name: str
-    description: str | None = None
-    tools: ListOf[PlainTool]
-
-
-AnyTool = Annotated[Annotated[NamespaceTool, Tag("namespace")] | Annotated[PlainTool, Tag(OTHER)], _kind("namespace")]
-
-
-class FunctionChoice(Schema):
-    """The field `tool_choice`, if it names a tool."""
-
-    type: Literal["function", "custom"]
-    name: str
-    namespace: str | None = None
-
-
-class Reasoning(Schema):
-    """The field `reasoning`."""
-
-    effort: Effort | None = None
-
-
-class TextFormat(Schema):
-    """The field `text.format`."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
-
-
-class TextOptions(Schema):
-    """The field `text`."""
-
-    format: TextFormat | None = None
-
-
-class CalledTool(NamedTuple):
-    """A tool by the name that the model sees."""
-
-    tool: FunctionTool | CustomTool
-    namespace: str | None
-
-
-class Responses(SamplingFields):
-    """Body of /v1/responses."""
-
-    route: ClassVar[str] = RESPONSES
-    model: str | None = None
-    input: str | Annotated[Items, Field(min_length=1)]
-    instructions: str | None = None
-    max_output_tokens: int | None = Field(None, ge=1, lt=1 << 31)
-    stream: FalseByDefault = False
-    tools: ListOf[AnyTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
-    parallel_tool_calls: TrueByDefault = True
-    reasoning: Reasoning | None = None
-    text: TextOptions | None = None
-    metadata: Annotated[dict[str, str], LENGTH_CHECKED] | None = None
-    chat_template_kwargs: Arguments | None = None
-    store: TrueByDefault = True
-    previous_response_id: str | None = None
-
-    @model_validator(mode="after")
-    def _name_what_is_left_out(self) -> Responses:
-        names = [f"tools.{tool.type}" for tool in self.tools or () if isinstance(tool, OtherTool)]
-        for space in self.tools or ():
-            if isinstance(space, NamespaceTool):
-                names += ["tools.namespace.description"] if space.description else []
-                names += [f"tools.{tool.type}" for tool in space.tools if isinstance(tool, OtherTool)]
-        for item in self.items:
-            match item:
-                case OtherItem():
-                    names.append(f"input.{item.type}")
-                case ReasoningItem(content=None | []):
-                    names += [f"input.{name}" for name in ("encrypted_content", "summary") if getattr(item, name)]
-                case CallOutputItem(output=[*parts]):
-                    names += [f"input.output.{part.type}" for part in parts if isinstance(part, LeftOutContent)]
-        assert self.model_extra is not None, "schemas collect unknown fields"
-        self.model_extra.update(dict.fromkeys(names))
-        return self
-
-    @property
-    def items(self) -> list[Item]:
-        if isinstance(self.input, str):
-            return [MessageItem(type="message", role="user", content=self.input)]
-        return self.input
-
-    @property
-    def functions(self) -> dict[str, CalledTool]:
-        """The tools that an answer may call, by the name that the model sees."""
-        found = {}
-        for tool in self.tools or ():
-            if isinstance(tool, FunctionTool | CustomTool):
-                found[tool.name] = CalledTool(tool, None)
-            elif isinstance(tool, NamespaceTool):
-                for one in tool.tools:
-                    if isinstance(one, FunctionTool | CustomTool):
-                        found[_full_name(one.name, tool.name)] = CalledTool(one, tool.name)
-        return found
 
 
 class ConvertedResponse(NamedTuple):
@@ -391,7 +103,7 @@ def chat_of(body: Responses, items: Sequence[Item] | None = None) -> Chat:
         ]
     chat["tool_choice"] = choice = body.tool_choice
     if isinstance(choice, FunctionChoice):
-        name = _full_name(choice.name, choice.namespace)
+        name = full_name(choice.name, choice.namespace)
         chat["tool_choice"] = {"type": "function", "function": {"name": name}}
     chat["reasoning_effort"] = body.reasoning.effort if body.reasoning is not None else None
     if body.text is not None and (wanted := body.text.format) is not None:
@@ -402,10 +114,6 @@ def chat_of(body: Responses, items: Sequence[Item] | None = None) -> Chat:
 
 def _function(tool: FunctionTool | CustomTool) -> dict[str, Any]:
     return tool.function if isinstance(tool, CustomTool) else tool.model_dump(exclude={"type"}, exclude_none=True)
-
-
-def _full_name(name: str, namespace: str | None) -> str:
-    return name if namespace is None else f"{namespace}__{name}"
 
 
 def _add(turns: list[dict[str, Any]], item: Item) -> None:
@@ -428,7 +136,7 @@ def _add(turns: list[dict[str, Any]], item: Item) -> None:
         case ReasoningItem():
             last["reasoning_content"] = last.get("reasoning_content", "") + _text(item.content or [])
         case FunctionCallItem() | CustomToolCallItem():
-            call = {"name": _full_name(item.name, item.namespace), "arguments": item.json_arguments}
+            call = {"name": full_name(item.name, item.namespace), "arguments": item.json_arguments}
             last.setdefault("tool_calls", []).append({"id": item.call_id, "function": call})
 
 

@@ -26,7 +26,7 @@ from starlette.types import ASGIApp
 from helix.config import ServeConfig
 from helix.engine.request import outside_vocabulary
 from launch.client.answer import Answer
-from launch.client.chat_history import THINKING_SWITCHES
+from launch.client.chat_history import EFFORT_VARIABLES
 from launch.client.chat_template import variables
 from launch.client.engine_client import EngineClient
 from launch.client.engine_messages import EngineInfo
@@ -43,8 +43,9 @@ from launch.serving.middleware import AccessLog, with_cors
 from launch.serving.openai import OpenAIAnswer, to_json
 from launch.serving.openapi import document
 from launch.serving.request_executor import RECEIVE_S, RequestExecutor
+from launch.serving.response_items import ItemReference, Responses
 from launch.serving.response_store import ResponseStore, StoredResponse
-from launch.serving.responses import ItemReference, Responses, ResponsesAnswer
+from launch.serving.responses import ResponsesAnswer
 from launch.serving.security import ApiKeys
 from launch.serving.streams import ClientDisconnected, EventStream, while_connected
 
@@ -74,7 +75,6 @@ PAGE_HEADERS = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
-EFFORT_VARIABLES = {"reasoning_effort", *THINKING_SWITCHES}  # variables of templates that an effort sets
 Handler = Callable[[Request], Awaitable[ASGIApp]]
 Presenter = OpenAIAnswer | BlockAnswer
 
@@ -206,7 +206,7 @@ class Api:
     def _reads_effort(self) -> bool:
         """Whether the template has a variable for an effort; one that cannot be read is refused later."""
         with suppress(TemplateError):
-            return not EFFORT_VARIABLES.isdisjoint(variables(self.session.tokenizer.template))
+            return not variables(self.session.tokenizer.template).isdisjoint(EFFORT_VARIABLES)
         return True
 
     async def _message(self, request: Request) -> ASGIApp:

@@ -16,7 +16,7 @@ from launch.client.errors import ApiError
 from launch.client.schemas import Chat, parse_body
 from launch.serving.messages import Messages
 from launch.serving.messages import chat_of as of_messages
-from launch.serving.responses import Responses
+from launch.serving.response_items import Responses
 from launch.serving.responses import chat_of as of_responses
 from tests.serving.api_server import scripted_reply
 from tests.serving.chats import CALL, PARAMETERS, REFUSALS, USER, Talk

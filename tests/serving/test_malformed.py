@@ -18,7 +18,7 @@ from launch.client.errors import ApiError
 from launch.client.schemas import REFUSED, Chat, Completion, Detokenize, Tokenize, parse_body
 from launch.serving.http import listen
 from launch.serving.messages import Count, Messages
-from launch.serving.responses import Responses
+from launch.serving.response_items import Responses
 from tests.serving.api_server import Serve
 from tests.serving.chats import CHATS, COMPLETIONS, REFUSALS
 

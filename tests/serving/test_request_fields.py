@@ -32,7 +32,7 @@ from launch.client.schema_base import Schema
 from launch.client.schemas import Chat, Completion, parse_body
 from launch.serving import messages, responses
 from launch.serving.messages import Messages
-from launch.serving.responses import Responses
+from launch.serving.response_items import Responses
 from tests.serving.api_server import Serve
 from tests.serving.chats import REFUSALS
 
