@@ -65,7 +65,7 @@ class Session:
         for schema in (Chat, Completion):  # build validators here: at import it slows all commands
             schema.model_rebuild()
         self.detected = detect_chat_format(self.tokenizer, model, self._serve.dialect)
-        LOG.info("chat format: %s (%s)", self.detected.name, self.detected.reason)
+        LOG.info("chat format: %s (%s)", self.detected.name or "none", self.detected.reason)
 
     def compiler_for(self, engine_info: EngineInfo) -> GrammarCompiler | None:
         """Returns the grammar compiler, created on demand; None: the model does not support structured outputs."""
