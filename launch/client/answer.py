@@ -36,6 +36,7 @@ class Answer:
     Attributes:
         echoed: for each choice, the prompt text that a completion with echo repeats.
         prompt_tokens: tokens of all prompts, each prompt counted once.
+        left_out: fields of messages that the prompt does not have as they were sent.
         created: Unix time of the request, in seconds.
     """
 
@@ -55,6 +56,7 @@ class Answer:
         self.request_id = request_id or uuid.uuid4().hex
         self.echoed = [text for text in processed.echoed for _ in range(body.n or 1)]
         self.prompt_tokens = sum(map(len, processed.prompts))
+        self.left_out = processed.left_out
         self.with_logprobs = num_logprobs(body) is not None
         self.created, self.began = int(time.time()), time.monotonic()
         self._changed = changed

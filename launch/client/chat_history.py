@@ -22,11 +22,11 @@ Message = dict[str, Any]
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # names for the reasoning of earlier answers
 THINKING_SWITCHES = ("enable_thinking", "thinking")  # variables that switch reasoning on and off
 EFFORT_VARIABLES = ("reasoning_effort", *THINKING_SWITCHES)  # variables that an effort sets
-SYSTEM_FIELDS = ("tools", "functions")  # of the system message, for templates without a variable `tools`
-CALL_MARKS = (
-    "<|tool_call|>",
-    "<|/tool_call|>",
-)  # of Phi-4-mini, and Granite 3's first, whose templates render no calls
+TOOL_VARIABLES = ("tools", "xml_tools")  # for tools; SmolLM3's `xml_tools` takes functions without their type
+SYSTEM_FIELDS = ("system.tools", "system.functions")  # of the system message, for templates without such a variable
+# What begins, separates and ends calls that are part of the text, for templates that render none.
+TAGGED_CALLS = ("\n<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>")  # SmolLM3's
+CALL_MARKS = ("<|tool_call|>", "<|/tool_call|>")  # around a list, if the tokenizer has them: Phi-4-mini's, Granite 3's
 REASONING_PART = "part"  # Mistral's reasoning: a part of the content
 
 
@@ -56,16 +56,18 @@ class HistoryFormat:
     """What a chat template reads.
 
     Attributes:
-        tools: where: `variable`, a field of the system message that has them as JSON, or empty.
+        tools: where: a variable, a field of the system message that has them as JSON, or empty.
         completes_tools: whether tools need a description and parameters.
         ids: form of call ids, see `ID_FORMS`.
         text_arguments: whether arguments are JSON text, not objects.
+        raw_arguments: whether the template writes arguments that are text as they are.
         no_text: content of a message that has only calls: absent, None or empty.
         results: role of a result; `tool_responses`: a field of the message with the calls.
         names_results: whether results need the function's name.
         several_calls: whether a message may have several calls.
-        calls_in_text: marks of calls if they must be part of the text.
+        calls_in_text: what begins, separates and ends calls if they must be part of the text.
         splits_text: whether text next to calls must be a message before them.
+        drops_text: whether there is no place for text next to calls.
         reasoning: the field for reasoning, or `REASONING_PART`.
         merges_reasoning: whether text next to a call must be part of the reasoning.
         system: whether there is a system role.
@@ -73,16 +75,18 @@ class HistoryFormat:
         user_after_user, user_after_result: whether a user's message may come there.
     """
 
-    tools: str = "variable"
+    tools: str = "tools"
     completes_tools: bool = False
     ids: str = "given"
     text_arguments: bool = False
+    raw_arguments: bool = False
     no_text: str | None = "absent"
     results: str = "tool"
     names_results: bool = False
     several_calls: bool = True
     calls_in_text: tuple[str, ...] | None = None
     splits_text: bool = False
+    drops_text: bool = False
     reasoning: str = REASONING_FIELDS[0]
     merges_reasoning: bool = False
     system: bool = True
@@ -97,22 +101,25 @@ class HistoryFormat:
 
 def fit(
     messages: Iterable[Message], tools: Sequence[Message] | None, form: HistoryFormat
-) -> tuple[list[Message], list[Message] | None]:
+) -> tuple[list[Message], dict[str, Any]]:
     """Converts a conversation and tools to what a template reads.
 
     Args:
-        messages: content is a text, arguments are objects; not modified.
+        messages: content is a text, arguments are objects, or text that is no JSON object; not modified.
 
     Returns:
-        The messages, and the value of the variable `tools`.
+        The messages, and the variables of tools.
     """
     given = [_complete_tool(tool) if form.completes_tools else tool for tool in tools or ()]
     fitted = _place_roles(_fit_calls([_with_reasoning(message, form) for message in messages], form), form)
     if given and form.tools in SYSTEM_FIELDS:
         if not fitted or fitted[0]["role"] != "system":
             fitted.insert(0, {"role": "system", "content": ""})
-        fitted[0] = fitted[0] | {form.tools: _json([tool["function"] for tool in given])}
-    return fitted, given if given and form.tools == "variable" else None
+        fitted[0] = fitted[0] | {form.tools.removeprefix("system."): _json([tool["function"] for tool in given])}
+    tool_variables: dict[str, Any] = {"tools": None}
+    if given and form.tools in TOOL_VARIABLES:
+        tool_variables[form.tools] = given if form.tools == "tools" else [tool["function"] for tool in given]
+    return fitted, tool_variables
 
 
 def _complete_tool(tool: Message) -> Message:
@@ -183,26 +190,37 @@ def _exchange(message: Message, calls: list[Message], results: list[Message], fo
     """Yields a message with calls, and their results."""
     text = message.get("content") or ""
     message = {name: value for name, value in message.items() if name not in ("content", "tool_calls")}
-    functions = [call["function"] for call in calls]
+    functions = [
+        call["function"] | {"arguments": _fit_arguments(call["function"]["arguments"], form)} for call in calls
+    ]
     if form.calls_in_text is not None:
-        begin, end = form.calls_in_text
-        named = [{name: function[name] for name in ("name", "arguments")} for function in functions]
-        yield message | {"content": f"{text}{begin}{_json(named)}{end}"}
+        begin, between, end = form.calls_in_text
+        named = (_json({name: function[name] for name in ("name", "arguments")}) for function in functions)
+        yield message | {"content": f"{text}{begin if text else begin.lstrip()}{between.join(named)}{end}"}
         yield from results
         return
+    if form.drops_text:
+        text = ""
     if text and form.splits_text:
         yield message | {"content": text}
         text, message = "", {"role": message["role"]}
     if text or form.no_text != "absent":
         message["content"] = text or form.no_text
-    if form.text_arguments:
-        functions = [function | {"arguments": _json(function["arguments"])} for function in functions]
     message["tool_calls"] = [call | {"function": function} for call, function in zip(calls, functions, strict=True)]
     if results and form.results == "tool_responses":
         message["tool_responses"] = [{"name": result["name"], "response": result["content"]} for result in results]
         results = []
     yield message
     yield from results
+
+
+def _fit_arguments(arguments: Any, form: HistoryFormat) -> Any:
+    """Returns a call's arguments; other text than a JSON object is given as it is, or as a field of an object."""
+    if isinstance(arguments, str):
+        if form.raw_arguments:
+            return arguments
+        arguments = {"arguments": arguments}
+    return _json(arguments) if form.text_arguments else arguments
 
 
 def _json(value: Any) -> str:
@@ -280,8 +298,8 @@ class _Probe:
     def prompt(self, form: HistoryFormat, messages: list[Message]) -> str:
         """Returns the prompt; empty if the template raises, or writes arguments or parts as Python does."""
         try:
-            fitted, tools = fit(messages, self.tools, form)
-            text = render(self._template, fitted, False, self._given | {"tools": tools})
+            fitted, tool_variables = fit(messages, self.tools, form)
+            text = render(self._template, fitted, False, self._given | tool_variables)
         except Exception:  # templates are programs and may raise anything
             return ""
         return "" if "{'a':" in text or "{'type':" in text else text
@@ -311,7 +329,7 @@ def find_history_format(
 
     Args:
         special_tokens: names and texts of special tokens, variables of the template.
-        marks: begin and end of calls that are part of the text; empty where the tokenizer lacks the mark.
+        marks: what begins, separates and ends calls that are part of the text.
     """
     form, probe, asked = HistoryFormat(), _Probe(template, special_tokens), _user(ASKED)
     if not probe.shows(form, [asked], ASKED):
@@ -321,10 +339,10 @@ def find_history_format(
     known = names(template)
 
     always, probe.tools = probe.tools, [BARE_TOOL]
-    ways = ["variable"] if "tools" in variables(template) else [*SYSTEM_FIELDS]
+    ways = [name for name in TOOL_VARIABLES if name in variables(template)] or [*SYSTEM_FIELDS]
     forms = [replace(form, tools=way, completes_tools=more) for way, more in product(ways, (False, True))]
     form = probe.best(forms, [_system(SYSTEM), asked], FUNCTION)
-    if form.tools != "variable" and not probe.shows(form, [asked], FUNCTION):
+    if form.tools != "tools" and not probe.shows(form, [asked], FUNCTION):
         form = replace(form, tools="")
     probe.tools = always
 
@@ -343,6 +361,11 @@ def find_history_format(
     with_name = replace(form, names_results=True)
     if probe.count(with_name, turn, *in_turn) and probe.prompt(with_name, turn) != probe.prompt(form, turn):
         form = with_name
+    raw, as_text = replace(form, raw_arguments=True), _assistant(1)
+    as_text["tool_calls"][0]["function"]["arguments"] = _json({"a": f"{ARGUMENT}0"})
+    if probe.shows(form, turn, f"{ARGUMENT}0"):
+        is_same = probe.prompt(raw, [asked, as_text, *_results(1)]) == probe.prompt(form, turn)
+        form = replace(form, raw_arguments=is_same)
     forms = [replace(form, several_calls=several) for several in (True, False)]
     in_both = [f"{text}{i}" for text in (ARGUMENT, RESULT) for i in range(2)]
     form = probe.best(forms, [asked, _assistant(2), *_results(2)], *in_both)
@@ -353,16 +376,19 @@ def find_history_format(
     forms = [replace(form, merges_reasoning=merges) for merges in (False, True)]
     form = probe.best(forms, [asked, _assistant(1, thinking=THOUGHT, content=SAID), *_results(1)], THOUGHT, SAID)
     beside = [asked, _assistant(1, content=SAID), *_results(1)]
-    if not probe.shows(form, beside, *in_turn, SAID):
+    shown = probe.count(form, turn, *in_turn)
+    if probe.count(form, beside, *in_turn, SAID) <= shown > 0:
         split, longer = replace(form, splits_text=True), [*beside, _assistant(content=LATER), _user(AGAIN)]
-        form = split if probe.shows(split, longer, *in_turn, SAID, LATER, AGAIN) else form
+        splits = probe.count(split, longer, *in_turn, SAID, LATER, AGAIN) == shown + 3
+        form = split if splits else replace(form, drops_text=True)
 
     systems = [_system(SYSTEM), _system(LATER), asked, _assistant(content=SAID), _system(LATEST), _user(AGAIN)]
     return replace(
         form,
         system=all(probe.shows(form, [_system(SYSTEM), *rest], SYSTEM, ASKED) for rest in ([asked], turn)),
         late_system=probe.shows(form, systems, SYSTEM, LATER, ASKED, LATEST, AGAIN)
-        and SAID in probe.prompt(form, systems).partition(LATEST)[0],  # some move all to the beginning
+        and SAID in probe.prompt(form, systems).partition(LATEST)[0]  # some move all to the beginning
+        and probe.shows(form, [asked, _system(LATER), _user(AGAIN)], LATER, AGAIN),  # roles may have to alternate
         user_after_user=probe.shows(form, [asked, _user(AGAIN)], ASKED, AGAIN),
         user_after_result=probe.shows(form, [*turn, _user(AGAIN)], f"{RESULT}0", AGAIN),
     )

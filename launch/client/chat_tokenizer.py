@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,7 +19,10 @@ from helix.tokenizer import Tokenizer, default_template, load_tokenizer, without
 from launch.client.chat_history import (
     CALL_MARKS,
     EFFORT_VARIABLES,
+    TAGGED_CALLS,
+    TOOL_VARIABLES,
     HistoryFormat,
+    Message,
     find_history_format,
     fit,
 )
@@ -32,7 +35,8 @@ MIN_CACHED_CHARS = 64  # characters; shorter segments are not cached
 MAX_CHARS_PER_TOKEN = 16  # beyond this many characters per allowed token, count tokens before encoding the whole text
 COUNT_CHARS = 1 << 14  # characters per piece of that count
 # Template variables that other request fields set, and functions that templates may call.
-RESERVED_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
+RESERVED_VARIABLES = {"messages", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
+RESERVED_VARIABLES.update(TOOL_VARIABLES)
 # Parameters of transformers' `apply_chat_template`, which templates there cannot read as variables.
 RESERVED_VARIABLES |= {
     "conversation",
@@ -44,8 +48,22 @@ RESERVED_VARIABLES |= {
     "max_length",
 }
 RESERVED_VARIABLES |= {"return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "kwargs"}
+ACTION_LISTS = "directly-answer"  # the action of Command R's templates that asks for a text, from another prompt
 # Texts to put around special tokens: tokenizers differ in stripping spaces and adding prefixes there.
 PROBES = ("a b", " a", "a ", "\n\n", "é🙂", "1 23", "")
+
+
+class EncodedChat(NamedTuple):
+    """A conversation up to the answer.
+
+    Attributes:
+        ids: [n] int32.
+        left_out: fields of messages that the text does not have as they were sent.
+    """
+
+    ids: np.ndarray
+    text: str
+    left_out: tuple[str, ...]
 
 
 class ChatTokenizer:
@@ -131,8 +149,8 @@ class ChatTokenizer:
                 return bytes(letters[letter] for letter in name)
         return text.encode("utf-8", errors="surrogatepass")
 
-    def encode_chat(self, chat: Conversation, tools: Sequence[Tool] | None, limit: int) -> tuple[np.ndarray, str]:
-        """Encodes a conversation up to the answer; returns the ids [n] int32 and the text.
+    def encode_chat(self, chat: Conversation, tools: Sequence[Tool] | None, limit: int) -> EncodedChat:
+        """Encodes a conversation up to the answer.
 
         Raises:
             ApiError: there is no chat template, it rejects the conversation, or there are far more than `limit` ids.
@@ -157,8 +175,13 @@ class ChatTokenizer:
             tool_dicts = None  # the structured output enforces the call
         if tool_dicts and not form.tools:
             raise ApiError(400, "tools are given, but the chat template does not use them", param="tools")
-        messages, tool_dicts = fit(map(_to_template_message, chat.message_list), tool_dicts, form)
-        more = {"tools": tool_dicts, "documents": None, "add_generation_prompt": chat.adds_generation_prompt}
+        if tool_dicts and ACTION_LISTS in template and not chat.must_call_tool:
+            what = "tools are given, but the chat template has each answer be a list of actions, never text, as "
+            what += "Command R's do: require a call, leave tools out, or set serve.chat_template=FILE"
+            raise ApiError(400, what, param="tools")
+        given = [_to_template_message(message) for message in chat.message_list]
+        messages, tool_variables = fit(given, tool_dicts, form)
+        more = tool_variables | {"documents": None, "add_generation_prompt": chat.adds_generation_prompt}
         more |= tokenizer.special_tokens | _variables(chat, template_variables - RESERVED_VARIABLES, template_variables)
         try:
             text = render(template, messages, chat.continue_final_message, more)
@@ -166,13 +189,14 @@ class ChatTokenizer:
             what = f"the chat template rejects the messages: {_one_line(error)}"
             raise ApiError(400, what, param="messages") from error
         self._check_length(text, limit, "messages")
-        return self.encode_segments(text), text
+        return EncodedChat(self.encode_segments(text), text, _left_out(given, form))
 
     def _history_format(self, template: str) -> HistoryFormat:
         special_tokens = frozenset(self._require_backend().special_tokens.items())
-        return find_history_format(
-            template, special_tokens, tuple(mark if mark in self.added else "" for mark in CALL_MARKS)
-        )
+        begin, end = (mark if mark in self.added else "" for mark in CALL_MARKS)
+        describes_tags = all(mark in template for mark in ("<tool_call>", "</tool_call>", "arguments"))
+        marks = TAGGED_CALLS if describes_tags else (f"{begin}[", ", ", f"]{end}")
+        return find_history_format(template, special_tokens, marks)
 
     def encode_segments(self, text: str) -> np.ndarray:
         """Encodes rendered text, including special tokens, to ids [n] int32; caches the segments between these."""
@@ -298,20 +322,34 @@ def _one_line(error: Exception) -> str:
 
 
 def _to_template_message(message: ChatMessage) -> dict[str, Any]:
-    """Converts a message for templates: content as one text, call arguments as objects, developers as the system."""
+    """Converts a message for templates: content as one text, call arguments as objects, developers as the system.
+
+    Arguments that are no JSON object stay text: if a model wrote them once, its conversation must go on.
+    """
     plain = message.model_dump(exclude_none=True)
     if isinstance(message.content, list):
         plain["content"] = message.text
     if message.role == "developer":
         plain["role"] = "system"
     for call in plain.get("tool_calls", ()):
+        text = call["function"]["arguments"]
         try:
-            call["function"]["arguments"] = json.loads(call["function"]["arguments"].strip() or "{}")
+            value = json.loads(text.strip() or "{}")
         except (ValueError, RecursionError):
-            raise ApiError(
-                400, f"arguments of {call['function']['name']!r:.80} are not JSON", param="messages.tool_calls"
-            ) from None
+            value = text
+        if value in (None, []):  # some clients write no arguments so
+            value = {}
+        call["function"]["arguments"] = value if isinstance(value, dict) else text
     return plain
+
+
+def _left_out(messages: Sequence[Message], form: HistoryFormat) -> tuple[str, ...]:
+    calling = [message for message in messages if message.get("tool_calls")]
+    arguments = (call["function"]["arguments"] for message in calling for call in message["tool_calls"])
+    names = ["arguments"] if any(isinstance(one, str) for one in arguments) else []
+    if form.drops_text and any((message.get("content") or "").strip() for message in calling):
+        names.append("content")
+    return tuple(names)
 
 
 def _array(ids: Sequence[int]) -> np.ndarray:

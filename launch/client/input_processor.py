@@ -35,12 +35,14 @@ class ProcessedPrompt(NamedTuple):
         echoed: texts of the prompts if the answer repeats them, else empty.
         turn: the beginning of the assistant's turn that the prompt contains; None for completions.
         grammar_spec: constraint on the answer; None: any text.
+        left_out: fields of messages that the prompt does not have as they were sent.
     """
 
     prompts: list[np.ndarray]
     echoed: list[str]
     turn: str | None
     grammar_spec: GrammarSpec | None
+    left_out: tuple[str, ...] = ()
 
 
 def process_prompt(
@@ -53,7 +55,7 @@ def process_prompt(
             vocabulary.
     """
     if isinstance(body, Chat):
-        ids, text = tokenizer.encode_chat(body, body.prompt_tools, engine_info.max_length)
+        ids, text, left_out = tokenizer.encode_chat(body, body.prompt_tools, engine_info.max_length)
         _check_ids(tokenizer, ids, engine_info, "messages")
         starts_message = (
             body.adds_generation_prompt or body.continued_text is not None
@@ -61,7 +63,8 @@ def process_prompt(
         turn = (
             assistant_turn(chat_format, text, body.continued_text) if chat_format is not None and starts_message else ""
         )
-        return ProcessedPrompt([ids], [], turn, make_grammar_spec(tokenizer, body, engine_info, chat_format, turn))
+        grammar_spec = make_grammar_spec(tokenizer, body, engine_info, chat_format, turn)
+        return ProcessedPrompt([ids], [], turn, grammar_spec, left_out)
     prompts: list[np.ndarray] = []
     for prompt in body.prompts:
         if isinstance(prompt, str):
@@ -82,11 +85,6 @@ def _check_ids(tokenizer: ChatTokenizer, ids: np.ndarray, engine_info: EngineInf
         token = f"{tokenizer.token_text(largest)!r:.80} (token {largest} of the tokenizer)"
         what = f"{param} contains {token}, but the model's vocabulary is [0, {engine_info.vocab}): remove it"
         raise ApiError(400, what, param=param)
-
-
-def encode_chat_prompt(tokenizer: ChatTokenizer, body: Chat, limit: int) -> np.ndarray:
-    """Tokenizes a chat up to the answer, [n] int32; raises as `ChatTokenizer.encode_chat`."""
-    return tokenizer.encode_chat(body, body.prompt_tools, limit)[0]
 
 
 def make_grammar_spec(
@@ -152,7 +150,7 @@ def grammar_error(param: str, error: ValueError) -> ApiError:
 def tokenize_body(tokenizer: ChatTokenizer, body: Tokenize, max_length: int, limit: int) -> bytes:
     """Returns the response of /tokenize as JSON."""
     if body.messages is not None:
-        ids, _ = tokenizer.encode_chat(body, body.tools, limit)
+        ids = tokenizer.encode_chat(body, body.tools, limit).ids
     else:
         ids = tokenizer.encode(body.prompt or "", limit, body.add_special_tokens)
     return json.dumps({"count": len(ids), "max_model_len": max_length, "tokens": ids.tolist()}).encode()

@@ -7,13 +7,10 @@ import re
 from collections.abc import Callable, Collection, Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-import numpy as np
 from pydantic import Discriminator, Field, Tag
 
 from launch.client.chat_history import EFFORT_VARIABLES, THINKING_SWITCHES
-from launch.client.chat_tokenizer import ChatTokenizer
 from launch.client.errors import ApiError
-from launch.client.input_processor import encode_chat_prompt
 from launch.client.request_fields import MESSAGES
 from launch.client.schema_base import FalseByDefault, ListOf, Schema, null_as
 from launch.client.schemas import (
@@ -43,6 +40,7 @@ CLIENT_HEADER = re.compile(r"x-anthropic-[\w-]+:[^\n]*\n*")
 # Begins texts that Claude Code adds to the results of calls. A user's message in their place would be a new question to
 # templates, which drop the reasoning before it.
 REMINDER = "<system-reminder>"
+SAYS_ERROR = re.compile(r"\W*\w*error\b", re.IGNORECASE)  # such as `<tool_use_error>` or `OSError:`
 Report = Callable[[str], None]  # takes the name of what is left out of the prompt
 
 
@@ -244,12 +242,6 @@ def chat_of(body: Count, variables: Collection[str]) -> Chat:
     return validate_body(Chat, chat | ignored)
 
 
-def count_tokens(tokenizer: ChatTokenizer, body: Count, variables: Collection[str], limit: int) -> dict[str, int]:
-    """Counts the prompt tokens of a body."""
-    ids: np.ndarray = encode_chat_prompt(tokenizer, chat_of(body, variables), limit)
-    return {"input_tokens": len(ids)}
-
-
 def error_body(error: ApiError, request_id: str) -> dict[str, Any]:
     """Formats an error as Anthropic does."""
     fields = {"type": KINDS.get(error.status, "invalid_request_error"), "message": error.message}
@@ -266,14 +258,14 @@ def _system_text(system: str | list[TextBlock], report: Report) -> str:
 
 
 def _result_text(result: ToolResultBlock, report: Report) -> str:
-    if isinstance(result.content, str):
-        return result.content
-    texts = []
-    for part in result.content:
+    """Returns the text of a result; templates have no field for an error, so that its text has to say so."""
+    texts = [result.content] if isinstance(result.content, str) else []
+    for part in result.content if isinstance(result.content, list) else ():
         if isinstance(part, OtherBlock):
             report(f"messages.tool_result.{part.type}")
         texts.append(part.replacement if isinstance(part, OtherBlock) else part.text)
-    return "".join(texts)
+    text = "".join(texts)
+    return f"Error: {text}" if result.is_error and not SAYS_ERROR.match(text) else text
 
 
 def _turns(turn: MessageParam, at: int, report: Report) -> list[dict[str, Any]]:
@@ -297,8 +289,6 @@ def _turns(turn: MessageParam, at: int, report: Report) -> list[dict[str, Any]]:
                 call = {"name": part.name, "arguments": json.dumps(part.input, ensure_ascii=False)}
                 message.setdefault("tool_calls", []).append({"id": part.id, "function": call})
             case ToolResultBlock():
-                if part.is_error:
-                    report("messages.tool_result.is_error")
                 turns.append({"role": "tool", "tool_call_id": part.tool_use_id, "content": _result_text(part, report)})
                 message = {}
             case OtherBlock() if turn.role == "assistant":  # of another model's answer: redacted thinking, searches

@@ -7,7 +7,7 @@ import hashlib
 import json
 import time
 import zlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
@@ -33,7 +33,15 @@ from launch.client.engine_messages import EngineInfo
 from launch.client.errors import ApiError
 from launch.client.input_processor import tokenize_body
 from launch.client.schema_base import Schema
-from launch.client.schemas import Body, Chat, Completion, Detokenize, Tokenize, parse_body
+from launch.client.schemas import (
+    MAX_IGNORED_NAMES,
+    Body,
+    Chat,
+    Completion,
+    Detokenize,
+    Tokenize,
+    parse_body,
+)
 from launch.client.session import Session
 from launch.serving import messages, responses
 from launch.serving.content_blocks import BlockAnswer
@@ -219,14 +227,12 @@ class Api:
     async def _count(self, request: Request) -> ASGIApp:
         """Counts the tokens of a conversation in Anthropic's Messages format."""
         engine_info, body = self.engine_client.refuse_unless_ready(), await self._body(request, Count)
-        executor = self._executor_for(body.model)
-        work = (
-            executor.tokenizer,
-            body,
-            variables(executor.tokenizer.template),
-            max(engine_info.context, MIN_TOKENIZE_IDS),
-        )
-        return JSONResponse(await executor.run(request.state.size, messages.count_tokens, *work))
+        executor, size = self._executor_for(body.model), request.state.size
+        chat = await executor.run(size, messages.chat_of, body, variables(executor.tokenizer.template))
+        work = executor.tokenizer.encode_chat, chat, chat.prompt_tools, max(engine_info.context, MIN_TOKENIZE_IDS)
+        encoded = await executor.run(size, *work)
+        headers = _ignored_header(body, chat, encoded.left_out)
+        return JSONResponse({"input_tokens": len(encoded.ids)}, headers=headers)
 
     async def _answer(
         self, request: Request, body: Chat | Completion, sent: Schema, format: Callable[[Answer], Presenter], size: int
@@ -244,8 +250,7 @@ class Api:
         opening = self.session.open(body, run=run, cache_salt=cache_salt, request_id=request_log.id)
         answer = await while_connected(request.receive, opening)  # compiling a grammar may take long
         request_log.answer, presenter = answer, format(answer)
-        ignored = sorted((sent.model_extra or {}) | (body.model_extra or {}))
-        headers = {"x-ignored-fields": ",".join(map(_header, ignored))} if ignored else {}
+        headers = _ignored_header(sent, body, answer.left_out)
         if body.stream:
             return EventStream(presenter.events(), answer.close, self._serve.write_timeout_s, headers)
         try:
@@ -413,6 +418,18 @@ def _ignore(body: Schema, name: str) -> None:
     """Names a field in the header of ignored fields."""
     assert body.model_extra is not None, "schemas collect unknown fields"
     body.model_extra[name] = None
+
+
+def _ignored_header(sent: Schema, body: Schema, left_out: Iterable[str]) -> dict[str, str]:
+    """Returns the header that names what has no effect, or not as it was sent.
+
+    Args:
+        sent, body: the body before and after conversion, whose `model_extra` has names of fields.
+        left_out: fields of messages.
+    """
+    messages = "input" if isinstance(sent, Responses) else "messages"
+    names = {*(sent.model_extra or ()), *(body.model_extra or ()), *(f"{messages}.{name}" for name in left_out)}
+    return {"x-ignored-fields": ",".join(map(_header, sorted(names)[:MAX_IGNORED_NAMES]))} if names else {}
 
 
 def _header(name: str) -> str:

@@ -153,6 +153,24 @@ OWN = {"name": "get_weather", "input_schema": PARAMETERS}
 ASKS = {"messages": [USER], "max_tokens": 200}
 
 
+def test_an_error_is_in_the_text_of_a_result() -> None:
+    """Templates have no field for it."""
+    parts = [{"type": "text", "text": "Exit code 1"}, {"type": "image"}]
+    for content, text in (
+        ("no such file", "Error: no such file"),
+        (parts, "Error: Exit code 1[image left out: this model reads only text]"),
+        ("Errors are fine.", "Error: Errors are fine."),
+        ("error: x", "error: x"),
+        ("<tool_use_error>x</tool_use_error>", "<tool_use_error>x</tool_use_error>"),
+        ("\nOSError: x", "\nOSError: x"),
+    ):
+        for is_error in (True, False):
+            block = {"type": "tool_result", "tool_use_id": "c", "content": content, "is_error": is_error}
+            found = chat(Messages, of_messages, ASKS | {"messages": [{"role": "user", "content": [block]}]}, ())
+            assert found["messages"][0]["content"] == (text if is_error else text.removeprefix("Error: "))
+            assert not any("is_error" in name for name in found)
+
+
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
 def test_what_comes_back_in_a_response_is_json(number: str) -> None:
     for what in (

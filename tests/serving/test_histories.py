@@ -10,16 +10,21 @@ from typing import Any
 import pytest
 import yaml
 
-from launch.client.chat_tokenizer import ChatTokenizer
+from launch.client.chat_tokenizer import ChatTokenizer, EncodedChat
+from launch.client.errors import ApiError
 from launch.client.schemas import Chat, parse_body
 from tests.serving.api_server import DEMO, changed
 
 HISTORIES = yaml.safe_load(Path(__file__).with_name("histories.yaml").read_text(encoding="utf-8"))
 
 
-def prompt(tokenizer: ChatTokenizer, body: dict[str, Any]) -> str:
+def encoded(tokenizer: ChatTokenizer, body: dict[str, Any]) -> EncodedChat:
     chat = parse_body(Chat, json.dumps(body).encode())
-    return tokenizer.encode_chat(chat, chat.prompt_tools, 1000)[1]
+    return tokenizer.encode_chat(chat, chat.prompt_tools, 9999)
+
+
+def prompt(tokenizer: ChatTokenizer, body: dict[str, Any]) -> str:
+    return encoded(tokenizer, body).text
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +36,46 @@ def tokenizer(model: Path) -> ChatTokenizer:
 def test_a_conversation_fits_the_template(row: dict[str, Any], tokenizer: ChatTokenizer) -> None:
     tokenizer.backend.chat_templates = {"default": HISTORIES["templates"][row["template"]]}  # type: ignore[union-attr]
     body = {"messages": row.get("messages", HISTORIES["chat"]), "tools": row.get("tools")}
-    assert prompt(tokenizer, body) == row["prompt"]
+    assert encoded(tokenizer, body)[1:] == (row["prompt"], (*row.get("left_out", ()),))
+
+
+OWN = yaml.safe_load(Path(__file__).with_name("family_templates.yaml").read_text(encoding="utf-8"))
+TEMPLATES = HISTORIES["templates"] | {f"family {row['format']}": row["template"] for row in OWN}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_conversation_goes_on_after_any_arguments(name: str, tokenizer: ChatTokenizer) -> None:
+    """Models write calls that are no JSON object; the next requests of their sessions have them."""
+    tokenizer.backend.chat_templates = {"default": TEMPLATES[name]}  # type: ignore[union-attr]
+
+    def after(arguments: str) -> EncodedChat:
+        call = {"id": "abcDEF123", "function": {"name": "f", "arguments": arguments}}
+        result = {"role": "tool", "tool_call_id": "abcDEF123", "content": "b"}
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}, result]
+        return encoded(tokenizer, {"messages": turns})
+
+    empty = after("{}")
+    assert [after(text)[1:] for text in ("", " {} ", "null", "[]")] == [(empty.text, ())] * 4
+    takes_text = name in ("text arguments", "family kimi")
+    for text in ('{"b": "c', '{"b": 1}}', "[1]", "7", '"x"', "[" * 9000):
+        broken = after(text)
+        wrapped = empty.text.replace("{}", text) if takes_text else after(json.dumps({"arguments": text})).text
+        assert broken[1:] == (wrapped, ("arguments",))
+
+
+def test_tools_of_command_r_are_refused(tokenizer: ChatTokenizer) -> None:
+    """Its template has each answer be a list of actions; a text answer takes a second prompt."""
+    template = (
+        "{% for t in tools %}{{ t.function.name }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+        "Write 'Action:' and a list of actions. Use the `directly-answer` tool if no other is needed."
+    )
+    tokenizer.backend.chat_templates = {"default": "{{ messages[0].content }}", "tool_use": template}  # type: ignore[union-attr]
+    body = {"messages": [{"role": "user", "content": "a"}]}
+    assert prompt(tokenizer, body) == "a"
+    body |= {"tools": [{"type": "function", "function": {"name": "f"}}]}
+    with pytest.raises(ApiError, match=r"a list of actions, never text.*: require a call, leave tools out, or set"):
+        prompt(tokenizer, body)
+    assert prompt(tokenizer, body | {"tool_choice": "required"}).startswith("fa")
 
 
 @pytest.mark.parametrize("name", HISTORIES["templates"])
