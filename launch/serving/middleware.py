@@ -83,5 +83,5 @@ def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     """Allows pages of these origins to use an application; `*` allows all."""
     if not origins:
         return app
-    methods = ["GET", "POST"]
+    methods = ["GET", "POST", "DELETE"]
     return CORSMiddleware(app, origins, methods, allow_headers=["*"], expose_headers=EXPOSED)

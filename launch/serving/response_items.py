@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from launch.client.request_fields import RESPONSES
-from launch.client.schema_base import FalseByDefault, ListOf, Schema, TrueByDefault
+from launch.client.schema_base import FalseByDefault, ListOf, Schema, TrueByDefault, null_as
 from launch.client.schemas import (
     LENGTH_CHECKED,
     Arguments,
@@ -170,6 +170,20 @@ class StoredItems(Schema):
     """Items of a stored response."""
 
     items: Items
+
+
+class ResponseQuery(Schema):
+    """Query of /v1/responses/ID."""
+
+    stream: FalseByDefault = Field(False, strict=False)  # values are texts
+
+
+class ItemsQuery(Schema):
+    """Query of /v1/responses/ID/input_items."""
+
+    limit: Annotated[int, null_as(20)] = Field(20, ge=1, le=100, strict=False)
+    order: Annotated[Literal["asc", "desc"], null_as("desc")] = "desc"
+    after: str | None = None
 
 
 class FunctionTool(Function):

@@ -14,16 +14,18 @@ class StoredResponse:
 
     Attributes:
         previous: the answer that this one continues.
+        response: the answer as the API returns it, as JSON without its output.
         holders: the store, if it lists this answer, and the held answers that continue it.
     """
 
     previous: StoredResponse | None
     items: tuple[bytes, ...]
+    response: bytes = b""
     holders: int = 0
 
     @property
     def size(self) -> int:
-        return sum(map(len, self.items))
+        return sum(map(len, self.items)) + len(self.response)
 
     @property
     def conversation(self) -> list[bytes]:
@@ -88,11 +90,17 @@ class ResponseStore:
         while len(shelf.responses) > self._max_responses or shelf.size > self._max_bytes:
             shelf.release(shelf.responses.popitem(last=False)[1])
 
-    def find(self, owner: str | None, name: str, param: str, given: str) -> StoredResponse:
+    def delete(self, owner: str | None, name: str) -> None:
+        """Deletes an answer that is stored; those that continue it keep its items."""
+        shelf = self._shelves[owner]
+        shelf.release(shelf.responses.pop(name))
+
+    def find(self, owner: str | None, name: str, param: str, given: str, advice: str = "") -> StoredResponse:
         """Returns an answer.
 
         Args:
             param, given: the request field that asks for it, and its value.
+            advice: ends the error.
 
         Raises:
             ApiError: 404, it is not stored.
@@ -100,7 +108,9 @@ class ResponseStore:
         shelf = self._shelves.get(owner, _Shelf())
         if (stored := shelf.responses.get(name)) is None:
             what = f"{param}={given!r:.80} is not stored: its response had store=false, was dropped for newer ones "
-            what += "(serve.stored_responses, serve.stored_mib), or is from before a restart or of another API key; "
-            raise ApiError(404, f"{what}send the whole conversation as input", param=param, code="response_not_found")
+            what += (
+                "(serve.stored_responses, serve.stored_mib) or deleted, or is from before a restart or another key's"
+            )
+            raise ApiError(404, what + advice, param=param, code="response_not_found")
         shelf.responses.move_to_end(name)
         return stored

@@ -23,6 +23,7 @@ from launch.serving.response_items import (
     FunctionTool,
     Item,
     ItemReference,
+    ItemsQuery,
     LeftOutContent,
     MessageItem,
     OtherItem,
@@ -72,6 +73,35 @@ def _resolve(reference: ItemReference, referenced: Mapping[str, bytes]) -> Item:
             return item
     what = f"item_reference {reference.id!r:.80} is not in its response: send the item itself"
     raise ApiError(404, what, param="input", code="item_not_found")
+
+
+def list_items(name: str, stored: Sequence[bytes], page: ItemsQuery) -> dict[str, Any]:
+    """Lists the items of a conversation as OpenAI's `input_items` does, a page at a time.
+
+    Args:
+        name: id of the response.
+        stored: the items, as JSON lists.
+
+    Raises:
+        ApiError: 400, the page is to begin after an item that is not there.
+    """
+    items = [item for part in stored for item in json.loads(part)]
+    for at, item in enumerate(items):
+        item.setdefault("id", f"item_{name.removeprefix('resp_')}_{at}")
+        if isinstance(text := item.get("content"), str):
+            kind = "output_text" if item.get("role") == "assistant" else "input_text"
+            item["content"] = [{"type": kind, "text": text}]
+    if page.order == "desc":
+        items.reverse()
+    begin = 0
+    if page.after is not None:
+        begin = next((at + 1 for at, item in enumerate(items) if item["id"] == page.after), 0)
+        if begin == 0:
+            what = f"after={page.after!r:.80} is not an item of this response: send the last_id of a page"
+            raise ApiError(400, what, param="after")
+    found = items[begin : begin + page.limit]
+    listed: dict[str, Any] = {"object": "list", "data": found, "has_more": begin + page.limit < len(items)}
+    return listed | {"first_id": found[0]["id"] if found else None, "last_id": found[-1]["id"] if found else None}
 
 
 def chat_of(body: Responses, items: Sequence[Item] | None = None) -> Chat:
@@ -148,10 +178,10 @@ class ResponsesAnswer(BlockAnswer):
     """An answer in the format of OpenAI's Responses.
 
     Args:
-        store: called at the end with the response's id and output.
+        store: called at the end with the response.
     """
 
-    def __init__(self, answer: Answer, body: Responses, store: Callable[[str, list[dict[str, Any]]], None]) -> None:
+    def __init__(self, answer: Answer, body: Responses, store: Callable[[dict[str, Any]], None]) -> None:
         super().__init__(answer)
         self._body = body
         self._functions = body.functions
@@ -189,9 +219,7 @@ class ResponsesAnswer(BlockAnswer):
     def _collected(self) -> dict[str, Any]:
         usage = self.answer.usage()
         output = [self._item(block, self._status(block)) for block in self.blocks]
-        if self._body.store:
-            self._store(self._id, output)
-        return self._response(
+        response = self._response(
             "incomplete" if self._is_incomplete else "completed",
             output=output,
             incomplete_details=INCOMPLETE if self._is_incomplete else None,
@@ -203,6 +231,9 @@ class ResponsesAnswer(BlockAnswer):
                 "total_tokens": usage["total_tokens"],
             },
         )
+        if self._body.store:
+            self._store(response)
+        return response
 
     @property
     def _id(self) -> str:

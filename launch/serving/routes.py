@@ -41,6 +41,7 @@ from launch.client.schemas import (
     Detokenize,
     Tokenize,
     parse_body,
+    validate_body,
 )
 from launch.client.session import Session
 from launch.serving import messages, responses
@@ -51,13 +52,14 @@ from launch.serving.middleware import AccessLog, with_cors
 from launch.serving.openai import OpenAIAnswer, to_json
 from launch.serving.openapi import document
 from launch.serving.request_executor import RECEIVE_S, RequestExecutor
-from launch.serving.response_items import ItemReference, Responses
+from launch.serving.response_items import ItemReference, ItemsQuery, ResponseQuery, Responses
 from launch.serving.response_store import ResponseStore, StoredResponse
 from launch.serving.responses import ResponsesAnswer
 from launch.serving.security import ApiKeys
 from launch.serving.streams import ClientDisconnected, EventStream, while_connected
 
 MIB = 1 << 20
+SEND_ALL = "; send the whole conversation as input"  # what to do if a stored response is gone
 BODY_BYTES, ID_BYTES = 64 * MIB, 16  # body limit if `serve.body_mib` is unset; bytes per token id of a long prompt
 MIN_TOKENIZE_IDS = 1 << 20  # token ids that /tokenize and /detokenize accept even if the context is shorter
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that disconnected
@@ -139,6 +141,9 @@ class Api:
             ("/v1/chat/completions", "POST", self._chat, Chat),
             ("/v1/completions", "POST", self._complete, Completion),
             ("/v1/responses", "POST", self._respond, Responses),
+            ("/v1/responses/{id}", "GET", self._response, None),
+            ("/v1/responses/{id}", "DELETE", self._delete_response, None),
+            ("/v1/responses/{id}/input_items", "GET", self._input_items, None),
             ("/v1/messages", "POST", self._message, Messages),
             ("/v1/messages/count_tokens", "POST", self._count, Count),
             ("/v1/models", "GET", self._models, None),
@@ -194,21 +199,48 @@ class Api:
             body.reasoning.effort = None
             _ignore(body, "reasoning.effort")
         if (name := body.previous_response_id) is not None:
-            previous = self._stored.find(owner, name, "previous_response_id", name)
+            previous = self._stored.find(owner, name, "previous_response_id", name, SEND_ALL)
         before = [] if previous is None else previous.conversation
         referenced = {item.id: self._referenced(owner, item) for item in body.items if isinstance(item, ItemReference)}
         size = request.state.size + sum(map(len, [*before, *referenced.values()]))
         chat, items = await executor.run(size, responses.convert, body, before, referenced)
 
-        def store(name: str, output: list[dict[str, Any]]) -> None:
-            self._stored.add(owner, name, StoredResponse(previous, (items, json.dumps(output).encode())))
+        def store(response: dict[str, Any]) -> None:
+            output, rest = json.dumps(response["output"]), json.dumps(response | {"output": None})
+            self._stored.add(owner, response["id"], StoredResponse(previous, (items, output.encode()), rest.encode()))
 
         return await self._answer(request, chat, body, partial(ResponsesAnswer, body=body, store=store), size)
 
     def _referenced(self, owner: str | None, reference: ItemReference) -> bytes:
         """Returns the output of the response that an item belongs to; raises ApiError 404 if it is not stored."""
         response = reference.id.partition("_")[2].rpartition("_")[0]  # of an id such as fc_RESPONSE_3
-        return self._stored.find(owner, f"resp_{response}", "item_reference", reference.id).items[-1]
+        return self._stored.find(owner, f"resp_{response}", "item_reference", reference.id, SEND_ALL).items[-1]
+
+    def _find_response(self, request: Request) -> StoredResponse:
+        name = request.path_params["id"]
+        return self._stored.find(request.state.owner, name, "response_id", name)
+
+    async def _response(self, request: Request) -> ASGIApp:
+        """Returns a stored response."""
+        stored, query = self._find_response(request), validate_body(ResponseQuery, {**request.query_params})
+        if query.stream:
+            raise ApiError(400, "stream=true: events of responses are not stored; leave stream out", param="stream")
+        content = stored.response.replace(b'"output": null', b'"output": ' + stored.items[-1], 1)
+        return Response(content, headers=_ignored_header(query, query, ()), media_type="application/json")
+
+    async def _delete_response(self, request: Request) -> ASGIApp:
+        """Deletes a stored response; those that continue it keep its items."""
+        self._find_response(request)
+        self._stored.delete(request.state.owner, name := request.path_params["id"])
+        return JSONResponse({"id": name, "object": "response", "deleted": True})
+
+    async def _input_items(self, request: Request) -> ASGIApp:
+        """Lists the items of a stored response's conversation, up to its own output."""
+        items, executor = self._find_response(request).conversation[:-1], self._executor_for(None)
+        page = validate_body(ItemsQuery, {**request.query_params})
+        work = responses.list_items, request.path_params["id"], items, page
+        listed = await executor.run(sum(map(len, items)), *work)
+        return JSONResponse(listed, headers=_ignored_header(page, page, ()))
 
     @property
     def _reads_effort(self) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from openai import AsyncOpenAI
 
 from helix.engine.request import Request, RequestUpdate
 from launch.client.errors import ApiError
@@ -387,6 +388,52 @@ async def test_a_conversation_continues_from_a_stored_response(agent: Agent) -> 
     assert fourth["output"][-1]["content"][0]["text"] == "There is a.py."
 
 
+async def test_a_stored_response_is_read_and_deleted(agent: Agent) -> None:
+    """With OpenAI's client: the response as it was answered, and the items of its conversation in pages."""
+    api_server = await agent(LOOKS, SAYS, SAYS)
+    client = AsyncOpenAI(base_url=f"{api_server.url}/v1", api_key="-", max_retries=0)
+    first = await respond(
+        api_server, instructions="Be brief.", input="What is there?", metadata={"a": '"output": null'}
+    )
+    result = {"type": "function_call_output", "call_id": first["output"][-1]["call_id"], "output": "a.py"}
+    answer = await api_server.post(RESPONSES, {"input": [result], "previous_response_id": first["id"], "stream": True})
+    second = events(answer.text)[-1]["response"]
+    for response in (first, second):
+        assert (await client.responses.retrieve(response["id"])).to_dict() == response
+        assert (await api_server.get(f"{RESPONSES}/{response['id']}")).json() == response
+    pages = [
+        item.to_dict() async for item in await client.responses.input_items.list(second["id"], limit=2, order="asc")
+    ]
+    number = second["id"].removeprefix("resp_")
+    content = [{"type": "input_text", "text": "What is there?"}]
+    question = {"id": f"item_{number}_0", "type": "message", "role": "user", "content": content}
+    assert pages == [question, *first["output"], {"id": f"item_{number}_4", **result}]
+    page = await client.responses.input_items.list(second["id"])
+    assert [item.id for item in page.data] == [item["id"] for item in reversed(pages)]
+    assert (page.first_id, page.last_id, page.has_more) == (pages[-1]["id"], pages[0]["id"], False)  # type: ignore[attr-defined]
+    for path, status, words in (
+        (f"{second['id']}?stream=true", 400, "events of responses are not stored"),
+        (f"{second['id']}/input_items?limit=0", 400, "limit='0': Input should be greater than or equal to 1"),
+        (f"{second['id']}/input_items?after=x", 400, "after='x' is not an item of this response"),
+        ("resp_1", 404, "response_id='resp_1' is not stored"),
+    ):
+        answer = await api_server.get(f"{RESPONSES}/{path}")
+        assert answer.status_code == status and words in answer.json()["error"]["message"], answer.text
+    answer = await api_server.get(f"{RESPONSES}/{second['id']}/input_items?include=x")
+    assert answer.headers["x-ignored-fields"] == "include"
+
+    await client.responses.delete(first["id"])
+    answer = await api_server.client.delete(f"{RESPONSES}/{first['id']}")
+    assert answer.status_code == 404 and answer.json()["error"]["code"] == "response_not_found"
+    third = await respond(api_server, input="And?", previous_response_id=second["id"])
+    assert len((await client.responses.input_items.list(third["id"])).data) == 8
+    answer = await api_server.client.delete(f"{RESPONSES}/{second['id']}")
+    assert answer.json() == {"id": second["id"], "object": "response", "deleted": True}
+    assert api_server.api._stored.count == 1 and api_server.api._stored.size > 0
+    await client.responses.delete(third["id"])
+    assert api_server.api._stored.count == api_server.api._stored.size == 0
+
+
 async def test_only_the_owner_finds_a_stored_response_and_only_for_a_while(agent: Agent, tmp_path: Path) -> None:
     (path := tmp_path / "keys").write_text("ada key-1\nbob key-2\n")
     api_server = await agent(*[SAYS] * 6, api_keys=str(path), stored_responses=2)
@@ -394,6 +441,10 @@ async def test_only_the_owner_finds_a_stored_response_and_only_for_a_while(agent
     await respond(api_server, input="x", key="key-2", store=False)
     for key, status in ("key-2", 404), ("key-1", 200):
         answer = await respond(api_server, status, input="x", key=key, previous_response_id=first["id"])
+    for ask in (api_server.get, api_server.client.delete):
+        for path in ("", "/input_items")[: 1 + (ask == api_server.get)]:
+            headers = {"x-api-key": "key-2"}
+            assert (await ask(f"{RESPONSES}/{first['id']}{path}", headers=headers)).status_code == 404
     assert api_server.api._stored.count == 2
     await respond(api_server, input="x", key="key-1")
     gone = await respond(api_server, 404, input="x", key="key-1", previous_response_id=first["id"])
