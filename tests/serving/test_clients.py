@@ -1,4 +1,4 @@
-"""Programs that others make, installed where somebody wants to run this: Anthropic's client, and routers."""
+"""Programs that others make, installed where somebody wants to run this: clients, coding agents and routers."""
 
 from __future__ import annotations
 
@@ -160,8 +160,8 @@ def test_a_server_that_dies_takes_only_what_it_had_begun(fleet: Fleet) -> None:
 
 # ---- coding agents, over a scripted model: one call of their own tools, its result, and an answer
 
-# In folders of their own, on PATH: @openai/codex 0.171.0, @qwen-code/qwen-code 0.15.10 and opencode-ai 1.18.33 of npm,
-# aider-chat 0.86.2 and openhands 1.16.0 of PyPI are what has been tried.
+# In folders of their own, on PATH: @openai/codex 0.171.0, @qwen-code/qwen-code 0.15.10, opencode-ai 1.18.33 and
+# cline 3.0.65 of npm, aider-chat 0.86.2 and openhands 1.16.0 of PyPI are what has been tried.
 CODEX = """
 model = "{name}"
 model_provider = "helix"
@@ -175,6 +175,15 @@ enabled = false
 PROVIDER = {"npm": "@ai-sdk/openai-compatible", "name": "helix", "options": {"baseURL": "{url}/v1", "apiKey": "-"}}
 PROVIDER["models"] = {"{name}": {"name": "{name}", "limit": {"context": 65536, "output": 4096}}}
 OPENCODE = {"provider": {"helix": PROVIDER}, "model": "helix/{name}", "autoupdate": False, "share": "disabled"}
+CLINE = {"provider": "openai-compatible", "apiKey": "-", "model": "{name}", "baseUrl": "{url}/v1"}
+PROVIDERS = {"openai-compatible": {"settings": CLINE, "updatedAt": "2026-11-29T00:00:00Z", "tokenSource": "manual"}}
+CLINE_PROVIDERS = {"version": 1, "lastUsedProvider": "openai-compatible", "modes": {}, "providers": PROVIDERS}
+# What each reads in its home.
+CONFIGS = {
+    ".codex/config.toml": CODEX,
+    ".config/opencode/opencode.json": json.dumps(OPENCODE),
+    ".cline/settings/providers.json": json.dumps(CLINE_PROVIDERS),
+}
 COMMAND = "echo $((6 * 7)) > made"
 BASH = {"command": COMMAND, "description": "d"}
 AIDER = ["--model=openai/{name}", "--no-git", "--yes-always", "--no-check-update", "--analytics-disable", "--message"]
@@ -188,9 +197,12 @@ AGENTS: dict[str, tuple[list[str], str, dict[str, Any]]] = {
     "codex with apply_patch": ([*CODEX_OPTIONS, "--model=gpt-5.5"], "apply_patch", {"input": PATCH}),
     "qwen": (["qwen", "--yolo", "-p"], "run_shell_command", BASH | {"is_background": False}),
     "opencode": (["opencode", "run"], "bash", BASH),
+    # With a directory of its own it starts no daemon.
+    "cline": (["cline", "--data-dir=../home/.cline"], "run_commands", {"commands": [COMMAND]}),
     "aider": (["aider", *AIDER], "", {}),
     "openhands": (OPENHANDS, "terminal", {"command": COMMAND, "security_risk": "LOW"}),
 }
+THOUGHT = "Hm.\n</think>\n\n"
 EDITS = "made\n```\n42\n```"
 Reply = Callable[[str], str]  # from a prompt
 
@@ -203,7 +215,7 @@ def replying(serve: Serve, agent_model: Path) -> Callable[[Reply], Awaitable[Api
     async def start(reply: Reply) -> ApiServer:
         async def script(job: FakeJob, submit: Request) -> None:
             prompt = api_server.session.tokenizer.decode(submit.prompt)
-            for token in tokens_of(f"Hm.\n</think>\n\n{reply(prompt)}", str(agent_model)):
+            for token in tokens_of(f"{THOUGHT}{reply(prompt)}", str(agent_model)):
                 await job.emit(submit, [token])
             await job.emit(submit, [end], "stop")
 
@@ -231,7 +243,7 @@ async def test_an_agent_calls_a_tool_and_reads_its_result(
     def fill(text: str) -> str:
         return text.replace("{url}", facts["url"]).replace("{name}", facts["name"])
 
-    for path, content in ((".codex/config.toml", CODEX), (".config/opencode/opencode.json", json.dumps(OPENCODE))):
+    for path, content in CONFIGS.items():
         (file := tmp_path / "home" / path).parent.mkdir(parents=True, exist_ok=True)
         file.write_text(fill(content))
     (work := tmp_path / "work").mkdir()
@@ -251,3 +263,12 @@ async def test_an_agent_calls_a_tool_and_reads_its_result(
             process.kill()
     assert (work / "made").read_text() == "42\n", said.decode()
     assert not tool or b"It is 42." in said
+    if not tool:
+        return
+    # The second prompt begins with the first one and its answer, which OpenHands returns without reasoning.
+    decode, model = api_server.session.tokenizer.decode, str(api_server.job.ready.model)
+    prompts = [submit.prompt for submit in api_server.job.submits]
+    first, second = (ids.tolist() for ids in prompts if "<tool_call>" in decode(ids))  # others ask for a title
+    opened = len(tokens_of("<think>\n", model))
+    known = first[:-opened] if name == "openhands" else first + tokens_of(f"{THOUGHT}{call}{END}", model)
+    assert second[: len(known)] == known
