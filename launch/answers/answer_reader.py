@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import regex
 
-from launch.answers.call_bodies import BODIES, CallBody
+from launch.answers.call_bodies import BODIES, CallBody, compile_pattern
 
+LOG = logging.getLogger(f"helix.{__name__}")
 CALLS, TEXT = "tool_calls", "content"  # fields of a response template; text outside of all others is content
 START = r"\A"  # prefix of patterns that match only at the start of an answer
 
@@ -53,7 +55,7 @@ def _pattern(field: Mapping[str, Any], mark: str) -> tuple[Any, bool]:
     if mark in field:
         return regex.compile(regex.escape(field[mark])), True
     pattern = field.get(f"{mark}_pattern")
-    return None if pattern is None else regex.compile(pattern, regex.DOTALL), False
+    return None if pattern is None else compile_pattern(field, pattern, regex.DOTALL), False
 
 
 class AnswerReader:
@@ -62,7 +64,8 @@ class AnswerReader:
     Args:
         fields: of a response template, by name: `open` and `close` are texts, `open_pattern` and `close_pattern`
             regular expressions, whose groups `name` and `id` are of a call. The `content` of calls is a name in
-            `BODIES`, whose reader finds the end of a call. A field that is `blank` opens only before any content.
+            `BODIES`, whose reader finds the end of a call. A field that is `blank` opens only before any content; one
+            that is `limited` has expressions that may take forever, after which the rest of the answer is text.
         turn: text of the assistant's message before the answer.
 
     Attributes:
@@ -95,18 +98,32 @@ class AnswerReader:
 
     def _read(self, last: bool, cut: bool) -> list[Event]:
         events: list[Event] = []
+        try:
+            self._read_marks(events, last, cut)
+        except TimeoutError:
+            LOG.warning(
+                "an expression of the model's response_template takes too long: the answer is passed on as text"
+            )
+            if self._call is not None:
+                events.append(Event("close", CALLS, self._call.given_up(self._window).text, self._call.head[0]))
+            elif self._window:
+                events.append(Event("text", TEXT if self._field is None else self._field.name, self._window))
+            self._fields, self._call, self._field, self._window = [], None, None, ""
+        return events
+
+    def _read_marks(self, events: list[Event], last: bool, cut: bool) -> None:
         while True:
             if self._call is not None:
                 self._window, closed = self._call.feed(self._window, last, cut)
                 if closed is None:
-                    return events
+                    return
                 head = self._call.head
                 events.append(Event("close", CALLS, closed.text, head[0], closed.value, head.groupdict().get("id")))
                 self._call = self._field = None
             field, mark, hold = self._find(last)
             self._emit_text(events, hold if field is None else mark.start())
             if field is None:
-                return events
+                return
             self._skip(mark.end() - mark.start())
             if self._field is not None:
                 self._field = None

@@ -9,10 +9,12 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import regex
 
+SEARCH_S = 0.25
 SPACE = r"\s{0,64}"  # between marks; bounded, since text that may become a mark is held back
 
 
@@ -63,8 +65,30 @@ class CallBody:
             return end
         return None if mark.partial else int(mark.end())
 
+    def given_up(self, window: str) -> ClosedCall:
+        """Returns what was read of a call that is none after all.
+
+        Args:
+            window: text that was not consumed.
+        """
+        return self._closed(window, None)
+
     def _closed(self, mark: str, value: Any) -> ClosedCall:
         return ClosedCall("".join((self.head[0], *self._read, mark)), value)
+
+
+class LimitedPattern:
+    """A regular expression whose searches raise TimeoutError after `SEARCH_S`, which costs some microseconds each."""
+
+    def __init__(self, pattern: Any) -> None:
+        self.search = partial(pattern.search, timeout=SEARCH_S)
+        self.match = partial(pattern.match, timeout=SEARCH_S)
+
+
+def compile_pattern(field: Mapping[str, Any], expression: str, flags: int = 0) -> Any:
+    """Compiles an expression of a field, which may be `limited`."""
+    pattern = regex.compile(expression, flags)
+    return LimitedPattern(pattern) if field.get("limited") else pattern
 
 
 def _after_pattern(field: Mapping[str, Any]) -> Any:
@@ -83,13 +107,14 @@ class _BalancedSyntax:
     def __init__(self, field: Mapping[str, Any]) -> None:
         close = field.get("close_pattern") or regex.escape(field.get("close", ""))
         strings, brackets, more = _BALANCED[field["content"]]
-        self.closer = regex.compile(close) if close else None
+        self.closer = compile_pattern(field, close) if close else None
         quotes = "|".join(regex.escape(quote) for quote in strings)
-        self.outside = regex.compile(f"(?P<quote>{quotes})|{brackets}" + (f"|(?P<close>{close})" if close else ""))
+        ends = f"|(?P<close>{close})" if close else ""
+        self.outside = compile_pattern(field, f"(?P<quote>{quotes})|{brackets}{ends}")
         self.inside = {quote: regex.compile(end, regex.DOTALL) for quote, end in strings.items()}
         self.after = _after_pattern(field)
         more = "(?!)" if "(?P<name>" in field["open_pattern"] else more
-        self.follows = regex.compile(rf"{SPACE}(?:(?P<close>{close or '(?!)'})|{more})")
+        self.follows = compile_pattern(field, rf"{SPACE}(?:(?P<close>{close or '(?!)'})|{more})")
 
 
 # By content: what ends a string by what begins it, brackets, and what begins another value of one call.

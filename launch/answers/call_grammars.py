@@ -13,6 +13,7 @@ from launch.answers.grammar_rules import Rules, json_rule
 
 NO_PARAMETERS = {"properties": {}, "additionalProperties": False}
 INDEX = "/[0-9]{1,6}/"
+ANY_TYPE = ["string", "number", "boolean", "null", "array", "object"]
 GEMMA_QUOTE = '<|"|>'
 DEFINITIONS = ("$defs", "definitions")
 # Rules of arguments contain what follows them; llguidance recurses into rules, and 1,000 of them overflow its stack.
@@ -170,7 +171,7 @@ class _GemmaValues:
         if isinstance(listed, list):
             return "(" + " | ".join(self._rules.text(_gemma_text(value)) for value in listed) + ")"
         if isinstance(ref := schema.get("$ref"), str) and depth:
-            return self._reference(ref, depth)
+            return self._defined(ref, resolve(ref, self._root), depth)
         for name in ("anyOf", "oneOf", "allOf"):
             if isinstance(ways := schema.get(name), list) and ways and depth:
                 return (
@@ -180,7 +181,8 @@ class _GemmaValues:
         types = [types] if isinstance(types, str) else types
         if not types:
             types = ["object"] if "properties" in schema else ["array"] if "items" in schema else []
-        types = types or ["string", "number", "boolean", "null"]
+        if not types:  # any value
+            return self._defined("", {"type": ANY_TYPE, "additionalProperties": True}, depth)
         return "(" + " | ".join(self._of_type(kind, schema, depth) for kind in types) + ")"
 
     def _of_type(self, kind: Any, schema: dict[str, Any], depth: int) -> str:
@@ -215,10 +217,11 @@ class _GemmaValues:
             self._nested -= len(properties)
             yield '"{" (' + " | ".join([*first, *(['"}"'] if ends else [])]) + ")"
 
-    def _reference(self, ref: str, depth: int) -> str:
+    def _defined(self, ref: str, schema: Any, depth: int) -> str:
+        """Returns the name of the rule of a schema that may contain itself."""
         if ref not in self._references:
             self._references[ref] = name = self._rules.reserve()
-            self._rules.define(name, self.rule(resolve(ref, self._root), depth + 1))
+            self._rules.define(name, self.rule(schema, depth + 1))
         return self._references[ref]
 
 

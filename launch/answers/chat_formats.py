@@ -29,6 +29,10 @@ class ToolCallFormat:
             is one value.
         separator: text between two arguments.
         values: how values are written: `text` without quotes where the schema allows text, `json`, or `gemma`.
+        openings: texts that open a call, first the one that `before` and `call` begin with; empty: text may look like a
+            call.
+        messages: beginnings of messages that are no calls, if the format marks all messages.
+        next_message: text between two messages.
     """
 
     call: str
@@ -38,6 +42,9 @@ class ToolCallFormat:
     argument: str | None = None
     separator: str = ""
     values: str = "json"
+    openings: tuple[str, ...] = ()
+    messages: tuple[str, ...] = ()
+    next_message: str = ""
 
 
 @dataclass(frozen=True)
@@ -126,7 +133,7 @@ def _tags(
         "trims": key_close.endswith("\n") and value_close.startswith("\n"),
     }
     reads |= {"after_pattern": _loose(after)} if after else {}
-    calls = replace(calls, values="text")
+    calls = replace(calls, values="text", openings=tuple(filter(None, (before, head.split("NAME")[0]))))
     return _format(name, marks, anchors, reads, calls, thinking, in_thought=True, **more)
 
 
@@ -164,6 +171,7 @@ MISTRAL_CALLS = {
 }
 MISTRAL_ANCHORS = ("[/INST]", "[/TOOL_RESULTS]")
 DEEPSEEK_ANCHORS = ("<｜Assistant｜>", "<｜tool▁outputs▁end｜>", "<｜tool▁output▁end｜>")
+DEEPSEEK_OPENINGS = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
 # The first format that fits a chat template applies, unless the template writes calls that another one reads.
 CHAT_FORMATS = (
     ChatFormat(
@@ -194,7 +202,12 @@ CHAT_FORMATS = (
             },
         },
         ("<|start|>assistant",),
-        ToolCallFormat("<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGUMENTS"),
+        ToolCallFormat(
+            "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGUMENTS",
+            openings=("<|channel|>",),
+            messages=tuple(f"<|channel|>{name}<|message|>" for name in ("analysis", "commentary", "final")),
+            next_message="<|end|><|start|>assistant",
+        ),
         ("<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant"),
         "<|channel|>final<|message|>",
         model_types=("gpt_oss",),
@@ -222,7 +235,9 @@ CHAT_FORMATS = (
             "close": "<tool_call|>",
             "content": "gemma",
         },
-        ToolCallFormat("<|tool_call>call:NAMEARGUMENTS<tool_call|>", between="", values="gemma"),
+        ToolCallFormat(
+            "<|tool_call>call:NAMEARGUMENTS<tool_call|>", between="", values="gemma", openings=("<|tool_call>",)
+        ),
         ("<|channel>thought\n", "<channel|>", ""),
         model_types=("gemma4", "gemma4_text"),
     ),
@@ -242,6 +257,7 @@ CHAT_FORMATS = (
             before="<|tool_calls_section_begin|>",
             after="<|tool_calls_section_end|>",
             between="",
+            openings=("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
         ),
         CLOSE_THINK,
         in_thought=True,
@@ -320,7 +336,11 @@ CHAT_FORMATS = (
         ("Assistant\n", "<|start_header_id|>assistant<|end_header_id|>\n\n"),
         {"open_pattern": rf"<TOOLCALL>(?={SPACE}\[)", "close": "</TOOLCALL>", **JSON},
         ToolCallFormat(
-            '{"name": "NAME", "arguments": ARGUMENTS}', before="<TOOLCALL>[", between=", ", after="]</TOOLCALL>"
+            '{"name": "NAME", "arguments": ARGUMENTS}',
+            before="<TOOLCALL>[",
+            between=", ",
+            after="]</TOOLCALL>",
+            openings=("<TOOLCALL>",),
         ),
         THINK_MARKS,
     ),
@@ -329,7 +349,11 @@ CHAT_FORMATS = (
         ("<tool_call>", "arguments"),
         CHATML,
         {"open_pattern": rf"<tool_call>(?={SPACE}[\[{{])", "close": "</tool_call>", **JSON},
-        ToolCallFormat('<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>', between="\n"),
+        ToolCallFormat(
+            '<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>',
+            between="\n",
+            openings=("<tool_call>",),
+        ),
         THINK_MARKS,
         excluded=("<arg_key>", "<function="),
         model_types=("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
@@ -339,7 +363,13 @@ CHAT_FORMATS = (
         ("<|tool_call|>", "<|start_of_role|>"),
         ("<|start_of_role|>assistant<|end_of_role|>",),
         {"open_pattern": rf"(?:<\|tool_call\|>|<tool_call>){SPACE}(?=\[)", **JSON},
-        ToolCallFormat('{"name": "NAME", "arguments": ARGUMENTS}', before="<|tool_call|>[", between=", ", after="]"),
+        ToolCallFormat(
+            '{"name": "NAME", "arguments": ARGUMENTS}',
+            before="<|tool_call|>[",
+            between=", ",
+            after="]",
+            openings=("<|tool_call|>", "<tool_call>"),
+        ),
         ("Here is my thought process:", "Here is my response:", "\n\n"),
         model_types=("granite", "granitemoe"),
     ),
@@ -357,6 +387,7 @@ CHAT_FORMATS = (
             before="<|tool_call|>[",
             between=", ",
             after="]<|/tool_call|>",
+            openings=("<|tool_call|>", "functools["),
         ),
         model_types=("phi3",),
     ),
@@ -376,6 +407,7 @@ CHAT_FORMATS = (
             after="</function_calls>",
             argument="KEY=VALUE",
             separator=", ",
+            openings=("<function_calls>",),
         ),
         THINK_MARKS,
         model_types=("olmo3",),
@@ -385,7 +417,7 @@ CHAT_FORMATS = (
         ("[TOOL_CALLS]", "[ARGS]"),
         MISTRAL_ANCHORS,
         MISTRAL_CALLS,
-        ToolCallFormat("[TOOL_CALLS]NAME[ARGS]ARGUMENTS", between=""),
+        ToolCallFormat("[TOOL_CALLS]NAME[ARGS]ARGUMENTS", between="", openings=("[TOOL_CALLS]",)),
         ("[THINK]", "[/THINK]", ""),
         model_types=("mistral3", "ministral3"),
     ),
@@ -394,7 +426,13 @@ CHAT_FORMATS = (
         ("[TOOL_CALLS]",),
         MISTRAL_ANCHORS,
         MISTRAL_CALLS,
-        ToolCallFormat('{"name": "NAME", "arguments": ARGUMENTS}', before="[TOOL_CALLS] [", between=", ", after="]"),
+        ToolCallFormat(
+            '{"name": "NAME", "arguments": ARGUMENTS}',
+            before="[TOOL_CALLS] [",
+            between=", ",
+            after="]",
+            openings=("[TOOL_CALLS]",),
+        ),
         model_types=("mistral", "mixtral"),
     ),
     _format(
@@ -413,6 +451,7 @@ CHAT_FORMATS = (
             before="<｜tool▁calls▁begin｜>",
             between="",
             after="<｜tool▁calls▁end｜>",
+            openings=DEEPSEEK_OPENINGS,
         ),
         CLOSE_THINK,
     ),
@@ -432,6 +471,7 @@ CHAT_FORMATS = (
             before="<｜tool▁calls▁begin｜>",
             between="\n",
             after="<｜tool▁calls▁end｜>",
+            openings=DEEPSEEK_OPENINGS,
         ),
         THINK_MARKS,
         model_types=("deepseek_v3",),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from launch.answers.json_schemas import COERCED, supported_schema
@@ -68,8 +68,39 @@ class Rules:
         if (token := self._pattern.search(end)) is None:
             return self.add(ANY_TEXT, f"[suffix={json.dumps(end, ensure_ascii=False)}]")
         before, rest = end[: token.start()], end[token.start() :]
-        escaped = SPECIAL.sub(r"\\\1", before).replace("\n", r"\n")
-        return f"{self.add(f'/(?s:.*){escaped}/')} {self.text(rest)}"
+        return f"{self.add(f'/(?s:.*){_escaped(before)}/')} {self.text(rest)}"
+
+    def text_without(self, marks: Sequence[str], tokens: Collection[int]) -> str:
+        """Returns any text without tokens and marks: of a mark with added tokens, its first is excluded."""
+        return " ".join(self._text_without(marks, tokens))
+
+    def text_and_mark(self, marks: Sequence[str], tokens: Collection[int]) -> tuple[str, int]:
+        """Returns a text as `text_without` up to and with the first mark.
+
+        The second value is how many characters of the mark it includes: those up to its first added token, or all.
+        """
+        before, text = self._text_without(marks, tokens)
+        mark, *others = marks
+        if (token := self._pattern.search(mark)) is not None:
+            return f"{before} {text} <[{self.added[token[0]]}]>", token.end()
+        ending = self._terminal(f"/(?s:.*){_escaped(mark)}/", [one for one in others if not self.added_in(one)])
+        return f"{before} {self.add(ending, '[lazy]')}", len(mark)
+
+    def _text_without(self, marks: Sequence[str], tokens: Collection[int]) -> tuple[str, str]:
+        texts = [mark for mark in marks if not self.added_in(mark)]
+        excluded = {*tokens, *(token for mark in marks for token in self.added_in(mark)[:1])}
+        if not texts:
+            return "", f"<[^{_ids(excluded)}]>*"
+        others, text = {*self.added.values()} - excluded, self._terminal(ANY_TEXT, texts)
+        return f"({text} <[{_ids(others)}]>)*" if others else "", text  # no added token is text to llguidance
+
+    def _terminal(self, body: str, without: Sequence[str]) -> str:
+        """Returns the name of a terminal that matches a regular expression, and contains none of some texts."""
+        body += f" & ~/(?s:.*)({'|'.join(map(_escaped, without))})(?s:.*)/" if without else ""
+        if (name := self._names.get(body)) is None:
+            name = self._names[body] = self.reserve().upper()
+            self.define(name, body)
+        return name
 
     def added_in(self, text: str) -> list[int]:
         """Returns the ids of the added tokens in a text, in order."""
@@ -86,6 +117,14 @@ class Rules:
     def _literal(self, text: str) -> Iterator[str]:
         if text:
             yield json.dumps(text, ensure_ascii=False)
+
+
+def _escaped(text: str) -> str:
+    return SPECIAL.sub(r"\\\1", text).replace("\n", r"\n")
+
+
+def _ids(tokens: Collection[int]) -> str:
+    return ",".join(map(str, sorted(tokens)))
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:

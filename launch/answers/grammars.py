@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from llguidance import LLMatcher
@@ -43,6 +43,11 @@ class StructuredOutput:
     kind: str
     value: Any
     options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        tags = self.value if self.kind == "structural_tag" else ()
+        return [self.value] if self.kind == "json" else [tag.schema for tag in tags]
 
 
 def structured_output_grammar(
@@ -113,6 +118,51 @@ def tool_call_grammar(
     # A call that begins within reasoning would end it, and the forced call would be a second one.
     opening = rules.added_in(calls.before + calls.call)[:1]
     return [_lark(_after_thinking(rules, chat_format, turn, {*eos, *opening}, start), rules)]
+
+
+def strict_tool_grammar(
+    chat_format: ChatFormat,
+    tools: Sequence[Mapping[str, Any]],
+    turn: str,
+    added: Mapping[str, int],
+    eos: Collection[int],
+) -> Parts | None:
+    """Creates the grammar of an answer that may call tools: of strict tools, arguments follow the schema.
+
+    Args:
+        tools, turn, added, eos: see `tool_call_grammar`.
+
+    Returns:
+        None if text of this format may look like a call.
+    """
+    calls = chat_format.calls
+    if calls is None or not calls.openings:
+        return None
+    rules = Rules(added)
+    tools = [tool if tool["function"].get("strict") else _without_schema(tool) for tool in tools]
+    if calls.messages:
+        marks = [*rules.added_in("".join((*calls.messages, calls.next_message))), *eos]
+        text, following = rules.text_without((), marks), rules.text(calls.next_message)
+        message = f"({' | '.join(map(rules.text, calls.messages))}) {text}"
+        call = " | ".join(call_rule(rules, calls, tool) for tool in tools)
+        start = f"({message} {following})* ({message} | {call})"
+        return [_lark(f"{text} ({following} {start})?" if turn.strip() else start, rules)]
+    head, size = rules.text_and_mark(calls.openings, eos)
+    first = calls if calls.before else replace(calls, call=calls.call[size:])
+    call = f"({' | '.join(call_rule(rules, first, tool) for tool in tools)})"
+    if calls.before:  # without it, the next call follows a text, which may be `between`
+        call = f"{rules.text(calls.before[size:])} {call} ({rules.text(calls.between or '')} {call})*"
+    call, text = f"{head} {call} {rules.text(calls.after)}", rules.text_without(calls.openings, eos)
+    # After a list that no mark closes, the reader takes text that begins with a bracket for more of it.
+    start = f"({call} | {text})" if calls.after == "]" else f"({call})* {text}"
+    thought_ends = added.get(chat_format.thinking_marks[1]) if chat_format.thinking_marks else None
+    if _inside_thinking(chat_format, turn) and thought_ends is not None:
+        start = f"{rules.text_without(calls.openings, [*eos, thought_ends])} <[{thought_ends}]> {start}"
+    return [_lark(start, rules)]
+
+
+def _without_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
+    return {"function": {"name": tool["function"]["name"], "parameters": {"additionalProperties": True}}}
 
 
 def _inside_thinking(chat_format: ChatFormat, turn: str) -> bool:

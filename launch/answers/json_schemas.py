@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 # Formats that llguidance enforces; JSON Schema says that others are annotations.
@@ -23,7 +23,7 @@ COERCED = {"coerce_one_of": True}  # an answer may fit several alternatives of `
 def supported_schema(schema: Mapping[str, Any], path: str = "$") -> dict[str, Any]:
     """Returns a schema that llguidance supports, and that allows all that the given one does.
 
-    It allows more where the given one has `uniqueItems`, or look-around in a pattern.
+    It allows more where `unenforced` finds something.
 
     Args:
         path: of the schema, for messages.
@@ -53,6 +53,32 @@ def supported_schema(schema: Mapping[str, Any], path: str = "$") -> dict[str, An
         if name in found:
             found[name] = _inner(found[name], f"{path}.{name}")
     return found
+
+
+def unenforced(schema: Any, field: str, path: str = "$") -> list[str]:
+    """Returns the keywords of a supported schema that are not enforced, as `FIELD:PATH`."""
+    if not isinstance(schema, dict):
+        return []
+    pattern = schema.get("pattern")
+    found = [
+        *(["uniqueItems"] if schema.get("uniqueItems") is True else []),
+        *(["pattern"] if isinstance(pattern, str) and _without_look_around(pattern) != pattern else []),
+        *(["oneOf"] if isinstance(schema.get("oneOf"), list) and len(schema["oneOf"]) > 1 else []),
+    ]
+    names = [f"{field}:{path}.{name}" for name in found]
+    for inner, below in _inner_schemas(schema, path):
+        names += unenforced(inner, field, below)
+    return names
+
+
+def _inner_schemas(schema: Mapping[str, Any], path: str) -> Iterator[tuple[Any, str]]:
+    for name in SCHEMAS_BY_NAME:
+        if isinstance(inner := schema.get(name), dict):
+            yield from ((one, f"{path}.{name}.{key}") for key, one in inner.items())
+    for name in LISTS_OF_SCHEMAS:
+        if isinstance(inner := schema.get(name), list):
+            yield from ((one, f"{path}.{name}[{index}]") for index, one in enumerate(inner))
+    yield from ((schema[name], f"{path}.{name}") for name in SCHEMAS if name in schema)
 
 
 def _inner(schema: Any, path: str) -> Any:

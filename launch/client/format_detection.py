@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -22,6 +23,7 @@ from launch.client.schemas import Chat, parse_body
 LOG = logging.getLogger(f"helix.{__name__}")
 NONE = "none"
 MAX_ANCHOR = 128  # characters
+MAX_EXPRESSION, MAX_COMPILED = 4096, 1 << 22  # characters of a checkpoint's, alone and times the repetitions
 LAST_MARK = regex.compile(r"(?:<[^<>]+>|\[[^\[\]]+\])\s*\Z")
 PROBE_LENGTH = 1 << 16  # tokens
 # A conversation whose parts are found again in the prompt: a text of digits stays a text, a list and an object do not.
@@ -183,7 +185,7 @@ def _reads_back(chat_format: ChatFormat, written: str, end: _PromptEnd) -> bool:
     try:
         parser = Parser(chat_format.fields, "", [TOOL])
         parts = [*parser.feed(answer), *parser.finish()]
-    except regex.error:
+    except (regex.error, RecursionError):  # an expression of the checkpoint's is invalid
         return False
     calls = [(part.name, part.text) for part in parts if part.kind == "call"]
     if len(calls) != 1 or calls[0][0] != NAME or json.loads(calls[0][1]) != ARGUMENTS:
@@ -222,6 +224,11 @@ def _before_thought(chat_format: ChatFormat, anchor: str) -> str:
     return anchor.strip()
 
 
+def _compiled_size(expression: str) -> int:
+    """Returns a bound: compiling nested counts of repetitions may take all memory."""
+    return len(expression) * math.prod(max(1, int(count)) for count in regex.findall(r"\d+(?=[\d,]*\})", expression))
+
+
 def _response_template(model: str | None) -> ChatFormat | None:
     """Returns the format in a checkpoint's `response_template`; None if it has none that is supported.
 
@@ -239,7 +246,10 @@ def _response_template(model: str | None) -> ChatFormat | None:
     if calls.get("content") != "json" or not opener or calls.get("content_args", {}).keys() - {"allow_non_json"}:
         LOG.warning("the checkpoint's response_template is not supported: its calls are not JSON between marks")
         return None
-    reads = {"open_pattern": opener, "content": "json"} | ({"close_pattern": closer} if closer else {})
+    if any(len(one) > MAX_EXPRESSION or _compiled_size(one) > MAX_COMPILED for one in (opener, closer)):
+        LOG.warning("the checkpoint's response_template is not supported: an expression is too large")
+        return None
+    reads = {"open_pattern": opener, "content": "json", "limited": True} | ({"close_pattern": closer} if closer else {})
     known: dict[str, Any] = {"content": {}, CALLS: reads}
     thought = fields.get(THINKING_FIELD)
     marks = None

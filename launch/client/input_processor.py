@@ -6,25 +6,37 @@ Takes time in proportion to the size of the request, and may run in another proc
 from __future__ import annotations
 
 import json
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from helix.engine.request import outside_vocabulary
 from launch.answers.chat_formats import ChatFormat, assistant_turn, required_call_format
-from launch.answers.grammars import Parts, structured_output_grammar, tool_call_grammar
+from launch.answers.grammars import Parts, strict_tool_grammar, structured_output_grammar, tool_call_grammar
+from launch.answers.json_schemas import unenforced
 from launch.client.chat_tokenizer import ChatTokenizer
 from launch.client.engine_messages import EngineInfo
 from launch.client.errors import ApiError
 from launch.client.grammar_compiler import GrammarCompiler
 from launch.client.schemas import Chat, Completion, GenerationFields, Tokenize
 
+STRICT = "tools.strict"
+
 
 class GrammarSpec(NamedTuple):
-    """The parts of an answer's grammar, and the request field that asks for it."""
+    """The grammar of an answer.
+
+    Attributes:
+        param: the request field that asks for it.
+        parts: None if the model's chat format cannot do what the field asks for, which is `tools.strict`.
+        unenforced: keywords of schemas that the grammar leaves out, with the field and their path.
+    """
 
     param: str
-    parts: Parts
+    parts: Parts | None
+    unenforced: list[str]
 
 
 class ProcessedPrompt(NamedTuple):
@@ -112,9 +124,10 @@ def make_grammar_spec(
             calls = tool_call_grammar(call_format, body.callable_tools, body.allows_several_calls, turn, added, eos)
         except ValueError as error:
             raise grammar_error("tool_choice", error) from error
-        return GrammarSpec("tool_choice", calls)
+        return GrammarSpec("tool_choice", calls, _unenforced_by_tools(body.callable_tools))
     if (structured_output := body.structured_output) is None:
-        return None
+        strict = isinstance(body, Chat) and any(tool.function.strict for tool in body.prompt_tools)
+        return _strict_tools_spec(body, chat_format, turn, added, eos) if strict else None
     continues = isinstance(body, Chat) and not body.adds_generation_prompt
     try:
         return GrammarSpec(
@@ -122,17 +135,49 @@ def make_grammar_spec(
             structured_output_grammar(
                 structured_output, added, tokenizer.special & added.keys(), eos, chat_format, turn, continues
             ),
+            [name for schema in structured_output.schemas for name in unenforced(schema, structured_output.param)],
         )
     except ValueError as error:
         raise grammar_error(structured_output.param, error) from error
 
 
-async def compile_grammar(spec: GrammarSpec, compiler: GrammarCompiler | None, engine_info: EngineInfo) -> str:
-    """Compiles a grammar.
+def _strict_tools_spec(
+    body: Chat, chat_format: ChatFormat | None, turn: str, added: Mapping[str, int], eos: Collection[int]
+) -> GrammarSpec:
+    parts, tools = None, body.callable_tools
+    if chat_format is not None:
+        with suppress(ValueError):  # the request is still answered, and told that its schemas are not enforced
+            parts = strict_tool_grammar(chat_format, tools, turn, added, eos)
+    return GrammarSpec(STRICT, parts, _unenforced_by_tools(tool for tool in tools if tool["function"].get("strict")))
+
+
+def _unenforced_by_tools(tools: Iterable[Mapping[str, Any]]) -> list[str]:
+    functions = (tool["function"] for tool in tools)
+    return [name for one in functions for name in unenforced(one.get("parameters"), f"tools.{one['name']}")]
+
+
+async def compile_grammar(
+    spec: GrammarSpec | None, compiler: GrammarCompiler | None, engine_info: EngineInfo
+) -> tuple[str | None, list[str]]:
+    """Compiles a grammar; returns it, and the names of what it does not enforce.
 
     Raises:
-        ApiError: 400, the grammar is invalid, or the model does not support structured outputs.
+        ApiError: 400, the grammar is invalid, or the model does not support structured outputs; never for
+            `tools.strict`, which is then not enforced.
     """
+    if spec is None:
+        return None, []
+    try:
+        return await _compile(spec, compiler, engine_info), spec.unenforced
+    except ApiError as error:
+        if spec.param != STRICT or error.status != 400:
+            raise
+        return None, [STRICT]
+
+
+async def _compile(spec: GrammarSpec, compiler: GrammarCompiler | None, engine_info: EngineInfo) -> str:
+    if spec.parts is None:
+        raise grammar_error(spec.param, ValueError("the model's chat format has no mark that begins a call"))
     if compiler is None:
         what = f"this model does not support {spec.param}: {engine_info.unguided}; leave {spec.param} out"
         raise ApiError(400, what, param=spec.param)

@@ -25,7 +25,7 @@ from launch.client.format_detection import DetectedFormat, detect_chat_format
 from launch.client.grammar_compiler import GrammarCompiler
 from launch.client.input_processor import ProcessedPrompt, compile_grammar, process_prompt
 from launch.client.sampling import make_requests
-from launch.client.schemas import Chat, Completion
+from launch.client.schemas import MAX_IGNORED_NAMES, Chat, Completion
 
 LOG = logging.getLogger(f"helix.{__name__}")
 
@@ -107,11 +107,9 @@ class Session:
         engine_info = self.engine_client.refuse_unless_ready()
         work = self.tokenizer, self._chat_format if isinstance(body, Chat) else None, body, engine_info
         processed = process_prompt(*work) if run is None else await run(process_prompt, *work)
-        grammar = (
-            None
-            if processed.grammar_spec is None
-            else await compile_grammar(processed.grammar_spec, self.compiler_for(engine_info), engine_info)
-        )
+        grammar, unenforced = await compile_grammar(processed.grammar_spec, self.compiler_for(engine_info), engine_info)
+        assert body.model_extra is not None, "schemas collect unknown fields"
+        body.model_extra.update(dict.fromkeys(unenforced[:MAX_IGNORED_NAMES]))
         requests = make_requests(
             body, processed, self.defaults if defaults is None else defaults, engine_info, grammar, cache_salt
         )

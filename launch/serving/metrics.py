@@ -27,6 +27,7 @@ ENGINE = {
 }
 OWN = {
     "restarts",
+    "chat_format_info",
     "stored_responses",
     "stored_responses_bytes",
     *(name for name, _ in ENGINE.values()),
@@ -74,6 +75,8 @@ class Metrics:
         self.restarts = counter("restarts", "restarts of the ranks")
         labels = ("block_size", "num_gpu_blocks")
         self._cache = Gauge("helix:cache_config_info", "the cache's blocks", labels, registry=self._registry)
+        labels = ("format", "tool_calls")
+        self._chat_format = Gauge("helix:chat_format_info", "the chat format", labels, registry=self._registry)
 
     def watch(self, name: str, what: str, value: Callable[[], float]) -> None:
         Gauge(f"helix:{name}", what, registry=self._registry).set_function(value)
@@ -82,6 +85,11 @@ class Metrics:
         """Sets the KV cache's block size, in tokens, and number of blocks."""
         self._cache.clear()
         self._cache.labels(block_size, blocks).set(1)
+
+    def describe_chat_format(self, name: str | None, reads_calls: bool) -> None:
+        """Sets the name of the chat format that answers are read in, and whether it has tool calls."""
+        self._chat_format.clear()
+        self._chat_format.labels(name or "none", str(reads_calls).lower()).set(1)
 
     def text(self, model: str) -> bytes:
         """Renders all metrics; those named `vllm:` have a label with the model's name."""

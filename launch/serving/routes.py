@@ -120,6 +120,7 @@ class Api:
             ValueError: the tokenizer or the sampling defaults cannot be read.
         """
         self.session.load(engine_info.model)
+        self._metrics.metrics.describe_chat_format(self.session.detected.name, self.session.detected.reads_calls)
         for *_, body in self._routes:
             if body is not None:
                 body.model_rebuild()  # build validators before the first request

@@ -19,6 +19,7 @@ from launch.answers.chat_formats import find_chat_format
 from launch.client.chat_tokenizer import ChatTokenizer
 from tests.serving.api_server import READY, ApiServer, FakeJob, ReceivedChoice, read, scripted_reply
 from tests.serving.chats import CALL, CHATS, COMPLETIONS, USER, WEATHER, Talk, tool
+from tests.serving.transcripts import BY_NAME
 
 PARIS = "get_weather", {"city": "Paris"}
 WITH_TOOLS: dict[str, Any] = {"tools": [WEATHER, tool("now")]}
@@ -51,6 +52,54 @@ async def test_a_call_that_has_to_come(guided: ApiServer) -> None:
         await guided.post(CHATS, {"messages": [USER], "tool_choice": wanted} | WITH_TOOLS)
     any_tool, named, free = (submit.grammar for submit in guided.job.submits)
     assert "now" in any_tool and "get_weather" in named and "now" not in named and free is None
+
+
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+async def test_a_strict_tool_is_followed_where_calls_are_optional(route: str, guided: ApiServer) -> None:
+    """Its keywords without effect are named, and so is all of it if the grammar cannot be made."""
+    guided.job.script = scripted_reply(CALL)
+    strict = {"type": "object", "properties": {"tags": {"type": "array", "uniqueItems": True}}, "required": ["tags"]}
+
+    async def post(parameters: dict[str, Any], **more: Any) -> tuple[str | None, str]:
+        function = {"name": "set_tags", "parameters": parameters, "strict": True} | more
+        body: dict[str, Any] = {"messages": [USER], "max_tokens": 99}
+        match route:
+            case "/v1/responses":
+                body = {"input": "Hello", "tools": [{"type": "function"} | function]}
+            case "/v1/messages":
+                body["tools"] = [function | {"input_schema": function.pop("parameters")}]
+            case _:
+                body["tools"] = [{"type": "function", "function": function}]
+        answer = await guided.post(route, body)
+        assert answer.status_code == 200, answer.text
+        return guided.job.submits[-1].grammar, answer.headers.get("x-ignored-fields", "")
+
+    grammar, ignored = await post(strict)
+    assert grammar is not None and "set_tags" in grammar
+    assert ignored == "tools.set_tags:$.properties.tags.uniqueItems"
+    assert await post(strict, strict=False) == (None, "")
+    for unusable in ({"not": {}}, {"properties": {"x": {"type": "nonsense"}}}):  # found here, and by the compiler
+        assert await post(unusable) == (None, "tools.strict")
+    guided.session._chat_format = BY_NAME["llama3"]
+    assert await post(strict) == (None, "tools.strict")
+
+
+async def test_schema_keywords_without_effect_are_named(guided: ApiServer) -> None:
+    guided.job.script = scripted_reply("{}")
+    inner = {"$defs": {"a b": {"pattern": "^(?=x)y"}}, "oneOf": [{"items": {"uniqueItems": True}}, {"type": "null"}]}
+    schema = {"type": "object", "properties": {"x": inner, "y": {"pattern": "^a$", "uniqueItems": False}}}
+    names = ["$defs.a b.pattern", "oneOf", "oneOf[0].items.uniqueItems"]
+    for body, field in (
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}, "response_format"),
+        ({"structured_outputs": {"json": schema}}, "structured_outputs.json"),
+        (
+            {"tools": [WEATHER | {"function": {"name": "f", "parameters": schema}}], "tool_choice": "required"},
+            "tools.f",
+        ),
+    ):
+        answer = await guided.post(CHATS, {"messages": [USER]} | body)
+        expected = [f"{field}:$.properties.x.{name}" for name in names]
+        assert answer.headers["x-ignored-fields"] == ",".join(expected), answer.text
 
 
 OSLO = '{"city": "Oslo"}'

@@ -98,6 +98,58 @@ def test_a_checkpoints_own_response_template_is_used_if_it_passes(
         ]
 
 
+SLOW = "(?:a|aa|a+)+<own>"  # takes time that doubles with each `a`
+
+
+@pytest.mark.parametrize(
+    "opens, content, reason",
+    [
+        (f"{SLOW}|<own>", "a" * 60 + "!", "takes too long"),
+        ("(?:(?:(?:a{1000}){1000}){1000})?<own>", "", "an expression is too large"),
+        (f"{'(' * 2000}<own>{')' * 2000}", "", "no chat format reads back"),
+        ("(<own>", "", "no chat format reads back"),
+    ],
+    ids=["slow", "of many repetitions", "nested", "invalid"],
+)
+def test_a_response_template_that_would_hang_is_not_used(
+    opens: str, content: str, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    response = json.loads(json.dumps(RESPONSE))
+    response["fields"]["tool_calls"] = {"open_pattern": opens, "close": "</own>", "content": "json"}
+    template = OWN.replace("{%- for c in", f"{content}{{%- for c in")
+    model = str(model_with(tmp_path / "model", template, [], response_template=response))
+    found = detect_chat_format(ChatTokenizer(model), model)
+    assert found.name is None and reason in caplog.text
+
+
+@pytest.mark.parametrize(
+    "field, says",
+    [
+        ({"open_pattern": f"{SLOW}|<own>", "close": "</own>"}, "So." + "a" * 60),
+        ({"open": "<own>", "close_pattern": f"{SLOW}|</own>"}, f"So.<own>{'a' * 60}"),
+        ({"open": "<own>", "close_pattern": "(?:a|aa|a+)+b|</own>"}, '<own>{"name": 1}' + "a" * 60),
+    ],
+    ids=["before a call", "in a call", "after a call"],
+)
+async def test_an_answer_on_which_an_expression_hangs_is_text(
+    field: dict[str, str], says: str, serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All of it, and the next answer is read as before."""
+    response = {"fields": {"content": {}, "tool_calls": field | {"content": "json"}}}
+    model = str(model_with(tmp_path / "model", OWN, [], response_template=response))
+    job = FakeJob(scripted_reply(f"{says} and more"), replace(READY, model=model, vocab=4200))
+    api_server = await serve(job)
+    body = {"messages": [USER], "tools": TOOLS, "max_tokens": 999}
+    assert 'format="response_template",tool_calls="true"} 1.0' in (await api_server.get("/metrics")).text
+    for stream in (False, True):
+        caplog.clear()
+        received = read(await api_server.post(CHATS, body | {"stream": stream}))
+        assert (received.content, received.calls) == (f"{says} and more", [])
+        assert caplog.text.count("takes too long") == 1
+    job.script = scripted_reply('<own>{"name": "get_time", "arguments": {}}</own>')
+    assert read(await api_server.post(CHATS, body)).calls == [("get_time", {})]
+
+
 def test_the_fixtures_template_is_qwens(model: Path) -> None:
     found = detect_chat_format(ChatTokenizer(str(model)), str(model))
     assert "<|im_start|>" in TEMPLATE and found.name == "qwen"
@@ -117,6 +169,8 @@ async def test_a_server_names_its_format_and_reads_calls(
     reason = "reads back a call that the chat template writes" if dialect is None else f"serve.dialect={dialect}"
     name = {None: "glm", "none": None}.get(dialect, dialect)
     assert caplog.text.count(f"chat format: {name or 'none'} ({reason})") == 1
+    info = f'helix:chat_format_info{{format="{name or "none"}",tool_calls="{str(name is not None).lower()}"}} 1.0'
+    assert info in (await api_server.get("/metrics")).text
     (described,) = (await api_server.get("/v1/models")).json()["data"]
     assert (described["chat_format"], described["tool_calls"]) == (name, name is not None)
     for stream in (False, True):

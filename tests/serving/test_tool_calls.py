@@ -18,7 +18,12 @@ from tokenizers import AddedToken, Tokenizer
 from launch.answers.answer_parser import JsonCallParser, Parser
 from launch.answers.chat_formats import CHAT_FORMATS, assistant_turn, required_call_format
 from launch.answers.grammar_matcher import GrammarMatcher, GrammarMatcherFactory
-from launch.answers.grammars import StructuredOutput, structured_output_grammar, tool_call_grammar
+from launch.answers.grammars import (
+    StructuredOutput,
+    strict_tool_grammar,
+    structured_output_grammar,
+    tool_call_grammar,
+)
 from tests.e2e.checkpoints import DEMO
 from tests.serving.transcripts import BY_NAME, KNOWN, TOOLS, TRANSCRIPTS, text_of, validated
 
@@ -296,3 +301,137 @@ def test_parameters_of_any_kind_are_followed_or_refused(name: str) -> None:
         grammar = grammar_of(name, [tool("ARGUMENTS.NAME", parameters)])
         with suppress(ValueError):  # which the server tells
             grammars_of(name).create_matcher(grammar)
+
+
+# ---- strict tools, where a call may come or not
+
+MAY_CALL = [name for name in WITH_CALLS if name != "llama3"]
+INTEGER = {"properties": {"x": {"type": "integer"}}, "required": ["x"]} | CLOSED
+FREE_ARGUMENTS = {"y": [1, {"a": "b", "c": [None]}], "z": "t", "n": None}
+TEXT = "So < I <b>look\n"
+LAST = "gpt-oss", "granite", "mistral-list"  # where calls end the answer
+HEADS = "<|channel|>final<|message|>", "<|end|><|start|>assistant"  # of gpt-oss, where no text is without
+
+
+def strict(tools: list[dict[str, Any]], *names: str) -> list[dict[str, Any]]:
+    return [one | {"function": one["function"] | {"strict": one["function"]["name"] in names}} for one in tools]
+
+
+def strict_grammar(name: str, tools: list[dict[str, Any]], turn: str = "") -> str:
+    parts = strict_tool_grammar(BY_NAME[name], validated(tools), turn, tokenizer_of(name)[1], [EOS])
+    return json.dumps({"grammars": parts})
+
+
+def gemma(value: Any) -> str:
+    match value:
+        case dict():
+            return "{" + ",".join(f"{key}:{gemma(value[key])}" for key in sorted(value)) + "}"
+        case list():
+            return f"[{','.join(map(gemma, value))}]"
+    return f'<|"|>{value}<|"|>' if isinstance(value, str) else json.dumps(value)
+
+
+def written(name: str, function: str, arguments: dict[str, Any]) -> str:
+    """A call in the words of a family."""
+    calls = BY_NAME[name].calls
+    assert calls is not None
+    text = gemma(arguments) if calls.values == "gemma" else json.dumps(arguments)
+    if calls.argument is not None:
+        values = {
+            key: value if isinstance(value, str) and calls.values == "text" else json.dumps(value)
+            for key, value in arguments.items()
+        }
+        text = calls.separator.join(
+            calls.argument.replace("KEY", key)
+            .replace("KIND", str(isinstance(arguments[key], str)).lower())
+            .replace("VALUE", value)
+            for key, value in values.items()
+        )
+    call = calls.call.replace("INDEX", "0").replace("NAME", function).replace("ARGUMENTS", text)
+    return calls.before + call + calls.after
+
+
+def refused(name: str, grammar: str, answer: str) -> str | None:
+    """What is left of an answer from the first token on that a grammar does not allow; None if it allows all."""
+    tokenizer, matcher = tokenizer_of(name)[0], grammars_of(name).create_matcher(grammar)
+    ids = tokenizer.encode(answer, add_special_tokens=False).ids
+    for at, token in enumerate([*ids, EOS]):
+        if token not in allowed(matcher):
+            return str(tokenizer.decode(ids[at:], skip_special_tokens=False))
+        matcher.accept_token(token)
+    return None
+
+
+@pytest.mark.parametrize("name", MAY_CALL)
+def test_calls_of_strict_tools_follow_their_schema_and_others_are_free(name: str) -> None:
+    free = {"properties": {"y": {"type": "array"}, "z": {"type": "string"}, "n": {}}, "required": ["x"]}
+    tools = strict([tool("f", INTEGER), tool("g", free)], "f")
+    grammar, parser = strict_grammar(name, tools), BY_NAME[name].fields
+    call, other = written(name, "f", {"x": 7}), written(name, "g", FREE_ARGUMENTS)
+    said, following = (f"{HEADS[0]}{TEXT}", f"{HEADS[0]}{TEXT}{HEADS[1]}") if name == "gpt-oss" else (TEXT, TEXT)
+    answers = [(said, []), (call, ["f"]), (following + call, ["f"]), (other, ["g"])]
+    if name not in LAST:
+        answers += [(said + call + other + said + call + said, ["f", "g", "f"]), ("", [])]
+    for answer, functions in answers:
+        assert refused(name, grammar, answer) is None, answer
+        content, called = read(Parser(parser, "", validated(tools)), answer)
+        assert (TEXT.strip() in content) == (TEXT in answer)
+        assert called == [(one, {"x": 7} if one == "f" else FREE_ARGUMENTS) for one in functions], answer
+    for wrong in (
+        written(name, "f", {"x": "seven"}),
+        written(name, "f", {}),
+        written(name, "f", {"x": 7, "q": 1}),
+        written(name, "h", {"x": 7}),
+    ):
+        assert refused(name, grammar, wrong) and refused(name, grammar, following + wrong), wrong
+
+
+@pytest.mark.parametrize("name", MAY_CALL)
+def test_any_walk_from_the_head_of_a_strict_call_is_one(name: str) -> None:
+    tools, found = strict(STRICT, *(one["function"]["name"] for one in STRICT)), 0
+    grammar, call = strict_grammar(name, tools), written(name, "NAME", {})
+    begun = ("" if name == "gpt-oss" else TEXT) + call[: call.index("NAME")]
+    for seed in SEEDS:
+        matcher = grammars_of(name).create_matcher(grammar)
+        for token in tokenizer_of(name)[0].encode(begun, add_special_tokens=False).ids:
+            matcher.accept_token(token)
+        if (rest := walk(name, matcher, seed)) is not None:
+            _, called = read(Parser(BY_NAME[name].fields, "", validated(tools)), begun + rest)
+            assert called and all(fits(*one) for one in called), begun + rest
+            found += 1
+    assert found
+
+
+@pytest.mark.parametrize("name", [name for name in THINKING if name in MAY_CALL])
+def test_no_call_begins_within_an_open_thought(name: str) -> None:
+    thought, call = BY_NAME[name].thinking_marks, written(name, "f", {"x": 7})
+    assert thought is not None
+    tools = strict([tool("f", INTEGER)], "f")
+    if name == "gpt-oss":
+        grammar, between = strict_grammar(name, tools, "<|channel|>analysis<|message|>H"), HEADS[1]
+    else:
+        grammar, between = strict_grammar(name, tools, thought[0] + "\n"), thought[1] + thought[2]
+    assert refused(name, grammar, f"{TEXT}{between}{call}") is None
+    assert refused(name, grammar, f"{TEXT}{call}")
+    assert refused(name, strict_grammar(name, tools), between) is None or name == "gpt-oss"
+
+
+@pytest.mark.parametrize("name", ["qwen3-coder", "minimax", "seed", "granite", "phi4"])
+def test_a_second_way_to_begin_a_call_is_closed(name: str) -> None:
+    """Of marks that are no tokens, in text and in thoughts; spelled out, those that are tokens begin no call."""
+    calls = BY_NAME[name].calls
+    assert calls is not None
+    tools, thought = strict([tool("f", INTEGER)], "f"), BY_NAME[name].thinking_marks
+    for turn in {"", thought[0] if thought is not None and name in THINKING else ""}:
+        rest = refused(name, strict_grammar(name, tools, turn), f"{TEXT}{calls.openings[1]}x")
+        assert rest is not None and rest.endswith("x") and len(rest) < 5
+    tokenizer, matcher = tokenizer_of(name)[0], grammars_of(name).create_matcher(strict_grammar(name, tools))
+    for letter in calls.openings[0] + "x":
+        (token,) = tokenizer.encode(letter, add_special_tokens=False).ids
+        assert token in allowed(matcher)
+        matcher.accept_token(token)
+
+
+def test_text_that_may_be_a_call_has_no_grammar() -> None:
+    assert strict_tool_grammar(BY_NAME["llama3"], [], "", {}, [EOS]) is None
+    assert strict_tool_grammar(BY_NAME["thinking"], [], "", {}, [EOS]) is None
