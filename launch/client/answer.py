@@ -94,24 +94,32 @@ class Answer:
             ApiError: a choice failed.
         """
         loop = asyncio.get_running_loop()
+        timer: asyncio.TimerHandle | None = None  # one for many tokens: a timeout for each takes 4 us
+
+        def wake() -> None:
+            nonlocal timer
+            timer = None
+            self._changed.set()
+
         self.sent()
-        while any(choice.finish_reason is None for choice in self.choices):
-            if loop.time() >= self._heartbeat_at:
-                self.sent()
-                yield None
-            try:
-                async with asyncio.timeout_at(self._heartbeat_at):
-                    await self._changed.wait()
-            except TimeoutError:
-                continue
-            self._changed.clear()
-            deltas = [(choice.index, one) for choice in self.choices if (one := choice.poll())]
-            for index, one in deltas:
-                if one.finish_reason in ("error", "abort"):
-                    reason = self.choices[index].generation.reason or "the server aborted it"
-                    raise ApiError(500, reason)
-            if deltas or self.body.return_progress:
-                yield deltas
+        try:
+            while any(choice.finish_reason is None for choice in self.choices):
+                if loop.time() >= self._heartbeat_at:
+                    self.sent()
+                    yield None
+                timer = timer or loop.call_at(self._heartbeat_at, wake)
+                await self._changed.wait()
+                self._changed.clear()
+                deltas = [(choice.index, one) for choice in self.choices if (one := choice.poll())]
+                for index, one in deltas:
+                    if one.finish_reason in ("error", "abort"):
+                        reason = self.choices[index].generation.reason or "the server aborted it"
+                        raise ApiError(500, reason)
+                if deltas or self.body.return_progress:
+                    yield deltas
+        finally:
+            if timer is not None:
+                timer.cancel()
 
     async def collect(self, on_delta: DeltaCallback = lambda index, delta: None) -> list[Delta]:
         """Waits for all choices to finish; returns the concatenated deltas of each.

@@ -7,7 +7,7 @@ stop string, or the end of the only tool call that an answer may have.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from launch.answers.answer_parser import AnswerPart, Parser
@@ -132,7 +132,8 @@ class Choice:
             if self.finish_reason is not None:
                 delta.parts += self._parser.finish(cut=stopped or self.finish_reason != "stop")
             if self._guard is not None:
-                delta.parts = [replace(part, text=restored(part.text)) for part in delta.parts]
+                for part in delta.parts:
+                    part.text = restored(part.text)
             if self._parser.is_complete:
                 self.finish_reason = "stop"
         if self.finish_reason is not None:

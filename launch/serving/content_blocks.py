@@ -12,6 +12,7 @@ from launch.answers.answer_parser import AnswerPart
 from launch.client.answer import Answer
 from launch.client.errors import ApiError
 
+ENCODER = json.JSONEncoder(separators=(",", ":"))  # `json.dumps` would make one for each event
 Event = dict[str, Any]  # its `type` is the SSE event name
 
 
@@ -89,7 +90,7 @@ class BlockAnswer:
         yield self._delta_event(last, part.text)
 
     def _encode(self, event: Event) -> bytes:
-        return f"event: {event['type']}\ndata: {json.dumps(event, separators=(',', ':'))}\n\n".encode()
+        return f"event: {event['type']}\ndata: {ENCODER.encode(event)}\n\n".encode()
 
     @abstractmethod
     def _collected(self) -> dict[str, Any]:

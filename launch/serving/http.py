@@ -77,7 +77,7 @@ def make_server(app: ASGIApp, serve: ServeConfig) -> Server:
     """Creates the server of an application."""
 
     class Protocol(HttpToolsProtocol):
-        """A connection with limits on the time and size of headers, which the application can abort."""
+        """A connection with limits on the time and size of headers."""
 
         def connection_made(self, transport: object) -> None:
             super().connection_made(transport)  # type: ignore[arg-type]
@@ -119,7 +119,6 @@ def make_server(app: ASGIApp, serve: ServeConfig) -> Server:
                 return
             super().on_message_begin()
             self._size = 0  # bytes of headers, including trailers
-            self.scope["helix.abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
             self._late.cancel()
             self._late = self.loop.call_later(RECEIVE_S, self.transport.abort)
 

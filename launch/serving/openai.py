@@ -16,6 +16,8 @@ from launch.client.errors import ApiError
 from launch.serving.streams import DONE
 
 JSON_LEVELS = 5  # levels of a response to serialize separately: down to the log-probabilities of a token
+# By whether the text is ASCII; `json.dumps` would make one for each event.
+ENCODERS = [json.JSONEncoder(ensure_ascii=ascii, allow_nan=False, separators=(",", ":")) for ascii in (False, True)]
 T = TypeVar("T")
 
 
@@ -80,7 +82,8 @@ class OpenAIAnswer:
         return choice | {"message": self._answer.message(delta), "logprobs": logprobs}
 
     def _piece_event(self, kind: str, index: int, delta: Delta, first: bool, more: dict[str, Any]) -> bytes:
-        return _event(self._object(kind, [self._piece(index, delta, first)]) | more)
+        levels = JSON_LEVELS if self._answer.with_logprobs else 0
+        return _event(self._object(kind, [self._piece(index, delta, first)]) | more, levels)
 
     def _piece(self, index: int, delta: Delta, first: bool) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": index, "finish_reason": delta.finish_reason}
@@ -180,12 +183,12 @@ async def to_json(answer: dict[str, Any]) -> bytes:
 
 def _json(value: Any, levels: int, ascii: bool = False) -> str:
     if levels and isinstance(value, dict):
-        parts = (f"{json.dumps(name)}:{_json(one, levels - 1, ascii)}" for name, one in value.items())
+        parts = (f"{ENCODERS[True].encode(name)}:{_json(one, levels - 1, ascii)}" for name, one in value.items())
         return f"{{{','.join(parts)}}}"
     if levels and isinstance(value, list):
         return f"[{','.join(_json(one, levels - 1, ascii) for one in value)}]"
-    return json.dumps(value, ensure_ascii=ascii, allow_nan=False, separators=(",", ":"))
+    return ENCODERS[ascii].encode(value)
 
 
-def _event(content: dict[str, Any]) -> bytes:
-    return f"data: {_json(content, JSON_LEVELS, ascii=True)}\n\n".encode()
+def _event(content: dict[str, Any], levels: int = 0) -> bytes:
+    return f"data: {_json(content, levels, ascii=True)}\n\n".encode()

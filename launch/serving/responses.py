@@ -252,28 +252,32 @@ class ResponsesAnswer(BlockAnswer):
         thoughts = [block.text for block in self.blocks if block.kind == "thinking"]
         return sum(len(self.answer.tokenizer.encode_segments(text)) for text in thoughts)
 
+    def _item_id(self, block: Block) -> str:
+        prefix = "ctc" if self._is_custom(block) else PREFIXES[block.kind]
+        return f"{prefix}_{self.answer.request_id}_{block.index}"
+
     def _item(self, block: Block, status: str) -> dict[str, Any]:
-        suffix = f"{self.answer.request_id}_{block.index}"
+        item_id = self._item_id(block)
         match block.kind:
             case "call":
                 tool, namespace = self._functions.get(block.name, (None, None))
                 called = {"call_id": block.call, "name": block.name if tool is None else tool.name}
                 called |= {} if namespace is None else {"namespace": namespace}
                 if isinstance(tool, CustomTool):
-                    custom = {"id": f"ctc_{suffix}", "type": "custom_tool_call", "status": status}
+                    custom = {"id": item_id, "type": "custom_tool_call", "status": status}
                     return custom | called | {"input": _custom_input(block.text)}
-                item = {"id": f"fc_{suffix}", "type": "function_call", "status": status}
+                item = {"id": item_id, "type": "function_call", "status": status}
                 return item | called | {"arguments": block.text}
             case "thinking":
-                thought = {"id": f"rs_{suffix}", "type": "reasoning", "summary": [], "status": status}
+                thought = {"id": item_id, "type": "reasoning", "summary": [], "status": status}
                 return thought | {"content": [_content_part(block)] if block.text else []}
-        said = {"id": f"msg_{suffix}", "type": "message", "role": "assistant", "status": status}
+        said = {"id": item_id, "type": "message", "role": "assistant", "status": status}
         return said | {"content": [_content_part(block)] if block.text else []}
 
     def _part_event(self, kind: str, block: Block, **more: Any) -> Event:
         where = {} if block.kind == "call" else {"content_index": 0}
-        item = self._item(block, "in_progress")
-        return {"type": f"response.{kind}", "item_id": item["id"], "output_index": block.index} | where | more
+        item_id = self._item_id(block)
+        return {"type": f"response.{kind}", "item_id": item_id, "output_index": block.index} | where | more
 
     def _start_events(self) -> Iterator[Event]:
         yield {"type": "response.created", "response": self._response("in_progress")}
@@ -328,6 +332,7 @@ class ResponsesAnswer(BlockAnswer):
 
 
 STREAMS = {"content": "output_text", "thinking": "reasoning_text", "call": "function_call_arguments"}
+PREFIXES = {"content": "msg", "thinking": "rs", "call": "fc"}  # of ids
 
 
 def _content_part(block: Block) -> dict[str, Any]:

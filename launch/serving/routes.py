@@ -285,7 +285,7 @@ class Api:
         request_log.answer, presenter = answer, format(answer)
         headers = _ignored_header(sent, body, answer.left_out)
         if body.stream:
-            return EventStream(presenter.events(), answer.close, self._serve.write_timeout_s, headers)
+            return EventStream(presenter.events(), answer.close, headers)
         try:
             whole = await while_connected(request.receive, presenter.collect())
             content = await to_json(whole) if answer.with_logprobs else JSONResponse(whole).body

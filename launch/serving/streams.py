@@ -1,4 +1,4 @@
-"""Streams answers as server-sent events, with cleanup when the client disconnects or reads too slowly."""
+"""Streams answers as server-sent events, with cleanup when the client disconnects."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import TypeVar
 
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
 HEADERS = {
@@ -21,10 +21,6 @@ DONE = b"data: [DONE]\n\n"
 
 class ClientDisconnected(Exception):
     """The client has disconnected."""
-
-
-class SlowReader(Exception):
-    """The client has not read a piece within its time limit."""
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
@@ -57,15 +53,11 @@ class EventStream:
     Args:
         events: encoded events.
         close: always called at the end.
-        slow_s: seconds for the client to read a piece.
     """
 
-    def __init__(
-        self, events: AsyncIterator[bytes], close: Callable[[], None], slow_s: float, headers: Mapping[str, str]
-    ) -> None:
+    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None], headers: Mapping[str, str]) -> None:
         self._events = events
         self._close = close
-        self._slow_s = slow_s
         self._headers = [(k.encode(), v.encode("latin-1")) for k, v in (HEADERS | dict(headers)).items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -73,22 +65,13 @@ class EventStream:
             await while_connected(receive, self._write(send))
         except ClientDisconnected:
             pass
-        except SlowReader:
-            scope["helix.abort"]()  # closing normally would wait for the client
         finally:
             self._close()
 
     async def _write(self, send: Send) -> None:
-        async def sent(message: Message) -> None:
-            try:
-                async with asyncio.timeout(self._slow_s):
-                    await send(message)
-            except TimeoutError:
-                raise SlowReader from None
-
-        await sent({"type": "http.response.start", "status": 200, "headers": self._headers})
+        await send({"type": "http.response.start", "status": 200, "headers": self._headers})
         # uvicorn sends the headers only with the first piece of the body.
-        await sent({"type": "http.response.body", "body": COMMENT, "more_body": True})
+        await send({"type": "http.response.body", "body": COMMENT, "more_body": True})
         async for event in self._events:
-            await sent({"type": "http.response.body", "body": event, "more_body": True})
-        await sent({"type": "http.response.body", "body": b"", "more_body": False})
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
