@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import regex
 
-SEARCH_S = 0.25
+SEARCH_S = 0.25  # of an expression of a checkpoint's `response_template`; real marks take microseconds
 SPACE = r"\s{0,64}"  # between marks; bounded, since text that may become a mark is held back
 
 

@@ -21,9 +21,7 @@ COERCED = {"coerce_one_of": True}  # an answer may fit several alternatives of `
 
 
 def supported_schema(schema: Mapping[str, Any], path: str = "$") -> dict[str, Any]:
-    """Returns a schema that llguidance supports, and that allows all that the given one does.
-
-    It allows more where `unenforced` finds something.
+    """Returns a schema that llguidance supports; it allows more than the given one where `unenforced` finds a keyword.
 
     Args:
         path: of the schema, for messages.
