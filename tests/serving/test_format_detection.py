@@ -34,7 +34,7 @@ def model_with(directory: Path, template: str, tokens: list[str], **more: Any) -
     return directory
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["format"])
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.get("name", row["format"]))
 def test_the_format_reads_back_what_the_template_writes(row: dict[str, Any], tmp_path: Path) -> None:
     """The template's marks are among other families'; the turn of an answer begins where the template begins it."""
     others = "{# <tool_call> <function= [TOOL_CALLS] <minimax:tool_call> <|channel|> <|start|> #}"

@@ -40,7 +40,7 @@ def test_a_conversation_fits_the_template(row: dict[str, Any], tokenizer: ChatTo
 
 
 OWN = yaml.safe_load(Path(__file__).with_name("family_templates.yaml").read_text(encoding="utf-8"))
-TEMPLATES = HISTORIES["templates"] | {f"family {row['format']}": row["template"] for row in OWN}
+TEMPLATES = HISTORIES["templates"] | {f"family {row.get('name', row['format'])}": row["template"] for row in OWN}
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
