@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from launch.answers.answer_parser import AnswerPart
@@ -23,14 +23,18 @@ class Block:
     Attributes:
         kind: content, thinking or call.
         call, name: id and function of a call.
-        text: text, or a call's arguments, so far.
+        pieces: of the text, or of a call's arguments, so far.
     """
 
     index: int
     kind: str
     call: str
     name: str
-    text: str = ""
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
 
 
 class BlockAnswer:
@@ -86,7 +90,7 @@ class BlockAnswer:
             last = Block(len(self.blocks), part.kind, part.id, part.name)
             self.blocks.append(last)
             yield from self._block_start_events(last)
-        last.text += part.text
+        last.pieces.append(part.text)
         yield self._delta_event(last, part.text)
 
     def _encode(self, event: Event) -> bytes:

@@ -218,10 +218,8 @@ async def test_a_compacted_session_goes_on(start: Start) -> None:
     history = [user(text("Go.")), said, user(result(used, "no such file", is_error=True), text("Summarise."))]
     answer = await session.ask(request(history, thinking={"type": "disabled"}, tool_choice={"type": "none"}), "Short.")
     assert session.prompt.endswith("Summarise.<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n")
-    left_out = {
-        f"messages.{name}"
-        for name in ("redacted_thinking", "server_tool_use", "web_search_tool_result", "tool_result.is_error")
-    }
+    left_out = {f"messages.{name}" for name in ("redacted_thinking", "server_tool_use", "web_search_tool_result")}
+    assert "<tool_response>\nError: no such file\n" in session.prompt
     assert ignored(answer) == ALWAYS - {"thinking.budget_tokens", "tools.strict"} | left_out
     assert [block["type"] for block in assembled(answer)["content"]] == ["text"]
     history = [
