@@ -268,13 +268,13 @@ async def test_a_server_that_still_loads_is_waited_for(browse: Browse) -> None:
     tab.engine_client._state, tab.engine_client._why, known = (
         "starting",
         "the model is loading",
-        tab.engine_client.ready,
+        tab.engine_client.engine_info,
     )
-    tab.engine_client.ready = None
+    tab.engine_client.engine_info = None
     await page.reload()
     await tab.expect_status(re.compile("^The server is starting: the model is loading"))
     await expect(page.locator("#send")).to_be_disabled()
-    tab.engine_client._state, tab.engine_client.ready = "ready", known
+    tab.engine_client._state, tab.engine_client.engine_info = "ready", known
     await tab.ready()
 
     asked: list[str] = []
