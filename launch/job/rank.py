@@ -17,7 +17,7 @@ import torch
 from comm.base import Communicator
 from comm.torch_dist import TorchDistCommunicator
 from helix.config import Config, ModelConfig
-from helix.devices import COMMUNICATORS, gpu_facts, gpu_name
+from helix.devices import COMMUNICATORS, gpu_facts, gpu_name, ranks
 from helix.errors import ConfigError, RankError
 from helix.layers.specs import Formats
 from helix.layout import HelixLayout
@@ -67,7 +67,7 @@ def _launch(plan: CheckedRun, job_kind: JobKind, rank: Callable[[], int], comman
         client: Coroutine[Any, Any, int] = import_module(str(job_kind.client)).decode(plan.config, plan.prompts, socket)
         return client
 
-    code = spawn.launch(plan.layout.world_size, rank, command, None if job_kind.client is None else run_client)
+    code = spawn.launch(ranks(plan.config), rank, command, None if job_kind.client is None else run_client)
     if code == spawn.INTERRUPTED:
         kept = "results of finished requests are in decode.output; decode.resume=true runs the rest"
         print("interrupted" if plan.config.decode.output is None else f"interrupted: {kept}", file=sys.stderr)

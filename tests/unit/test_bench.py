@@ -23,6 +23,7 @@ from benchmarks.models.http import HTTPClient, HTTPTiming, row, serving
 from benchmarks.models.speculate import GAMMAS, PARTS, REST, expected_tokens, split
 from benchmarks.models.steps import time_job
 from benchmarks.models.workloads import WORKLOADS, fitting_layers, floor_s, layouts
+from benchmarks.program import PROGRAM
 from benchmarks.quality import agent_turns
 from benchmarks.quality.copy_prompts import GIVEN, LINES, copy_prompts
 from benchmarks.queue import Queue, QueuedJob, read
@@ -34,6 +35,7 @@ from launch.inputs.compose import ROOT
 from launch.inputs.hardware import load_hardware
 from launch.inputs.shapes import load_spec, spec_of
 from launch.job import spawn
+from launch.job.rank import prepare
 from tests.benchmark_config import compose_config
 from tests.serving.api_server import api_server
 
@@ -78,7 +80,12 @@ def test_ranks_beyond_the_gpus_are_emulated(
     [overrides] = started
     assert overrides[:-1] == [*jobs.COMMAND, *["comm.backend=emulated"] * emulated, *wanted]
     assert overrides[-1].startswith("record=")
-    assert ranks_of(compose_config(*overrides[2:])) == processes
+    config = compose_config(*overrides[2:-1])
+    assert ranks_of(config) == processes
+    launched: list[int] = []
+    monkeypatch.setattr(spawn, "launch", lambda count, *_: launched.append(count) or 1)
+    assert prepare(config, PROGRAM.select(config), None, [])() == 1
+    assert launched == [processes]
 
 
 def test_a_failed_job_is_a_result_and_an_interrupted_one_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
