@@ -5,9 +5,10 @@
   helix fidelity task=text model=DIR length=32768 steps=256 kvp=4 choice=global output=fidelity.jsonl
 
 Each prompt is prefilled densely once, and each policy continues from there; with dense-fp8 and dense-k16v8 the prefill
-also reads FP8 keys and values, as with kv.dtype. Texts are this repository's sources, which
-the demo model was not trained on. Intervals are Wilson's, 95%. A sparse policy that read all blocks
-is an error: blocks are counted on the device.
+also reads FP8 keys and values, as with kv.dtype; with dense-w8a8 it rounds activations to FP8, as with
+model.activations, which needs weights=fp8 or, of a checkpoint in FP8, weights=auto. Texts are this repository's
+sources, which the demo model was not trained on. Intervals are Wilson's, 95%. A sparse policy that read all blocks is
+an error: blocks are counted on the device.
 
   task       text       teacher forcing. `agrees`: the top-1 token equals dense attention's; `sure`: the same over
                         steps in which dense attention's top-1 leads by more than 1 logit. KL is from the
@@ -32,6 +33,7 @@ is an error: blocks are counted on the device.
   choice     local: each rank selects its share of the blocks; global: one selection over all (default local)
   policies   comma-separated names from the table's column (default: all)
   dtype      float32, bfloat16 or float16 (default: the checkpoint's on a GPU, float32 on a CPU)
+  weights    as model.weights (default bf16: unpacked)
   output     append one JSON line per row to this file as it is measured
 """
 
@@ -61,9 +63,9 @@ from launch.inputs.arguments import handle_help, need_checkout, parse
 from launch.job.report import provenance
 
 KEYS: dict[str, Any] = {
-    "task": Literal[TASKS], "model": str, "length": list[int], "steps": int, "count": int, "haystack": list[str],
+    "task": Literal[tuple(TASKS)], "model": str, "length": list[int], "steps": int, "count": int, "haystack": list[str],
     "kvp": int, "choice": Literal["local", "global"], "policies": list[str],
-    "dtype": Literal["float32", "bfloat16", "float16"], "output": Path,
+    "dtype": Literal["float32", "bfloat16", "float16"], "weights": Literal["auto", "bf16", "fp8"], "output": Path,
 }  # fmt: skip
 STEPS = {"free": 128, "generated": 1024}
 COUNTS = {"needles": 200, "facts": 50, "hops": 50}
@@ -72,16 +74,21 @@ NOT_READ = dict.fromkeys(HAYSTACKS, ("steps",))
 
 
 def select_policies(values: dict[str, Any], length: int) -> tuple[Policy, ...]:
-    """Returns dense attention and the policies of the command line.
+    """Returns dense attention and the policies of the command line; by default all that the weights have.
 
     Raises:
         ValueError: a name is unknown, or a policy reads the whole text.
     """
+    unpacked = values.get("weights", "bf16") == "bf16"
     by_name = {policy.name: policy for policy in policies()}
+    for name in values.get("policies", []) if unpacked else []:
+        if name in by_name and by_name[name].activations == "fp8":
+            raise ValueError(f"{name} needs e4m3 weights: set weights=fp8")
     for name in values.get("policies", []):
         if name not in by_name:
             raise ValueError(f"policies: {unknown_message(name, by_name)}")
-    wanted = ["dense", *(name for name in values.get("policies", by_name) if name != "dense")]
+    default = [name for name, policy in by_name.items() if policy.activations == "auto" or not unpacked]
+    wanted = ["dense", *(name for name in values.get("policies", default) if name != "dense")]
     for name in wanted:
         if (by_name[name].keys or 0) >= length:
             raise ValueError(f"{name} reads the whole text at length={length}: set length higher, or policies=...")
@@ -97,6 +104,7 @@ def measure(values: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
     """
     task, lengths = values.get("task", "text"), values.get("length", [8192])
     setting = EvalSetup.create(values["model"], values.get("kvp", 1), values.get("dtype"))
+    setting = replace(setting, weights=values.get("weights", "bf16"))
     spec, kvp, dtype = setting.spec(), setting.layout.kvp, str(setting.dtype)
     steps, count = values.get("steps", STEPS.get(task, 64)), values.get("count", COUNTS.get(task, 5))
     for key in NOT_READ.get(task, ("haystack",)):
@@ -118,6 +126,7 @@ def measure(values: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
             began = time.perf_counter()
             task_args = FidelityTask(setting, tokenizer, selected[length], length, steps, count, haystack)
             shared = {"kind": task, **facts, "model": setting.path.name, "length": length, "kvp": kvp}
+            shared["weights"] = setting.weights
             yield [shared | {"dtype": dtype} | row for row in TASKS[task](task_args)]
             what = f"{task}, {length} tokens" + f", {haystack}" * (task in HAYSTACKS)
             print(f"{what}: {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)

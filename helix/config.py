@@ -36,6 +36,8 @@ class ModelConfig:
         weights: fp8: quantized matrices stay as the checkpoint stores them; unquantized ones are rounded to e4m3 with
             a scale per 128 x 128 block, which is lossy. bf16: unpack to dtype. auto: as stored on a GPU, unpacked on a
             CPU.
+        activations: fp8: where weights are e4m3, steps of 256 tokens or more (prompts) round their activations to e4m3,
+            too, with a scale per token and 128 values, which is lossy. auto: in dtype.
     """
 
     path: FilePath | None = None
@@ -43,6 +45,7 @@ class ModelConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     load: Literal["checkpoint", "random"] = "checkpoint"
     weights: Annotated[Literal["auto", "bf16", "fp8"], STORED] = "auto"
+    activations: Literal["auto", "fp8"] = "auto"
 
 
 @dataclass

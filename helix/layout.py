@@ -26,8 +26,14 @@ MODES = ("helix", "tp", "medha", "dp")
 Int = TypeVar("Int", int, Any)
 
 
-def share(total: int, parts: int, index: int) -> range:
-    """Returns the `index`-th of `parts` contiguous shares of `total` items; sizes differ by at most one."""
+def share(total: int, parts: int, index: int, block: int = 1) -> range:
+    """Returns the `index`-th of `parts` contiguous shares of `total` items; sizes differ by at most one.
+
+    With `block`, shares are whole blocks, if there are as many blocks as shares.
+    """
+    if block > 1 and total % block == 0 and total // block >= parts:
+        blocks = share(total // block, parts, index)
+        return range(blocks.start * block, blocks.stop * block)
     size, larger = divmod(total, parts)
     begin = index * size + min(index, larger)
     return range(begin, begin + size + (index < larger))
@@ -216,18 +222,18 @@ class HelixLayout:
 
     # ---- FFN, experts, vocabulary
 
-    def ffn_columns(self, rank: int, width: int) -> range:
+    def ffn_columns(self, rank: int, width: int, block: int = 1) -> range:
         """Returns this rank's columns of a dense FFN: TP over all FFN ranks, regardless of tpf and ep."""
         index = self.ffn_index(rank)
-        return range(0) if index is None else share(width, self.ffn_ranks, index)
+        return range(0) if index is None else share(width, self.ffn_ranks, index, block)
 
     def experts(self, rank: int, experts: int) -> range:
         index = self.ffn_index(rank)
         return range(0) if index is None else share(experts, self.ep, index // self.tpf)
 
-    def expert_columns(self, rank: int, width: int) -> range:
+    def expert_columns(self, rank: int, width: int, block: int = 1) -> range:
         index = self.ffn_index(rank)
-        return range(0) if index is None else share(width, self.tpf, index % self.tpf)
+        return range(0) if index is None else share(width, self.tpf, index % self.tpf, block)
 
     def vocab_rows(self, rank: int, vocab: int) -> range:
         """Returns this rank's rows of the embedding and the LM head; all rows in mode dp."""

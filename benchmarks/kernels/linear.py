@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
 import torch
@@ -16,7 +18,7 @@ from kernels.attention.kv_append import kv_append
 from kernels.dense.linear import linear
 from kernels.dense.qkv_append import qkv_append
 from kernels.dense.silu_mul import silu_mul
-from kernels.scaled import quantize_fp8
+from kernels.scaled import Kind, ScaledMatrix, groups, quantize_fp8
 
 
 @dataclass(frozen=True)
@@ -31,9 +33,15 @@ class Matrix:
 
 MATRICES = [Matrix(*case) for case in listed("linear")]
 FP8_MATRICES = [*MATRICES, *(Matrix(*case) for case in listed("linear-fp8"))]
+PACKED_MATRICES = [Matrix(*case) for case in listed("linear-packed")]
+FORMATS: dict[str, tuple[Kind, int]] = {
+    "e4m3": ("e4m3", 128), "mxfp4": ("e2m1", 32), "nvfp4": ("e2m1", 16), "int4-32": ("int4", 32),
+    "int4-128": ("int4", 128),
+}  # fmt: skip
 ON_CPU = [Matrix("tiny gate+up", 64, 96, gated=True), Matrix("QKV", 80, 96)]
 ROWS = (1, 4, 8, 16)
 FP8_ROWS = (1, 2, 4, 8, 16, 32, 64)
+PACKED_ROWS = (1, 4, 8, 16, 32, 64, 128, 512, 1024, 2048, 8192)
 CHUNK = 8192  # rows of a prefill
 HEAD_DIM = 128
 LARGE = 50e6  # bytes in bf16
@@ -91,6 +99,51 @@ def measure_fp8(ctx: BenchContext, matrix: Matrix, rows: int) -> Iterator[Row]:
     yield {"kind": "linear-fp8", "matrix": _name(matrix), "rows": rows, "us": us, "fp8_us": fp8_us, "bar_us": bar_us}
 
 
+def measure_packed(ctx: BenchContext, matrix: Matrix, rows: int) -> Iterator[Row]:
+    """Times a matrix in bf16 and in each of `FORMATS`, in microseconds, with the time to read its bytes."""
+    device = ctx.device
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    weights, x = _operands(matrix, rows, device, dtype)
+    height, width = weights[0].shape
+    bf16_us = seconds(partial(_run, x, weights, matrix.gated), len(weights), device) * 1e6
+    for name, form in FORMATS.items():
+        first = random_weight(height, width, *form, device)
+        wanted = linear(x, first.dequantize(dtype), gated=matrix.gated).float()
+        error = float((linear(x, first, gated=matrix.gated).float() - wanted).norm() / wanted.norm())
+        # As in `measure_fp8`.
+        assert error < 2e-2, f"linear is off by {error:.1e} of its norm at {matrix} in {name}"
+        copies = -(-ROTATED // first.bytes) if device.type == "cuda" else 1
+        scaled = [first, *(random_weight(height, width, *form, device) for _ in range(copies - 1))]
+        us = seconds(partial(_run, x, scaled, matrix.gated), copies, device) * 1e6
+        bytes_us = first.bytes / SATURATED * 1e6
+        bar_us = 1.15 * bytes_us if rows <= 16 else 1.3 * bytes_us if rows <= 64 else 1.1 * bf16_us
+        yield {
+            "kind": "linear-packed", "matrix": _name(matrix), "format": name, "rows": rows, "us": us,
+            "bf16_us": bf16_us, "bytes_us": bytes_us, "bar_us": bar_us,
+        }  # fmt: skip
+
+
+def _run(x: torch.Tensor, weights: Sequence[torch.Tensor | ScaledMatrix], gated: bool, i: int) -> torch.Tensor:
+    return linear(x, weights[i], gated=gated)
+
+
+def random_weight(rows: int, columns: int, kind: Kind, group: int, device: torch.device) -> ScaledMatrix:
+    """Draws random weights, scaled so that outputs have the magnitude of inputs."""
+    shape, size = (groups(0, columns, group), rows), columns**-0.5
+    if kind == "e4m3":
+        data = torch.randn(rows, columns, device=device).to(torch.float8_e4m3fn)
+        return ScaledMatrix(data, (0.5 + torch.rand(shape, device=device)) * size, group)
+    data = torch.randint(-(1 << 31), 1 << 31, (rows, columns // 8), device=device, dtype=torch.int32)
+    if kind == "int4":
+        return ScaledMatrix(data, ((0.5 + torch.rand(shape, device=device)) * (size / 5)).bfloat16(), group, kind=kind)
+    if group == 32:  # powers of two
+        scales = torch.randint(126, 128, shape, device=device) - round(math.log2(columns) / 2) - 1
+        return ScaledMatrix(data, scales.to(torch.uint8), group, kind=kind)
+    row_scales = torch.full((rows,), size / 200, device=device)
+    scales = torch.randint(112, 128, shape, device=device).to(torch.uint8)  # 32 to 120
+    return ScaledMatrix(data, scales, group, kind=kind, row_scales=row_scales)
+
+
 def measure_append(matrix: Matrix, rows: int, device: torch.device) -> Row:
     """Times projection, rotation and append in one launch and in two, in microseconds."""
     dtype, D = torch.bfloat16 if device.type == "cuda" else torch.float32, HEAD_DIM if device.type == "cuda" else 16
@@ -143,3 +196,8 @@ def fp8_cases(ctx: BenchContext) -> Iterator[tuple[Matrix, int]]:
             yield matrix, rows
         if ctx.gpu and matrix.name.startswith("whole"):
             yield matrix, CHUNK
+
+
+def packed_cases(ctx: BenchContext) -> Iterable[tuple[Matrix, int]]:
+    """Returns whole matrices with a step's rows and a prompt's."""
+    return product(PACKED_MATRICES if ctx.gpu else ON_CPU[:1], PACKED_ROWS if ctx.gpu else (1, 6))

@@ -23,7 +23,7 @@ from benchmarks.runner import BenchContext, Row
 from comm.emulated import emulating_processes
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
-from helix.planner.hardware import Hardware
+from helix.planner.hardware import E4M3, QUANTIZED, Hardware
 from helix.planner.points import Options
 from helix.planner.step import StepCost
 from launch.inputs.hardware import hardware_of
@@ -34,7 +34,7 @@ LENGTHS = 128 * K, M
 RANKS = 8, 16, 32, 64
 BATCHES = 2 ** np.arange(8)
 TIMED = {"helix": 4, "tp": 2}  # points of a mode's front per length
-FP8 = Options("e4m3", "bf16", "bf16", "e4m3", "bf16", "bf16", hopb=False)  # what the runtime runs
+FP8 = Options("bf16", "bf16", "bf16", hopb=False, matrices=dict.fromkeys(QUANTIZED, E4M3))  # what the runtime runs
 WEIGHTS = ["model.weights=fp8"]  # for a shape that is published in bf16
 ON_CPU = Workload("demo", 1, K)
 

@@ -43,8 +43,9 @@ PARTS = {
     r"|^_write_(topk|listed)_kernel"
     r"|^_(select_(blocks|pages)|keep_best|repeat_blocks|block_ranges|fold_blocks|resolve|copy_blocks|write_back)_kernel",
     "exchange": r"^_((merge_states_)?exchange|merge_states(_pack)?|pack_states)_kernel|ncclDevKernel_SendRecv",
-    "projections": r"^_(embedding|rms_norm|(scaled_)?linear(_fp8)?(_sm90)?|qkv_append|each_head|head_squares)_kernel"
-    r"|^_(silu_mul|(gate|sigmoid)_mul|gated_norm|route|moe(_scaled)?_sm90|experts_many|(count|order)_pairs|(gate_up|down)(_few)?|sum)_kernel|nvjet|cublas|gemm",
+    "projections": r"^_(embedding|rms_norm|(scaled_)?linear(_fp8|_packed)?(_sm90)?|qkv_append|each_head)_kernel"
+    r"|^_(head_squares|quantize_rows|silu_mul|(gate|sigmoid)_mul|gated_norm|route|moe(_scaled)?_sm90)_kernel"
+    r"|^_(experts_(many|packed)|grouped_gemm|(count|order)_pairs|(gate_up|down)(_few)?|sum)_kernel|nvjet|cublas|gemm",
     "all-reduce": r"^_(all_reduce_norm(_rows|_long)?|reduce_scatter)_kernel|ncclDevKernel_(AllReduce|ReduceScatter)",
     "acceptance": r"^_(all_gather|best_of_\w+|kept_mass|accept|gumbel_sample|commit)_kernel|ncclDevKernel_AllGather"
     r"|^_(process_logits|top_of_blocks|merge_tops)_kernel",

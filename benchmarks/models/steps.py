@@ -110,7 +110,7 @@ def measure(
     ctx: BenchContext, works: list[Workload], spec: DecoderSpec, layout: HelixLayout, overrides: list[str]
 ) -> Iterator[Row]:
     """Yields the rows of a job, with the ideal of each."""
-    items = Items.of([*named(works[0].model), *overrides]) if ctx.gpu else Items(4, 4, 4)
+    items = Items.of([*named(works[0].model), *overrides]) if ctx.gpu else Items(*[4.0] * len(Items._fields))
     for row in time_job(works, layout, overrides):
         floor_us = 1e6 * floor_s(spec, row["batch"], row["length"], ctx.ranks, items)
         yield row | {"layers": len(spec.layers), "floor_us": floor_us}

@@ -13,13 +13,13 @@ import torch
 from benchmarks import jobs
 from benchmarks.cases import cases
 from benchmarks.timer import PRODUCT_CEILING, READ_CEILING
-from helix.layers.specs import MLASpec, MoESpec
+from helix.layers.specs import AttentionSpec, GatedDeltaSpec, MixerSpec, MLASpec, MoESpec
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
 from helix.models.spec import LayerSpec
-from helix.planner.hardware import DTYPE_BYTES
+from helix.setup.parts import make_spec
 from helix.worker.kv_cache_spec import KVCacheSpec
-from launch.inputs.auto_layout import weight_dtypes
+from launch.inputs.auto_layout import planner_options
 from launch.inputs.compose import ROOT, compose_config
 from launch.inputs.shapes import spec_of
 
@@ -52,17 +52,26 @@ BASELINES += [w for w in WORKLOADS if w.model in ("qwen3-30b-a3b", "gpt-oss-20b"
 
 
 class Items(NamedTuple):
-    """Bytes per element of projections, routed experts, and everything else."""
+    """Bytes per element of matrices, by the planner's kinds, and of everything else.
+
+    Attributes:
+        weights: inputs of attention and of states.
+    """
 
     weights: float = 2.0
+    output: float = 2.0
+    dense: float = 2.0
     experts: float = 2.0
+    shared_experts: float = 2.0
+    head: float = 2.0
     other: float = 2.0
 
     @classmethod
     def of(cls, overrides: Sequence[str]) -> Items:
         """Returns those of a job on GPUs, from its overrides."""
-        weights, experts = weight_dtypes(compose_config(overrides).model)
-        return cls(DTYPE_BYTES[weights], DTYPE_BYTES[experts])
+        config = compose_config(overrides)
+        options = planner_options(config, make_spec(config))
+        return cls(*(options.stored(kind).bytes for kind in cls._fields[:-1]))
 
 
 BF16 = Items()
@@ -79,7 +88,7 @@ def floor_s(spec: DecoderSpec, batch: int, length: int, ranks: int, items: Items
     if (moe := spec.experts) is not None:
         touched = moe.experts * (1 - (1 - moe.top_k / moe.experts) ** batch)
     weights = sum(_layer_bytes(spec, layer, touched, items) for layer in spec.layers)
-    weights += spec.vocab * spec.hidden * items.other
+    weights += spec.vocab * spec.hidden * items.head
     whole, rank = HelixLayout.create(), 0
     cache_specs = spec.kv_cache_specs(whole, rank, "bfloat16")
     read = sum(
@@ -118,11 +127,19 @@ def _read_bytes(layer: LayerSpec, cache_specs: Sequence[KVCacheSpec], length: in
 
 
 def _layer_bytes(spec: DecoderSpec, layer: LayerSpec, experts: float, items: Items) -> float:
-    of = layer.mixer.weights * items.weights
+    output = spec.hidden * _output_width(layer.mixer)
+    of = (layer.mixer.weights - output) * items.weights + output * items.output
     if isinstance(moe := layer.ffn, MoESpec):
         routed = 3 * experts * moe.width * items.experts
-        return of + spec.hidden * (moe.experts * items.other + 3 * moe.shared_width * items.weights + routed)
-    return of + layer.ffn.multiplications(spec.hidden) * items.weights
+        return of + spec.hidden * (moe.experts * items.other + 3 * moe.shared_width * items.shared_experts + routed)
+    return of + layer.ffn.multiplications(spec.hidden) * items.dense
+
+
+def _output_width(mixer: MixerSpec) -> int:
+    if isinstance(mixer, GatedDeltaSpec):
+        return mixer.value_heads * mixer.value_dim
+    assert isinstance(mixer, AttentionSpec | MLASpec)
+    return mixer.q_heads * (mixer.value if isinstance(mixer, MLASpec) else mixer.head_dim)
 
 
 def fitting_layers(spec: DecoderSpec, ranks: int, memory: int, items: Items = BF16, kv: float = 0.0) -> int:

@@ -38,6 +38,7 @@ def policies() -> list[Policy]:
     return [
         Policy("dense"),
         *(Policy(f"dense-{kv}", kv=kv) for kv in ("fp8", "k16v8")),
+        Policy("dense-w8a8", activations="fp8"),
         Policy("window-640", blocks(0)),
         Policy("window-4736", blocks(0, 36)),
         *(Policy(f"{score}-{k}", blocks(k), score=score) for score in ("bounds", "mean") for k in (4, 8, 16, 32)),
@@ -71,7 +72,7 @@ def describe(task: FidelityTask, outcome: ForcedOutcome) -> Row:
     """Returns the fields that identify a row."""
     policy = outcome.policy
     budget = None if policy.budget is None else asdict(policy.budget)
-    kind = {name: getattr(policy, name) for name in ("keys", "page", "score", "choice", "frozen", "kv")}
+    kind = {name: getattr(policy, name) for name in ("keys", "page", "score", "choice", "frozen", "kv", "activations")}
     return {"policy": policy.name, **kind, "budget": budget, "blocks_read": outcome.blocks_read}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.ranks.request_allocator import RequestAllocator
 from comm.base import Communicator
-from helix.config import SpeculationConfig
+from helix.config import ModelConfig, SpeculationConfig
 from helix.kv_placement import KVPlacement, PromptChunk
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec, spec_from_config
@@ -21,7 +21,7 @@ from helix.models.checkpoint import read_config
 from helix.models.decoder import Decoder
 from helix.models.eagle3 import with_eagle3
 from helix.models.loading import Checkpoint
-from helix.setup.parts import make_eagle3
+from helix.setup.parts import make_eagle3, make_formats
 from helix.speculation import Drafter, NoDrafts
 from helix.tokenizer import load_tokenizer
 from helix.worker.kv_cache import KVCache, free_bytes, with_bounds
@@ -42,6 +42,7 @@ class EvalSetup:
     Attributes:
         device: cuda or cpu.
         layer: config of an mtp or eagle3 draft layer, if any.
+        weights: as model.weights.
     """
 
     path: Path
@@ -49,6 +50,7 @@ class EvalSetup:
     dtype: torch.dtype
     device: str
     layer: SpeculationConfig | None = None
+    weights: Literal["auto", "bf16", "fp8"] = "bf16"
 
     @classmethod
     def create(cls, model: str, kvp: int, dtype: str | None, layer: SpeculationConfig | None = None) -> EvalSetup:
@@ -70,10 +72,12 @@ class EvalSetup:
             return spec
         return spec.with_mtp() if self.layer.drafter == "mtp" else with_eagle3(spec, make_eagle3(self.layer, spec))
 
-    def load(self, comm: Communicator) -> Decoder:
-        """Loads this rank's shard of the model."""
+    def load(self, comm: Communicator, activations: Literal["auto", "fp8"] = "auto") -> Decoder:
+        """Loads this rank's shard of the model; `activations` as model.activations."""
         checkpoint = Checkpoint(self.path)
-        model = Decoder(checkpoint.as_stored(self.spec()), self.layout, comm, self.dtype, comm.device)
+        config = ModelConfig(path=str(self.path), weights=self.weights, activations=activations)
+        formats = make_formats(config, checkpoint, self.device == "cuda")
+        model = Decoder(checkpoint.as_stored(self.spec()), self.layout, comm, self.dtype, comm.device, formats)
         checkpoint.load(model.weights)
         return model
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Literal
 
 import torch
 from rich.console import Console
@@ -46,6 +47,7 @@ class Policy:
         attends: a policy made by the caller, for one rank, instead of the budget.
         resident_shares: shares of the texts' blocks that would be on the GPU, to count hits for.
         kv: auto, fp8 or k16v8, from the prefill on.
+        activations: auto or fp8 in the prefill, as model.activations; fp8 needs weights in e4m3.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Policy:
     attends: AttentionPolicy | None = None
     resident_shares: tuple[float, ...] = ()
     kv: str = "auto"
+    activations: Literal["auto", "fp8"] = "auto"
 
     @property
     def keys(self) -> int | None:
@@ -100,14 +103,17 @@ def run(
 
     def rank(world: LoopbackWorld, index: int) -> None:
         comm = world.communicator(index, layout.kvp_group(index))
-        model = setting.load(comm)
-        for begin in batches:
-            rows = slice(begin, begin + at_once)
-            tokens = None if given is None else given[rows]
-            for policy, logits, read, hits in _outcomes(model, layout, comm, prompts[rows], steps, policies, tokens):
-                if index == 0:
-                    found[policy.name].append((logits, read, hits))
-                    progress.advance(task)
+        for activations in dict.fromkeys(policy.activations for policy in policies):
+            model = setting.load(comm, activations)
+            alike = [policy for policy in policies if policy.activations == activations]
+            for begin in batches:
+                rows = slice(begin, begin + at_once)
+                tokens = None if given is None else given[rows]
+                for policy, logits, read, hits in _outcomes(model, layout, comm, prompts[rows], steps, alike, tokens):
+                    if index == 0:
+                        found[policy.name].append((logits, read, hits))
+                        progress.advance(task)
+            del model
 
     if setting.device == "cuda":
         torch.cuda.empty_cache()  # return an earlier run's memory

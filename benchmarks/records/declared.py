@@ -32,6 +32,7 @@ from benchmarks.records import (
     sparse_tables,
     step_tables,
     tuned_tables,
+    weight_tables,
 )
 from benchmarks.records.columns import Cells, page
 from benchmarks.records.rows import Row, kv, results, shape, tokens
@@ -51,7 +52,7 @@ MODULES: dict[str, ModuleType] = {
     for module in (
         acceptance_tables, draft_tables, fidelity_tables, fp8_tables, pareto, hopb_tables, kernel_tables,
         layer_tables, mixer_tables, options, planner_check, serving_tables, sparse_cost_model, sparse_criteria,
-        sparse_tables, request_fields, step_tables, tuned_tables,
+        sparse_tables, request_fields, step_tables, tuned_tables, weight_tables,
     )
 }  # fmt: skip
 COMPUTED: dict[str, Callable[[Row], Any]] = {

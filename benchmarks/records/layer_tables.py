@@ -69,4 +69,4 @@ def _planned(model: str) -> tuple[DecoderSpec, LayerDrafts | None, Options]:
     config = compose_config([*named(model), *OPTIONS.get(model, []), "speculation=mtp", "speculation.gamma=7"])
     spec = make_spec(config)
     plain = replace(spec, layers=spec.stack, draft=None)
-    return plain, layer_drafts(config.speculation, spec), replace(planner_options(config, plain), hopb=False)
+    return plain, layer_drafts(config, spec), replace(planner_options(config, plain), hopb=False)

@@ -40,7 +40,8 @@ class GatedMLP:
 
     def __init__(self, shard: ModelShard, hidden: int, spec: MLPSpec, name: str) -> None:
         width, bias, self.spec = spec.width, spec.bias, spec
-        columns = shard.layout.ffn_columns(shard.comm.rank, width)
+        block = shard.weights.column_block(f"{name}.down_proj.weight")
+        columns = shard.layout.ffn_columns(shard.comm.rank, width, block)
         rows = [Rows(f"{name}.{part}_proj", width, columns, bias) for part in ("gate", "up")]
         if spec.fused:
             ups = range(width + columns.start, width + columns.stop)
@@ -71,7 +72,9 @@ class MoE:
         weights, layout, rank = shard.weights, shard.layout, shard.comm.rank
         self.spec, name = spec, f"{layer}.{spec.block}"
         self.experts = layout.experts(rank, spec.experts)
-        self.columns = layout.expert_columns(rank, spec.width)
+        down = {"by_matrix": f"{spec.matrices[2]}.weight", "apart": f"experts.0.{spec.matrices[2]}.weight"}
+        block = weights.column_block(f"{name}.{down.get(spec.storage, 'experts.down_proj')}")
+        self.columns = layout.expert_columns(rank, spec.width, block)
         router = Rows(f"{name}.{spec.router}", spec.experts, range(spec.experts), spec.router_bias)
         gate = [Rows(f"{name}.{spec.shared_gate}", 1, range(1))] if spec.shared_gate is not None else []
         self.router = ColumnParallel(weights, hidden, [router, *gate])
@@ -82,8 +85,9 @@ class MoE:
 
         plain = spec.storage == "apart" and spec.shared_gate is None
         plain = plain and spec.clamp_at is None and spec.shared_clamp_at is None
-        like_routed = layout.ep == 1 and plain and spec.shared_width % spec.width == 0
-        self.shared_count = spec.shared_width // spec.width if like_routed else 0  # experts that every token selects
+        count = spec.shared_width // spec.width if spec.shared_width % spec.width == 0 else 0
+        like_routed = layout.ep == 1 and plain and self._shared_alike(weights, layer, count)
+        self.shared_count = count if like_routed else 0  # experts that every token selects
         local, width = len(self.experts) + self.shared_count * bool(self.experts), len(self.columns)
         names = self._names(weights, hidden, layer)
         self.gate_up = weights.matrix(local, 2 * width, hidden, names=names[0])  # gate's rows, then up's
@@ -101,6 +105,13 @@ class MoE:
             shared = MLPSpec(spec.shared_width, clamp_at=spec.shared_clamp_at)
             self.shared = GatedMLP(shard, hidden, shared, f"{layer}.{spec.shared}")
 
+    def _shared_alike(self, weights: Weights, layer: str, count: int) -> bool:
+        # Whether shared experts are stored as routed ones, and each of them begins at the same offset in a scale group.
+        blocks = f"{layer}.{self.spec.block}.experts.0", f"{layer}.{self.spec.shared}"
+        routed, shared = ([weights.formats(f"{block}.{m}.weight") for m in self.spec.matrices] for block in blocks)
+        down = routed[2]
+        return shared == routed and (count < 2 or down is None or self.spec.width % down.group == 0)
+
     def _names(self, weights: Weights, hidden: int, layer: str) -> tuple[list[str], list[str]]:
         # Checkpoint tensors of gate and up, and of down; none unless both stay quantized.
         spec, name = self.spec, f"{layer}.{self.spec.block}"
@@ -114,15 +125,15 @@ class MoE:
                 [f"{block}.{matrix}.weight" for block in blocks for matrix in matrices]
                 for matrices in (spec.matrices[:2], spec.matrices[2:])
             )
+        elif spec.storage in ("stacked", "transposed"):
+            return [], []
         else:
             gate_up, down = ([f"{name}.experts.{part}"] for part in ("gate_up_proj", "down_proj"))
         formats = (
             weights.matrix_format(gate_up, range(hidden), hidden),
             weights.matrix_format(down, self.columns, spec.width),
         )
-        # Shared experts are column slices of one matrix: all must start at the same offset in a scale group.
-        alike = self.shared_count < 2 or (formats[1] is not None and spec.width % formats[1].group == 0)
-        return (gate_up, down) if None not in formats and alike else ([], [])
+        return (gate_up, down) if None not in formats else ([], [])
 
     def _bind_separate(self, weights: Weights, hidden: int, layer: str) -> None:
         # Three matrices per expert; shared experts are slices of one expert's matrices.
@@ -181,7 +192,7 @@ class MoE:
                 target, shape, ranges = target.mT, shape[::-1], ranges[::-1]
             for i, expert in enumerate(each):
                 here, whole = target[i : i + len(expert)], (spec.experts, *shape)
-                weights.bind(here, f"{name}.{part}", whole, expert, *ranges, mxfp4=spec.storage == "mxfp4")
+                weights.bind(here, f"{name}.{part}", whole, expert, *ranges)
         if spec.expert_bias:
             self.gate_up_bias = weights.parameter(len(self.experts), 2 * width)
             shape = spec.experts, 2 * spec.width

@@ -11,7 +11,7 @@ from comm.partial import PartialProjection
 from helix.layers.weights import ModelShard, Weights
 from kernels.dense.embedding import embedding
 from kernels.dense.linear import linear
-from kernels.scaled import matrix_rows
+from kernels.scaled import Matrix, matrix_rows
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,9 @@ class Head:
 
     def __init__(self, weights: Weights, name: str | None, embedding: Embedding, vocab: int, hidden: int) -> None:
         self.rows = embedding.rows
-        self.weight = embedding.weight
+        self.weight: Matrix = embedding.weight
         if name is not None:  # untied
-            self.weight = weights.parameter(len(self.rows), hidden)
+            self.weight = weights.matrix(len(self.rows), hidden, names=[f"{name}.weight"])
             weights.bind(self.weight, f"{name}.weight", (vocab, hidden), self.rows)
 
     def __call__(self, x: Tensor) -> Tensor:

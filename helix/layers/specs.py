@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Protocol
 
 from helix.layout import HelixLayout
@@ -524,20 +524,54 @@ class MatrixFormat:
 
     Attributes:
         group: columns that share a scale.
-        packed: whether values are e2m1, two per byte, instead of e4m3.
+        kind: type of an element.
+        scales: type of a scale.
+        zeros: whether groups have zero points.
+        row_scales: whether rows have a second scale.
+        fp8_rows: whether products with many rows round these, too.
     """
 
     group: int
-    packed: bool = False
+    kind: Literal["e4m3", "e2m1", "int4"] = "e4m3"
+    scales: Literal["float32", "bfloat16", "float16", "uint8"] = "float32"
+    zeros: bool = False
+    row_scales: bool = False
+    fp8_rows: bool = False
+
+    @property
+    def packed(self) -> bool:
+        """Whether eight elements share a word."""
+        return self.kind != "e4m3"
+
+    @property
+    def bits(self) -> float:
+        """Bits of an element, with its share of its group's scale and zero point."""
+        scale = {"float32": 32, "bfloat16": 16, "float16": 16, "uint8": 8}[self.scales]
+        return (4 if self.packed else 8) + (scale + 8 * self.zeros) / self.group
 
     def supports(self, columns: range, total: int) -> bool:
         """Returns whether kernels support these columns of a matrix of `total` columns without unpacking."""
-        if self.packed:
-            return columns.start % 2 == len(columns) % 2 == 0
-        return self.group % 128 == 0 or self.group >= total
+        if not self.packed:
+            return self.group % 128 == 0 or self.group == 32 or self.group >= total
+        words = columns.start % PACKED_BLOCK == len(columns) % PACKED_BLOCK == 0
+        return words and (self.group % PACKED_BLOCK == 0 or self.group >= total or self == NVFP4)
 
 
+PACKED_BLOCK = 32  # columns that 4-bit formats pack together
+MXFP4 = MatrixFormat(MXFP4_BLOCK, "e2m1", "uint8")
+NVFP4 = MatrixFormat(16, "e2m1", "uint8", row_scales=True)
 Formats = Callable[[str], MatrixFormat | None]  # by a tensor's name in the checkpoint; None: in the model's dtype
+
+
+@dataclass(frozen=True)
+class Fp8Activations:
+    """`Formats` of matrices whose products with many rows round these to e4m3: model.activations=fp8."""
+
+    formats: Formats
+
+    def __call__(self, name: str) -> MatrixFormat | None:
+        found = self.formats(name)
+        return replace(found, fp8_rows=True) if found is not None and found.kind == "e4m3" else found
 
 
 def unquantized(name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from comm.base import Communicator
 from comm.hopb import Pipeline
-from helix.layers.specs import MXFP4_BLOCK, Formats, MatrixFormat, unquantized
+from helix.layers.specs import PACKED_BLOCK, Formats, MatrixFormat, unquantized
 from helix.layout import HelixLayout
 from kernels.scaled import Matrix, ScaledMatrix, groups
 
@@ -25,7 +26,6 @@ class Slice:
         shape: of the whole tensor in the checkpoint.
         ranges: this rank's part, a range per dimension; steps are for interleaved rows.
         target: a view into a parameter, of that part's shape.
-        mxfp4: whether the tensor is stored as `{name}_blocks`, two 4-bit values per byte, and `{name}_scales`.
         offset: added to the tensor's values.
     """
 
@@ -33,15 +33,7 @@ class Slice:
     shape: tuple[int, ...]
     ranges: tuple[range, ...]
     target: Matrix
-    mxfp4: bool = False
     offset: float = 0.0
-
-    @property
-    def stored(self) -> dict[str, tuple[int, ...]]:
-        if not self.mxfp4:
-            return {self.name: self.shape}
-        scales = (*self.shape[:-1], self.shape[-1] // MXFP4_BLOCK)
-        return {f"{self.name}_blocks": (*scales, MXFP4_BLOCK // 2), f"{self.name}_scales": scales}
 
 
 class Weights:
@@ -61,17 +53,35 @@ class Weights:
         self.slices: list[Slice] = []
         self.max_matrix_size = 0  # elements of the largest quantized matrix [R, K]: prefill unpacks one at a time
         self.parameters: list[Tensor] = []
+        self.unpacked: dict[str, str] = {}  # names of quantized matrices that are not held so, without numbers -> why
 
     def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         parameter = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         self.parameters.append(parameter)
         return parameter
 
+    def column_block(self, name: str) -> int:
+        """Returns how many columns of a matrix must stay on one rank, lest it be unpacked."""
+        matrix_format = self.formats(name)
+        return PACKED_BLOCK if matrix_format is not None and matrix_format.packed else 1
+
     def matrix_format(self, names: Sequence[str], columns: range, total: int) -> MatrixFormat | None:
         """Returns the quantized format of a matrix with these columns of the tensors; None: in the model's dtype."""
         found = {self.formats(name) for name in names}
-        matrix_format = found.pop() if len(found) == 1 else None
-        return matrix_format if matrix_format is not None and matrix_format.supports(columns, total) else None
+        if found <= {None}:
+            return None
+        matrix_format, why = next(iter(found)), ""
+        if len(found) > 1 or matrix_format is None:
+            why = "its parts are stored in several formats"
+        elif matrix_format.kind == "e2m1" and self.dtype == torch.float16:
+            why = "e2m1 is multiplied in bfloat16, not in float16"
+        elif not matrix_format.supports(columns, total):
+            why = "its columns on a rank are no whole blocks"
+        if why:
+            kinds = dict.fromkeys(re.sub(r"\.\d+(?=\.)", ".*", name.removesuffix(".weight")) for name in names)
+            self.unpacked[", ".join(kinds)] = why
+            return None
+        return matrix_format
 
     def matrix(self, *shape: int, names: Sequence[str], columns: range | None = None, total: int = 0) -> Matrix:
         """Allocates a matrix [..., R, K], quantized if all its tensors are, else in the model's dtype.
@@ -85,17 +95,22 @@ class Weights:
         if matrix_format is None or 0 in shape:
             return self.parameter(*shape)
         begin, group = columns.start % matrix_format.group, matrix_format.group
-        if begin + len(columns) <= group and not matrix_format.packed:  # one group
+        if begin + len(columns) <= group and matrix_format.scales != "uint8":  # one group
             begin, group = 0, len(columns)
         *several, rows, width = shape
         if not several:
             self.max_matrix_size = max(self.max_matrix_size, rows * width)
-        number, scale = (torch.uint8, torch.uint8) if matrix_format.packed else (torch.float8_e4m3fn, torch.float32)
+        kind, packed = matrix_format.kind, matrix_format.packed
+        number, grid = torch.int32 if packed else torch.float8_e4m3fn, (*several, groups(begin, width, group), rows)
         return ScaledMatrix(
-            self.parameter(*several, rows, width // 2 if matrix_format.packed else width, dtype=number),
-            self.parameter(*several, groups(begin, width, group), rows, dtype=scale),
+            self.parameter(*several, rows, width // 8 if packed else width, dtype=number),
+            self.parameter(*grid, dtype=getattr(torch, matrix_format.scales)),
             group,
             begin,
+            kind,
+            self.parameter(*grid, dtype=torch.uint8) if matrix_format.zeros else None,
+            self.parameter(*several, rows, dtype=torch.float32) if matrix_format.row_scales else None,
+            matrix_format.fp8_rows,
         )
 
     def norm_weight(self, name: str, total: int, parts: Sequence[range] | None = None) -> Tensor:
@@ -112,7 +127,6 @@ class Weights:
         name: str,
         shape: Sequence[int],
         *ranges: range,
-        mxfp4: bool = False,
         offset: float = 0.0,
     ) -> None:
         """Declares that `target` holds `ranges` of checkpoint tensor `name`; omitted dimensions are whole.
@@ -122,7 +136,7 @@ class Weights:
         if target is None:
             target, ranges = torch.empty(0, *shape[1:], device=self.device), (range(0),)
         whole = tuple(range(size) for size in shape[len(ranges) :])
-        self.slices.append(Slice(name, tuple(shape), (*ranges, *whole), target, mxfp4, offset))
+        self.slices.append(Slice(name, tuple(shape), (*ranges, *whole), target, offset))
         assert tuple(target.shape) == tuple(len(r) for r in self.slices[-1].ranges), (name, target.shape, ranges)
 
     @property

@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import translate
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from helix.files import check_file, read_json
-from helix.layers.specs import MXFP4_BLOCK, MatrixFormat, MoESpec, Storage
+from helix.layers.specs import MXFP4, NVFP4, MatrixFormat, MoESpec, Storage
+from helix.models.quantized_tensors import MXFP8, StoredMatrix, Zeros, find_matrices
 from helix.models.spec import DecoderSpec, LayerSpec
 from helix.tokenizer import read_end_token
 
@@ -38,27 +41,41 @@ TOWERS = tuple(
     for outer in ("", "model.")
 )  # fmt: skip
 BLOCK = (128, 128)  # rows and columns that share a scale when unquantized weights are rounded to e4m3
+E4M3 = MatrixFormat(BLOCK[1])
 # ModelOpt's algorithms for e4m3 -> rows and columns that share a scale; None: one scale per matrix or per row.
 MODELOPT_FP8 = {"FP8": None, "FP8_PER_CHANNEL_PER_TOKEN": None, "FP8_PB_WO": BLOCK}
-# Quantization methods with e4m3 tensors and scales: the key that names the format, and its supported values.
-FP8: dict[str, tuple[str, tuple[str | None, ...]]] = {
+MODELOPT_MX = {"NVFP4": NVFP4, "W4A16_NVFP4": NVFP4, "MXFP8": MXFP8}
+# Quantization methods: the key that names the format, and its supported values.
+METHODS: dict[str, tuple[str, tuple[str | None, ...]]] = {
     "fp8": ("fmt", (None, "e4m3", "float8_e4m3fn")),
     "fbgemm_fp8": ("fmt", (None,)),
-    "modelopt": ("quant_algo", (*MODELOPT_FP8, "MIXED_PRECISION")),
-    "compressed-tensors": ("format", (None, "float-quantized", "naive-quantized", "mixed-precision", "dense")),
-}
+    "modelopt": ("quant_algo", (*MODELOPT_FP8, *MODELOPT_MX, "MIXED_PRECISION")),
+    "compressed-tensors": (
+        "format",
+        (
+            None, "float-quantized", "naive-quantized", "mixed-precision", "dense", "pack-quantized",
+            "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized",
+        ),
+    ),
+    "gptq": ("checkpoint_format", (None, "gptq", "gptq_v2")),
+    "awq": ("version", (None, "gemm", "GEMM")),
+    "quark": ("quant_method", ("quark",)),
+}  # fmt: skip
 SUFFIXES = ("_scale_inv", "_scale")  # of a tensor's scales; both are multiplied
-UNUSED = (".input_scale", ".input_scale_ub", ".activation_scale")  # scales of activations
+UNUSED = (".input_scale", ".input_scale_ub", ".activation_scale", ".input_global_scale")  # scales of activations
 # Scales of KV caches and of attention's inputs and outputs: kv.dtype=fp8 computes a scale per token and head instead.
 KV_SCALES = (
     ".kv_scale", ".k_scale", ".v_scale", ".q_scale", ".prob_scale", ".prob_output_scale", ".output_scale",
 )  # fmt: skip
-SUPPORTED = f"FP8 of {', '.join(FP8)} in matrices (e4m3, with scales), and mxfp4 of gpt-oss"
+SUPPORTED = (
+    f"4-bit matrices (int4, NVFP4, MXFP4) and FP8 ones (e4m3, with scales) of {', '.join(METHODS)}; mxfp4 of gpt-oss"
+)
 # Routers and indexers, whose selections rounding would change, and gates of states, whose errors accumulate.
 UNQUANTIZED = (
     ".gate.weight", ".router.weight", ".weights_proj.weight", ".in_proj_a.weight", ".in_proj_b.weight",
-    ".in_proj_ba.weight", ".g_proj.weight",
+    ".in_proj_ba.weight", ".g_proj.weight", HEAD,
 )  # fmt: skip
+ONE_GROUP = 1 << 30  # columns of a group that covers any row
 
 
 @dataclass(frozen=True)
@@ -96,11 +113,22 @@ class WeightFormat:
 
     Attributes:
         method: `quant_method`.
-        groups: layouts of scales that its matrices have.
+        groups: layouts of scales that its e4m3 matrices have.
+        sizes: of int4's groups.
+        zeros: how GPTQ's zero points are stored.
+        required: what each int4 matrix must have, see `find_matrices`.
+        default: format of a matrix with random weights that no rule names.
+        rules: modules -> their formats with random weights; the first one counts. They are regular expressions after
+            `re:`, else globs or what names begin with, up to a dot.
     """
 
     method: str
     groups: tuple[ScaleGroup, ...] = (ScaleGroup(),)
+    sizes: frozenset[int] = frozenset()
+    zeros: Zeros = "stored"
+    required: frozenset[str] = frozenset()
+    default: MatrixFormat | None = E4M3
+    rules: tuple[tuple[str, MatrixFormat | None], ...] = ()
 
     @classmethod
     def from_config(cls, section: Any) -> WeightFormat | None:
@@ -117,34 +145,41 @@ class WeightFormat:
         modelopt = "quant_algo" in section or "producer" in section
         method = str(section.get("quant_method") or ("modelopt" if modelopt else "unknown"))
         if method == "mxfp4":
-            return cls(method)
-        if method not in FP8:
+            return cls(method, default=None, rules=(("*.experts.gate_up_proj", MXFP4), ("*.experts.down_proj", MXFP4)))
+        if method not in METHODS:
             raise unsupported_format(f"{method:.100}")
-        key, known = FP8[method]
+        key, known = METHODS[method]
         if method == "modelopt" and key in section and section[key] is None:
             return None  # of the KV cache alone
         if section.get(key) not in known:
             raise unsupported_format(f"{method} with {key}={section.get(key)!r:.100}")
-        if method == "compressed-tensors":
-            groups = _compressed_tensors_groups(section)
-            return cls(method, groups) if groups else None
+        if method in READERS:
+            return READERS[method](section)
         if method == "modelopt" or "quantized_layers" in section:
-            return cls(method, _modelopt_groups(method, section))
+            return _modelopt(method, section)
         block = section.get("weight_block_size")
         return cls(method, (ScaleGroup(None if block is None else _block(block)),))
 
     def matrix_format(self, name: str) -> MatrixFormat | None:
         """Returns the format of a matrix with random weights; see `helix.layers.specs.Formats`."""
-        if self.method != "mxfp4":
-            return fp8_format(name)
-        return MatrixFormat(MXFP4_BLOCK, packed=True) if ".experts." in name and not name.endswith(".weight") else None
+        module = name.removesuffix(".weight")
+        spelled = [module] + [outer + module.removeprefix(p) for outer, p in TEXT_PARTS.items() if module.startswith(p)]
+        for pattern, matrix_format in self.rules:
+            if any(_compiled(pattern).match(each) for each in spelled):
+                return matrix_format
+        return None if name.endswith(UNQUANTIZED) else self.default
 
-    def scales_of(self, dtypes: Mapping[str, str]) -> dict[str, str]:
-        found = {}
-        for name in (name for name, dtype in dtypes.items() if dtype == "F8_E4M3" and self.method in FP8):
+    def matrices(
+        self, dtypes: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
+    ) -> tuple[dict[str, StoredMatrix], dict[str, str]]:
+        """Finds the quantized matrices by their tensors: those of `find_matrices`, and e4m3 ones with their scales."""
+        found = find_matrices(dtypes, shapes, self.sizes, self.zeros, self.required)
+        known = {*found} | {tensor for matrix in found.values() for tensor in matrix.tensors}
+        scales = {}
+        for name in (name for name, dtype in dtypes.items() if dtype == "F8_E4M3" and name not in known):
             candidates = [f"{name}{suffix}" for suffix in SUFFIXES]
-            found[name] = next((candidate for candidate in candidates if candidate in dtypes), candidates[0])
-        return found
+            scales[name] = next((candidate for candidate in candidates if candidate in dtypes), candidates[0])
+        return found, {} if self.method == "mxfp4" else scales
 
     def groups_of(self, *names: str) -> Sequence[ScaleGroup]:
         """Lists the groups that a matrix may belong to: those that name its module, else those that match it, else all.
@@ -182,26 +217,48 @@ def _block(block: Any) -> tuple[int, int]:
     return block[0], block[1]
 
 
-def _modelopt_groups(method: str, section: Mapping[str, Any]) -> tuple[ScaleGroup, ...]:
+def _modelopt(method: str, section: Mapping[str, Any]) -> WeightFormat:
     layers, algorithm = section.get("quantized_layers"), section.get("quant_algo")
-    if algorithm in MODELOPT_FP8:
-        return (ScaleGroup(MODELOPT_FP8[algorithm]),)
-    each = layers.values() if isinstance(layers, Mapping) else ()
-    algorithms = {str(layer.get("quant_algo") if isinstance(layer, Mapping) else layer) for layer in each}
-    if not algorithms or not algorithms <= {*MODELOPT_FP8}:
-        found = ", ".join(sorted(algorithms)) or None
-        raise unsupported_format(f"{method} with quant_algo={algorithm!r:.100} and quantized_layers of {found!s:.100}")
-    return tuple(ScaleGroup(block) for block in dict.fromkeys(MODELOPT_FP8[name] for name in sorted(algorithms)))
+    known = MODELOPT_FP8 | MODELOPT_MX
+    if algorithm in known:
+        names, each = [algorithm], {}
+    else:
+        given = layers if isinstance(layers, Mapping) else {}
+        each = {str(n): str(of.get("quant_algo") if isinstance(of, Mapping) else of) for n, of in given.items()}
+        names = sorted(set(each.values()))
+        if not names or not {*names} <= {*known}:
+            found = ", ".join(names) or None
+            raise unsupported_format(
+                f"{method} with quant_algo={algorithm!r:.100} and quantized_layers of {found!s:.100}"
+            )
+    blocks = dict.fromkeys(MODELOPT_FP8[name] for name in names if name in MODELOPT_FP8)
+    if method == "fp8":  # with NVFP4 in the layers that it lists
+        blocks = {None if (block := section.get("weight_block_size")) is None else _block(block): None}
+    formats = {name: MODELOPT_MX.get(name, E4M3) for name in names}
+    ignored = _names(section.get("exclude_modules") or section.get("ignore"), "ignore")
+    return WeightFormat(
+        method,
+        tuple(map(ScaleGroup, blocks)) or (ScaleGroup(),),
+        default=formats[algorithm] if algorithm in known else E4M3 if method == "fp8" else None,
+        rules=(
+            *((name, formats[of]) for name, of in each.items()),
+            *((name, None) for name in ignored if set(formats.values()) != {E4M3}),
+        ),
+    )
 
 
-def _compressed_tensors_groups(section: Mapping[str, Any]) -> tuple[ScaleGroup, ...]:
+def _compressed_tensors(section: Mapping[str, Any]) -> WeightFormat | None:
     # The groups that quantize weights. Without `config_groups`, shapes decide.
     if section.get("transform_config"):
         raise unsupported_format("compressed-tensors with transform_config, which rotates activations")
     given = section.get("config_groups")
     if not isinstance(given, Mapping):
-        return (ScaleGroup(),)
-    groups = []
+        return WeightFormat("compressed-tensors")
+    groups: list[ScaleGroup] = []
+    rules: list[tuple[str, MatrixFormat | None]] = []
+    defaults: list[MatrixFormat | None] = []
+    sizes: set[int] = set()
+    asymmetric: set[bool] = set()
     for name, group in given.items():
         group = group if isinstance(group, Mapping) else {"weights": group}
         weights = group.get("weights")
@@ -210,42 +267,130 @@ def _compressed_tensors_groups(section: Mapping[str, Any]) -> tuple[ScaleGroup, 
         weights = weights if isinstance(weights, Mapping) else {}
         keys = ("num_bits", "type", "strategy", "group_size", "actorder")
         bits, kind, strategy, size, order = (weights.get(key) for key in keys)
-        known = strategy in ("tensor", "channel", "block") or (
-            # Other orders permute the columns of groups.
-            strategy == "group" and type(size) is int and size > 0 and order in (None, "static", "weight")
-        )
-        if (bits, kind) != (8, "float") or not known or group.get("format") not in FP8["compressed-tensors"][1]:
+        # Other orders permute the columns of groups.
+        grouped = strategy == "group" and type(size) is int and size > 0 and order in (None, "static", "weight")
+        known = bits == 8 and kind == "float" and (grouped or strategy in ("tensor", "channel", "block"))
+        matrix_format = E4M3
+        if bits == 4 and kind == "int":
+            known = grouped or strategy == "channel"
+            asymmetric.add(weights.get("symmetric") is False)
+            of = size if type(size) is int and grouped else ONE_GROUP
+            matrix_format = MatrixFormat(of, "int4", "bfloat16", zeros=weights.get("symmetric") is False)
+            sizes |= {of} if grouped else set()
+        elif bits == 4 and kind == "float":
+            matrix_format = NVFP4 if size == NVFP4.group else MXFP4
+            known = strategy in ("tensor_group", "group") and size in (NVFP4.group, MXFP4.group)
+        if not known or group.get("format") not in METHODS["compressed-tensors"][1]:
             more = f", group_size={size!r}, actorder={order!r}" if strategy == "group" else ""
             more += f", format={group['format']!r}" if "format" in group else ""
             raise unsupported_format(
                 f"compressed-tensors {name}: num_bits={bits!r}, type={kind!r}, strategy={strategy!r}{more}"
             )
-        block = None
-        if strategy in ("group", "block"):
-            block = _block([1, size] if strategy == "group" else weights.get("block_structure"))
-        targets = {target for target in group.get("targets") or () if isinstance(target, str)}
+        targets = {*_names(group.get("targets"), name)}
         patterns = {target for target in targets if target.startswith("re:")}
-        groups.append(
-            ScaleGroup(
-                block,
-                frozenset(_renamed(target, TEXT_PARTS) for target in targets - patterns),
-                frozenset(_pattern(name, target) for target in patterns),
+        if bits == 8:
+            block = None
+            if strategy in ("group", "block"):
+                block = _block([1, size] if strategy == "group" else weights.get("block_structure"))
+            groups.append(
+                ScaleGroup(
+                    block,
+                    frozenset(_renamed(target, TEXT_PARTS) for target in targets - patterns),
+                    frozenset(target.removeprefix("re:") for target in patterns),
+                )
             )
-        )
-    return tuple(groups)
+        rules += [(target, matrix_format) for target in sorted(targets) if "." in target]
+        defaults += [matrix_format] if not targets or any("." not in target for target in targets) else []
+    if not defaults and not rules:
+        return None
+    if {*defaults, *(of for _, of in rules)} == {E4M3}:
+        return WeightFormat("compressed-tensors", tuple(groups))
+    return WeightFormat(
+        "compressed-tensors",
+        tuple(groups) or (ScaleGroup(),),
+        frozenset(sizes),
+        required=frozenset({"zeros"} if asymmetric == {True} else ()),
+        default=defaults[-1] if defaults else None,
+        rules=(*((target, None) for target in _names(section.get("ignore"), "ignore")), *rules),
+    )
 
 
-def _pattern(group: str, target: str) -> str:
-    try:
-        re.compile(target.removeprefix("re:"))
-    except re.error as error:
-        raise ValueError(f"quantization_config: {group} has the target {target!r:.100}: {error}") from error
-    return target.removeprefix("re:")
+def _gptq(section: Mapping[str, Any]) -> WeightFormat:
+    symmetric = section.get("sym") is True
+    zeros: Zeros = "stored" if section.get("checkpoint_format") == "gptq_v2" else "minus_one"
+    group = _int4_group("gptq", section.get("bits"), section.get("group_size"))
+    required = {"zeros": not symmetric, "group_index": section.get("desc_act")}
+    dynamic = section.get("dynamic")
+    listed = [*dynamic] if isinstance(dynamic, Mapping) else []
+    skipped = _names(["re:" + name.removeprefix("-:") for name in listed if str(name).startswith("-:")], "dynamic")
+    return WeightFormat(
+        "gptq",
+        sizes=frozenset({group} - {ONE_GROUP}),
+        zeros="unused" if symmetric else zeros,
+        required=frozenset(key for key, needed in required.items() if needed),
+        default=MatrixFormat(group, "int4", "float16", zeros=not symmetric),
+        rules=tuple((target, None) for target in skipped),
+    )
+
+
+def _awq(section: Mapping[str, Any]) -> WeightFormat:
+    if section.get("zero_point") is False:
+        raise unsupported_format("awq with zero_point=False")
+    keys = ("bits", "w_bit"), ("group_size", "q_group_size")
+    group = _int4_group("awq", *(section.get(key, section.get(old)) for key, old in keys))
+    return WeightFormat(
+        "awq",
+        sizes=frozenset({group} - {ONE_GROUP}),
+        default=MatrixFormat(group, "int4", "float16", zeros=True),
+        rules=tuple((f"*{name}*", None) for name in _names(section.get("modules_to_not_convert"), "")),
+    )
+
+
+def _quark(section: Mapping[str, Any]) -> WeightFormat:
+    whole = section.get("global_quant_config")
+    weight = whole.get("weight") if isinstance(whole, Mapping) else None
+    dtype, size = (weight.get(key) if isinstance(weight, Mapping) else None for key in ("dtype", "group_size"))
+    if (dtype, size) != ("fp4", MXFP4.group):
+        raise unsupported_format(f"quark with weights of dtype={dtype!r:.100}, group_size={size!r:.100}")
+    rules = tuple((name, None) for name in _names(section.get("exclude"), "exclude"))
+    return WeightFormat("quark", default=MXFP4, rules=rules)
+
+
+READERS: dict[str, Callable[[Mapping[str, Any]], WeightFormat | None]] = {
+    "compressed-tensors": _compressed_tensors,
+    "gptq": _gptq,
+    "awq": _awq,
+    "quark": _quark,
+}
+
+
+def _int4_group(method: str, bits: Any, size: Any) -> int:
+    if bits != 4 or type(size) is not int or size == 0:
+        raise unsupported_format(f"{method} with bits={bits!r:.100}, group_size={size!r:.100}")
+    return size if size > 0 else ONE_GROUP
+
+
+def _names(listed: Any, key: str) -> list[str]:
+    # Names and patterns of modules; ValueError, which names the key, if a pattern is none.
+    names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list | tuple) else []
+    for name in names:
+        try:
+            re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
+        except re.error as error:
+            raise ValueError(f"quantization_config: {key} has the target {name!r:.100}: {error}") from error
+    return names
+
+
+@cache
+def _compiled(rule: str) -> re.Pattern[str]:
+    if rule.startswith("re:"):
+        return re.compile(rule.removeprefix("re:"))
+    return re.compile(f"{translate(rule)}|{re.escape(rule)}\\.")
 
 
 def fp8_format(name: str) -> MatrixFormat | None:
     """`helix.layers.specs.Formats` of unquantized weights that are rounded to e4m3."""
-    return None if name.endswith(UNQUANTIZED) else MatrixFormat(BLOCK[1])
+    return None if name.endswith(UNQUANTIZED) else E4M3
 
 
 def unsupported_format(what: str) -> ValueError:
@@ -347,7 +492,17 @@ class CheckpointFiles:
             raise ValueError(f"{INDEX} in {path} names tensors that its files do not hold: {summarize(lost)}")
         config = read_config(path) if os.path.lexists(path / "config.json") else {}
         self.format = weight_format or WeightFormat.from_config(quantization_section(config))
-        self.scales = self.format.scales_of(self.dtypes) if self.format else {}  # e4m3 tensor -> name of its scales
+        # By tensor name here: matrices whose tensors a table names, and e4m3 tensors -> names of their scales.
+        self.quantized: dict[str, StoredMatrix] = {}
+        self.scales: dict[str, str] = {}
+        if self.format is not None:
+            self.quantized, self.scales = self.format.matrices(self.dtypes, self.shapes)
+        elif undeclared := find_matrices(self.dtypes, self.shapes):
+            matrix = next(iter(undeclared.values()))
+            raise ValueError(
+                f"{path} has {len(undeclared)} quantized matrices ({matrix.layout.title}, first {matrix.tensors[0]}), "
+                "but config.json has no quantization_config: add the one that the checkpoint was published with"
+            )
 
     def open(self, name: str, framework: str = "np") -> Any:
         file = self.path / name
@@ -368,14 +523,14 @@ class CheckpointFiles:
         Fine-tuned heads may differ from the embedding; transformers compares the two and ties only equal ones.
         """
 
-        def stored(index: int, layer: LayerSpec) -> LayerSpec:
+        def stored(name: str, layer: LayerSpec) -> LayerSpec:
             ffn = layer.ffn
             if not isinstance(ffn, MoESpec) or ffn.storage not in ("apart", "joined", "transposed"):
                 return layer
-            block, width = f"model.layers.{index}.{ffn.block}.experts", 2 * ffn.width
+            block, width = f"{name}.{ffn.block}.experts", 2 * ffn.width
             shape = self.shapes.get(f"{block}.gate_up_proj")
             if shape is None:  # without any experts, the check of names says what is missing
-                apart = f"{block}.0.{ffn.matrices[0]}.weight" in self.files
+                apart = self.has(f"{block}.0.{ffn.matrices[0]}.weight")
                 return replace(layer, ffn=replace(ffn, storage="apart")) if apart else layer
             shapes: dict[Storage, tuple[int, ...]] = {
                 "joined": (ffn.experts, width, spec.hidden),
@@ -386,8 +541,14 @@ class CheckpointFiles:
             fits: Storage = "joined" if shape != shapes["transposed"] or shape == shapes["joined"] else "transposed"
             return replace(layer, ffn=replace(ffn, storage=fits))
 
-        layers = tuple(stored(index, layer) for index, layer in enumerate(spec.layers))
-        return replace(spec, tied=spec.tied and HEAD not in self.files, layers=layers)
+        layers = tuple(stored(f"model.layers.{index}", layer) for index, layer in enumerate(spec.layers))
+        nextn = None if spec.nextn is None else stored(spec.nextn_names.layer.format(len(layers)), spec.nextn)
+        draft = nextn if spec.draft is spec.nextn else spec.draft
+        return replace(spec, tied=spec.tied and not self.has(HEAD), layers=layers, nextn=nextn, draft=draft)
+
+    def has(self, name: str) -> bool:
+        """Returns whether there is a tensor of this name, or a quantized matrix in several."""
+        return name in self.files or name in self.quantized
 
     @property
     def skipped(self) -> list[str]:
@@ -412,8 +573,8 @@ class CheckpointFiles:
 
     def matrix_format(self, name: str) -> MatrixFormat | None:
         """Returns a tensor's quantized format; see `helix.layers.specs.Formats`."""
-        if f"{name}_blocks" in self.shapes:
-            return MatrixFormat(MXFP4_BLOCK, packed=True)
+        if (matrix := self.quantized.get(name)) is not None:
+            return matrix.format
         block = self.block(name) if name in self.scales else None
         return None if block is None else MatrixFormat(block[1])
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from helix.layers.specs import IndexerSpec, MLASpec, MoESpec, RopeSpec
-from helix.models.checkpoint import FP8
+from helix.models.checkpoint import METHODS
 from helix.models.hf import (
     check_common,
     check_head_dim,
@@ -91,7 +91,7 @@ def _with_indexers(config: Any, kinds: Any, interleaved: bool) -> DecoderSpec:
     )
 
 
-def latent_spec(config: Any, moe: MoESpec, interleaved: bool, formats: Iterable[str] = FP8) -> DecoderSpec:
+def latent_spec(config: Any, moe: MoESpec, interleaved: bool, formats: Iterable[str] = METHODS) -> DecoderSpec:
     """Reads an MLA config; `moe` are the experts after the first dense layers."""
     sizes = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
     check_sizes(config, *sizes, *(["q_lora_rank"] if config.q_lora_rank is not None else []))

@@ -21,6 +21,7 @@ from helix.models.eagle3 import Eagle3Spec
 from helix.worker.kv_cache import KVCache
 from helix.worker.step import Step
 from kernels.dense.linear import linear
+from kernels.scaled import Matrix
 
 
 class DraftLayer(Protocol):
@@ -106,7 +107,7 @@ class Eagle3Layer:
         self.ffn = make_ffn(shard, hidden, spec.layer.ffn, name)
         self.norm = AllReduceNorm(shard, "norm", hidden, eps)
         self._rotary = Rotary(spec.rope, weights.dtype, weights.device)
-        self._head: Tensor = target.head.weight
+        self._head: Matrix = target.head.weight
         self._ids: Tensor | None = None
         if spec.vocab is not None:
             ids = torch.arange(spec.vocab) if ids is None else ids

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from helix.layers.specs import AttentionSpec, FFNSpec, MLASpec, MLPSpec, MoESpec, RopeSpec
-from helix.models.checkpoint import FP8, WeightFormat, unsupported_format
+from helix.models.checkpoint import METHODS, WeightFormat, unsupported_format
 from helix.models.spec import DecoderSpec, LayerSpec
 from helix.transformers_import import import_transformers
 from helix.worker.kv_cache_spec import dtype_name
@@ -127,7 +127,7 @@ def decoder_spec(
     *,
     windows: Sequence[int | None] | None = None,
     partial_rotary: bool = False,
-    formats: Iterable[str] = FP8,
+    formats: Iterable[str] = METHODS,
 ) -> DecoderSpec:
     """Creates the spec of a config.
 

@@ -29,6 +29,8 @@ WITHIN = {
     ),
     "quantization_config": (
         "quant_method", "fmt", "quant_algo", "quantized_layers", "format", "weight_block_size", "config_groups",
+        "ignore", "exclude_modules", "modules_to_not_convert", "dynamic", "bits", "w_bit", "group_size", "q_group_size",
+        "sym", "zero_point", "desc_act", "checkpoint_format", "version", "global_quant_config", "exclude",
     ),
     "dual_chunk_attention_config": ("chunk_size", TRAINED, "local_size"),
 }  # fmt: skip
@@ -124,6 +126,8 @@ def ignored_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any], n
     found = []
     wanted = _meaning(config, overrides) if overrides else None
     for path, value in _leaves(overrides):
+        if not config and value is None:  # a shape leaves out what the one that it extends has
+            continue
         # The key is not read if the model is the same without it and with other values.
         if all(_meaning(config, _replaced(overrides, path, new)) == wanted for new in (MISSING, *_others(value))):
             resolved = overridden(config, overrides)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from helix.layers.specs import PACKED_BLOCK, MatrixFormat
+
 # From measured on this hardware to promised by its vendor.
 PROVENANCE = ("measured", "interpolated", "extrapolated", "roofline")
 MEASURED, INTERPOLATED, EXTRAPOLATED, ROOFLINE = range(4)
-# Bytes per value: the paper's dtypes without scales; the runtime's e4m3 with a scale per 128 values, and e2m1 with a
-# scale per 32.
-DTYPE_BYTES = {"fp4": 0.5, "fp8": 1.0, "bf16": 2.0, "e4m3": 1 + 4 / 128, "mxfp4": 17 / 32}
+DTYPE_BYTES = {"fp4": 0.5, "fp8": 1.0, "bf16": 2.0}  # bytes per value; fp4 and fp8 are the paper's, without scales
+ROW_SCALE_BYTES = 4
 # How many of keys and values are in e4m3, with a scale per token and head; e4m3_all: index keys, too.
 QUANTIZED_KV = {"e4m3": 2, "e4m3_all": 2, "k16v8": 1}
 COLLECTIVES = ("all_to_all", "all_reduce", "all_gather", "send")
@@ -32,6 +34,55 @@ class Constant:
 
     def times(self, factor: float) -> Constant:
         return replace(self, value=self.value * factor)
+
+
+# Share of the read rate that matrices in four bits are read at: of up to 16 rows, on an H200.
+FOUR_BIT_SHARE = {
+    "e2m1": {
+        "weights": Constant(0.59, EXTRAPOLATED, "bytes over what KV and launches leave of a step of Llama-3.1-70B"),
+        "experts": Constant(0.64, EXTRAPOLATED, "experts of DeepSeek-R1 in NVFP4, 64 tokens"),
+    },
+    "int4": {
+        "weights": Constant(0.69, EXTRAPOLATED, "bytes over what KV and launches leave of a step of Llama-3.1-70B"),
+        "experts": Constant(0.71, EXTRAPOLATED, "experts of Kimi-K2 in int4, 64 tokens"),
+    },
+}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How matrices are stored.
+
+    Attributes:
+        kind: a dtype of DTYPE_BYTES, or that of `helix.layers.specs.MatrixFormat`.
+        bytes: of an element, with its share of its group's scale.
+        row_bytes: of a row's scale.
+        block: columns that stay on one rank.
+    """
+
+    kind: str
+    bytes: float
+    row_bytes: float = 0.0
+    block: int = 1
+
+    @classmethod
+    def of(cls, dtype: str) -> Stored:
+        return cls(dtype, DTYPE_BYTES[dtype])
+
+    @classmethod
+    def mean(cls, formats: Sequence[MatrixFormat | None]) -> Stored:
+        """Averages matrices of the same size; None: in bf16. The most common kind counts."""
+        n, packed = len(formats), any(f is not None and f.packed for f in formats)
+        return cls(
+            Counter("bf16" if f is None else f.kind for f in formats).most_common(1)[0][0],
+            sum(DTYPE_BYTES["bf16"] if f is None else f.bits / 8 for f in formats) / n,
+            sum(ROW_SCALE_BYTES for f in formats if f is not None and f.row_scales) / n,
+            PACKED_BLOCK if packed else 1,
+        )
+
+
+E4M3 = Stored.mean([MatrixFormat(128)])  # as rounded while loading
+QUANTIZED = ("weights", "output", "dense", "experts", "shared_experts")  # what FP8 checkpoints store in FP8
 
 
 def interpolate(known: Mapping[int, Constant], sizes: Array) -> tuple[Array, Array]:
@@ -191,6 +242,11 @@ class Hardware:
         if not self.nccl:
             raise ValueError(f"hardware {self.name} has no numbers for NCCL's collectives: add nccl to its description")
         return replace(self, collectives=self.nccl)
+
+    def share(self, stored: Stored, experts: bool) -> Constant | None:
+        """Returns the share of the read rate at which matrices are read; None: 1."""
+        shares: Mapping[str, Constant] = ({"e4m3": self.e4m3_share} | FOUR_BIT_SHARE).get(stored.kind, {})
+        return shares.get("experts" if experts else "weights")
 
     def rate(self, dtype: str) -> Constant:
         """Returns the FLOP/s in `dtype`; ValueError if unknown."""

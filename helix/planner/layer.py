@@ -131,9 +131,7 @@ class Layer:
         self.q = _ceil_div(mixer.q_heads, p.tpa)
         self.kv = _ceil_div(mixer.kv_heads, p.tpa)
         self.o = np.where(p.mode == MEDHA, self.q, _ceil_div(self.q, p.kvp))
-        kinds = ("weights", "messages", "experts", "other")
-        self.item = {kind: DTYPE_BYTES[getattr(options, kind) or options.weights] for kind in kinds}
-        self.item |= _kv_items(mixer, options.kv)
+        self.item = {"messages": DTYPE_BYTES[options.messages], **_kv_items(mixer, options.kv)}
 
     @property
     def attentions(self) -> list[tuple[Layer, int]]:
@@ -164,22 +162,29 @@ class Layer:
         kernels: Number = 1,
         flops: Number = None,
         kind: str = "weights",
+        scaled: Number = 0,
     ) -> Phase:
         """Returns the cost of a GEMM of `rows` rows with `weights` weights on this rank.
 
         Args:
             flops: None: 2 * rows * weights.
-            kind: `weights`, `experts` or `other`: selects the dtype in `Options`.
+            kind: of the matrices, see `Options.stored`.
+            scaled: rows of the matrices, which may have scales.
         """
         hw = self.hardware
-        share = hw.e4m3_share.get(kind) if (getattr(self.options, kind) or self.options.weights) == "e4m3" else None
+        share = hw.share(self.options.stored(kind), kind == "experts")
         flops = 2.0 * rows * weights if flops is None else flops
-        phase = self._roofline_phase(name, weights * self.item[kind], flops, kernels, share)
+        phase = self._roofline_phase(name, self.weight_bytes(kind, weights, scaled), flops, kernels, share)
         if not hw.product_s:
             return phase
         fixed, level = interpolate(hw.product_s, rows)
         seconds = phase.seconds + kernels * (fixed - hw.kernel_s.value)
         return replace(phase, seconds=seconds, level=np.maximum(phase.level, level))
+
+    def weight_bytes(self, kind: str, weights: Number, scaled: Number = 0) -> Number:
+        """Returns the bytes of matrices of a kind, see `kernel`."""
+        stored = self.options.stored(kind)
+        return weights * stored.bytes + scaled * stored.row_bytes
 
     def _roofline_phase(
         self,
@@ -241,7 +246,7 @@ class Layer:
         return [
             self.kernel("qkv", s.hidden * self._state_rows(spec), self.rows),
             self._roofline_phase("states", 2 * self.sequences * self.state_bytes(spec)),
-            self.kernel("output", s.hidden * heads * spec.value_dim, self.rows),
+            self.kernel("output", s.hidden * heads * spec.value_dim, self.rows, kind="output", scaled=s.hidden),
             self.collective("output all-reduce", "all_reduce", width, self.row_bytes(self.rows)),
         ]
 
@@ -259,8 +264,11 @@ class Layer:
         return self._state_heads(spec) * spec.key_dim * spec.value_dim * 4
 
     def recurrent_bytes(self, spec: GatedDeltaSpec) -> Array:
-        rows = self._state_rows(spec) + self._state_heads(spec) * spec.value_dim
-        return self.spec.hidden * rows * self.item["weights"]
+        hidden, output = self.spec.hidden, self._state_heads(spec) * spec.value_dim
+        inputs = self._state_rows(spec)
+        return self.weight_bytes("weights", hidden * inputs, inputs) + self.weight_bytes(
+            "output", hidden * output, hidden
+        )
 
     @property
     def gate_width(self) -> int:
@@ -274,6 +282,20 @@ class Layer:
 
     def _latent(self, window: int | None) -> list[Phase]:
         # With the faster order of W_UV and exchange, and the faster way to compute queries.
+        m, p = self.mixer, self.points
+        assert isinstance(m, MLASpec)
+
+        def attend(value: int, heads: Number) -> list[Phase]:
+            attention, exchange = self._attend(window, m.entry, m.entry + m.latent, value)
+            return [attention, exchange, self.kernel("values", heads * m.latent * m.value, self.rows, kind="other")]
+
+        every, part, gathers = self._query_phases()
+        query_phases = [b.where(gathers, a) for a, b in zip(every, part, strict=True)]
+        attention_phases = _cheaper(attend(m.latent, self.o), attend(m.value, self.q), p.kvp > 1)
+        return [*query_phases, *attention_phases, *self._output(m.value)]
+
+    def _query_phases(self) -> tuple[list[Phase], list[Phase], Array]:
+        # Of all heads that a rank attends; of its part of them, with the exchange; and where the latter is faster.
         s, m, p = self.spec, self.mixer, self.points
         assert isinstance(m, MLASpec)
 
@@ -286,14 +308,9 @@ class Layer:
             message = self.rows * self.q * m.entry * self.item["messages"]
             return [*projections, self.collective("gather queries", "all_gather", width, message)]
 
-        def attend(value: int, heads: Number) -> list[Phase]:
-            attention, exchange = self._attend(window, m.entry, m.entry + m.latent, value)
-            return [attention, exchange, self.kernel("values", heads * m.latent * m.value, self.rows, kind="other")]
-
-        gathers = (p.mode == HELIX) & (self.options.queries == "faster")
-        query_phases = _cheaper(queries(self.q, np.ones_like(p.kvp)), queries(_ceil_div(self.q, p.kvp), p.kvp), gathers)
-        attention_phases = _cheaper(attend(m.latent, self.o), attend(m.value, self.q), p.kvp > 1)
-        return [*query_phases, *attention_phases, *self._output(m.value)]
+        every, part = queries(self.q, np.ones_like(p.kvp)), queries(_ceil_div(self.q, p.kvp), p.kvp)
+        allowed = (p.mode == HELIX) & (self.options.queries == "faster")
+        return every, part, allowed & _faster(part, every)
 
     def indexing(self) -> list[Phase]:
         """Lists the phases of one indexer: projections, scores of all tokens, and selection over the ranks."""
@@ -491,7 +508,7 @@ class Layer:
         p = self.points
         width = np.where(p.mode == MEDHA, p.tpa, p.kvp * p.tpa)
         return [
-            self.kernel("output", self.o * value * self.spec.hidden, self.rows),
+            self.kernel("output", self.o * value * self.spec.hidden, self.rows, kind="output", scaled=self.spec.hidden),
             self.collective("output all-reduce", "all_reduce", width, self.row_bytes(self.rows)),
         ]
 
@@ -516,8 +533,9 @@ class Layer:
         return self.mixer.head_dim
 
     def _dense(self, spec: MLPSpec) -> list[Phase]:
-        columns = _ceil_div(spec.width, self.points.ffn_ranks)
-        product = self.kernel("ffn", 3 * self.spec.hidden * columns, self.all_rows, kernels=2)
+        columns = self._columns("dense", spec.width, self.points.ffn_ranks)
+        weights, scaled = self._gated(columns)
+        product = self.kernel("ffn", weights, self.all_rows, kernels=2, kind="dense", scaled=scaled)
         return [self._gather_rows(), product, self._sum_rows()]
 
     def _sum_rows(self) -> Phase:
@@ -529,8 +547,8 @@ class Layer:
 
     def _experts(self, m: MoESpec) -> list[Phase]:
         p, s = self.points, self.spec
-        matrices = 3 * s.hidden * _ceil_div(m.width, p.tpf)
-        touched = experts_touched(m.experts, m.top_k, self.all_rows) / m.experts
+        matrices, scaled = self._gated(self._columns("experts", m.width, p.tpf))
+        touched = _ceil_div(m.experts, p.ep) * experts_touched(m.experts, m.top_k, self.all_rows) / m.experts
         flops = 2.0 * self.all_rows * m.top_k * 3 * s.hidden * m.width / (p.tpf * p.ep)
         dispatched = self.dispatched
         dispatch_bytes = self.row_bytes(self.rows * np.minimum(m.top_k, p.ep))
@@ -540,16 +558,17 @@ class Layer:
             self.kernel("router", s.hidden * m.experts, routed, kind="other"),
             dispatch.where(dispatched, self._gather_rows()),
         ]
-        weights, kernel_rows = (
-            _ceil_div(m.experts, p.ep) * touched * matrices,
-            np.minimum(self.all_rows, MAX_KERNEL_ROWS),
-        )
-        phases.append(self.kernel("experts", weights, kernel_rows, kernels=2, flops=flops, kind="experts"))
+        read, scaled = touched * matrices, touched * scaled
+        kernel_rows = np.minimum(self.all_rows, MAX_KERNEL_ROWS)
+        phases.append(self.kernel("experts", read, kernel_rows, kernels=2, flops=flops, kind="experts", scaled=scaled))
         if m.shared_width:
             rows = np.where(dispatched, self.rows, self.all_rows)
-            fusable = (self.options.shared == "routed") & (m.shared_width % m.width == 0)
+            alike = self.options.stored("experts") == self.options.stored("shared_experts")
+            fusable = alike & (self.options.shared == "routed") & (m.shared_width % m.width == 0)
             kernels = np.where(~dispatched & (p.ep == 1) & fusable, 0, 2)
-            phases.append(self.kernel("shared experts", 3 * s.hidden * self._shared_columns(m), rows, kernels=kernels))
+            shared, scaled = self._gated(self._shared_columns(m))
+            phase = self.kernel("shared experts", shared, rows, kernels=kernels, kind="shared_experts", scaled=scaled)
+            phases.append(phase)
         selected = self.row_bytes(np.minimum(self.all_rows, self.all_rows * m.top_k / p.ep))
         expert_reduce = self.collective("expert all-reduce", "all_reduce", np.where(dispatched, p.tpf, 1), selected)
         combine = self.collective("ffn all-reduce", "all_to_all", p.ranks, dispatch_bytes)
@@ -558,27 +577,42 @@ class Layer:
     # ---- memory
 
     def attention_bytes(self) -> Array:
-        s, m, item = self.spec, self.mixer, self.item
+        s, m = self.spec, self.mixer
         if isinstance(m, AttentionSpec):
-            inputs = self.inputs * (m.head_dim * (self.q + 2 * self.kv) + self.gates)
-            numbers = inputs + s.hidden * self.o * m.head_dim
-            return numbers * item["weights"]
-        projections = s.hidden * ((m.q_rank or 0) + m.entry + self.o * m.value)
-        projections = projections + self.q * m.query * (m.q_rank or s.hidden)
-        return projections * item["weights"] + self.q * (m.nope + m.value) * m.latent * item["other"]
+            rows = m.head_dim * (self.q + 2 * self.kv) + self.gates
+            output = self.weight_bytes("output", s.hidden * self.o * m.head_dim, s.hidden)
+            return self.weight_bytes("weights", self.inputs * rows, rows) + output
+        queries = np.where(self._query_phases()[2], _ceil_div(self.q, self.points.kvp), self.q) * m.query
+        projections = s.hidden * ((m.q_rank or 0) + m.entry) + queries * (m.q_rank or s.hidden)
+        rows = (m.q_rank or 0) + m.entry + queries
+        output = self.weight_bytes("output", s.hidden * self.o * m.value, s.hidden)
+        up = self.weight_bytes("other", self.q * (m.nope + m.value) * m.latent)
+        return self.weight_bytes("weights", projections, rows) + output + up
 
     def ffn_bytes(self, spec: MLPSpec | MoESpec) -> Array:
-        s, p, item = self.spec, self.points, self.item
+        p = self.points
         if isinstance(spec, MLPSpec):
-            return 3 * s.hidden * _ceil_div(spec.width, p.ffn_ranks) * item["weights"]
-        routed = 3 * _ceil_div(spec.experts, p.ep) * _ceil_div(spec.width, p.tpf) * item["experts"]
-        shared = 3 * self._shared_columns(spec) * item["weights"]
-        return s.hidden * (spec.experts * item["other"] + shared + routed)
+            return self.weight_bytes("dense", *self._gated(self._columns("dense", spec.width, p.ffn_ranks)))
+        router = self.weight_bytes("other", self.spec.hidden * spec.experts)
+        one = self.weight_bytes("experts", *self._gated(self._columns("experts", spec.width, p.tpf)))
+        shared = self.weight_bytes("shared_experts", *self._gated(self._shared_columns(spec))) * bool(spec.shared_width)
+        return router + _ceil_div(spec.experts, p.ep) * one + shared
+
+    def _gated(self, columns: Number) -> tuple[Number, Number]:
+        # Weights and rows of gate, up and down matrices with this many columns of the FFN.
+        hidden = self.spec.hidden
+        return 3 * hidden * columns, 2 * columns + hidden
+
+    def _columns(self, kind: str, width: int, ranks: Array) -> Array:
+        # On the fullest rank; see `helix.layout.share`.
+        block = self.options.stored(kind).block
+        whole = (width % block == 0) & (width // block >= ranks)
+        return np.where(whole, _ceil_div(width // block, ranks) * block, _ceil_div(width, ranks))
 
     def _shared_columns(self, spec: MoESpec) -> Array:
         # Per rank: like a dense FFN, or in mode dp (`chosen`) sharded within a group.
-        p, width = self.points, spec.shared_width
-        return np.where(self.dispatched, _ceil_div(width, p.tpa), _ceil_div(width, p.ffn_ranks))
+        p = self.points
+        return self._columns("shared_experts", spec.shared_width, np.where(self.dispatched, p.tpa, p.ffn_ranks))
 
     def token_numbers(self) -> Array:
         """Returns the cached values per token and layer on the rank that stores it."""
@@ -588,8 +622,12 @@ class Layer:
 
 def _cheaper(usual: list[Phase], other: list[Phase], allowed: Array) -> list[Phase]:
     # The faster list at each point; `other` only where allowed.
-    better = allowed & (sum(phase.seconds for phase in other) < sum(phase.seconds for phase in usual))
+    better = allowed & _faster(other, usual)
     return [b.where(better, a) for a, b in zip(usual, other, strict=True)]
+
+
+def _faster(some: list[Phase], than: list[Phase]) -> Array:
+    return np.asarray(sum(phase.seconds for phase in some) < sum(phase.seconds for phase in than))
 
 
 def _kv_items(mixer: AttentionSpec | MLASpec, kv: str) -> dict[str, float]:

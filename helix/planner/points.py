@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
-from helix.planner.hardware import Array
+from helix.planner.hardware import Array, Stored
 
 # The runtime's three (helix/layout.py), and `dp`: data-parallel attention on groups of ranks with experts over all
 # ranks, as DeepSeek-R1 is served.
@@ -183,12 +183,14 @@ class LayerDrafts:
         input_width: input width of the projection in the first run of a step.
         next_input_width: the same for later runs; 0: no projection.
         shared_head: whether it uses the model's LM head.
+        matrices: how its matrices are stored; see `Options`.
     """
 
     spec: DecoderSpec
     input_width: int
     next_input_width: int
     shared_head: bool
+    matrices: Mapping[str, Stored] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -227,6 +229,8 @@ class Options:
         experts: dtype of routed experts; None: `weights`.
         other: dtype of the embedding, head, routers, and MLA's up-projections of latents; None: `weights`.
         arithmetic: dtype of GEMMs; None: `weights`.
+        matrices: how matrices are stored that are not in one of these dtypes, by kind: `weights` (inputs of attention),
+            `output`, `dense`, `experts`, `shared_experts`, `other`, `head`.
         hopb: whether the exchange of some sequences overlaps the attention of others (mode helix only).
         chunks: number of HOP-B chunks; None: the best number for each point.
         exchange: `batched` (one message for all sequences) or `serial` (one collective per sequence).
@@ -248,6 +252,7 @@ class Options:
     experts: str | None = None
     other: str | None = None
     arithmetic: str | None = None
+    matrices: Mapping[str, Stored] = field(default_factory=dict)
     hopb: bool = True
     chunks: int | None = None
     exchange: Literal["batched", "serial"] = "batched"
@@ -261,6 +266,12 @@ class Options:
     prompt_chunk: int | None = None
     append_block: int = 16
     page_size: int = 64
+
+    def stored(self, kind: str) -> Stored:
+        """Returns how matrices of a kind are stored, see `matrices`."""
+        if kind in self.matrices:
+            return self.matrices[kind]
+        return Stored.of({"experts": self.experts, "other": self.other, "head": self.other}.get(kind) or self.weights)
 
     @property
     def step_tokens(self) -> int:

@@ -135,23 +135,23 @@ def _outer_phases(layer: Layer) -> list[Phase]:
     rows = layer.all_rows
     send = layer.collective("send", "send", np.where(p.pp > 1, 2, 1), layer.row_bytes(rows))
     return [
-        layer.kernel("head", -(-spec.vocab // p.ranks) * spec.hidden, rows, kind="other"),
+        layer.kernel("head", -(-spec.vocab // p.ranks) * spec.hidden, rows, kind="head"),
         layer.collective("sampling", "all_gather", p.ranks, rows * p.ranks * 8.0),  # a score and an id per rank
         send.times(p.pp - 1),
     ]
 
 
-def _draft_layer(model: Layer, spec: DecoderSpec) -> Layer:
-    alone = replace(model.options, speculation=None, sparse=None, hopb=False)
-    return Layer(spec, model.hardware, model.points, model.length, alone)
+def _draft_layer(model: Layer, drafts: LayerDrafts, spec: DecoderSpec | None = None) -> Layer:
+    alone = replace(model.options, speculation=None, sparse=None, hopb=False, matrices=drafts.matrices)
+    return Layer(spec or drafts.spec, model.hardware, model.points, model.length, alone)
 
 
 def _layer_drafts(model: Layer, drafts: LayerDrafts, gamma: int) -> Phase:
     # The run that writes the KV of verified tokens is also the next step's first draft. Its projections have more rows,
     # but few rows are bound by reading weights anyway.
-    first = next_draft = _draft_layer(model, drafts.spec)
+    first = next_draft = _draft_layer(model, drafts)
     if drafts.spec.nextn_shared_topk:
-        next_draft = _draft_layer(model, drafts.spec.without_indexers())
+        next_draft = _draft_layer(model, drafts, drafts.spec.without_indexers())
 
     def runs(layer: Layer, times: int) -> Phase:
         run, more_s = _forward_phase(layer), DRAFT_STEP_KERNELS * layer.hardware.kernel_s.value
@@ -212,7 +212,7 @@ def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int
             sequence_bytes = sequence_bytes + paged * imbalance * bounded * sparse.bounds_per_block / sparse.block
         sequence_bytes = sequence_bytes + paged * sum(map(layer.index_bytes, spec.indexers))
         if drafts is not None:  # all tokens are paged, whatever its window
-            draft_layer = _draft_layer(layer, drafts.spec)
+            draft_layer = _draft_layer(layer, drafts)
             sequence_bytes = sequence_bytes + paged * draft_layer.token_numbers() * draft_layer.item["kv"]
             sequence_bytes = sequence_bytes + paged * sum(map(draft_layer.index_bytes, drafts.spec.indexers))
         if layer.self_drafts is not None:
@@ -232,14 +232,17 @@ def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int
 def _weight_bytes(model: Layer, drafts: LayerDrafts | None) -> Array:
     spec, p = model.spec, model.points
     # Embedding and head are in different stages of a pipeline.
-    vocabulary = -(-spec.vocab // p.ranks) * spec.hidden * np.where((p.pp > 1) | spec.tied, 1, 2)
-    total = _layer_weight_bytes(model) * _stage_imbalance(model) / p.pp + vocabulary * model.item["other"]
+    vocabulary = -(-spec.vocab // p.ranks) * spec.hidden
+    embedding, head = (model.weight_bytes(kind, vocabulary) for kind in ("other", "head"))
+    outer = np.where((p.pp > 1) | spec.tied, np.maximum(embedding, head), embedding + head)
+    total = _layer_weight_bytes(model) * _stage_imbalance(model) / p.pp + outer
     if drafts is None:
         return total
-    draft_layer = _draft_layer(model, drafts.spec)
+    draft_layer = _draft_layer(model, drafts)
     head = 0 if drafts.shared_head else drafts.spec.vocab
     extra_numbers = (max(drafts.input_width, drafts.next_input_width) + head) * drafts.spec.hidden
-    return total + _layer_weight_bytes(draft_layer) + -(-extra_numbers // p.ranks) * draft_layer.item["other"]
+    extra = draft_layer.weight_bytes("other", -(-extra_numbers // p.ranks))
+    return total + _layer_weight_bytes(draft_layer) + extra
 
 
 def _layer_weight_bytes(layer: Layer) -> Array:
@@ -250,7 +253,7 @@ def _layer_weight_bytes(layer: Layer) -> Array:
     for ffn, count in Counter(of.ffn for of in spec.layers).items():
         total = total + count * layer.ffn_bytes(ffn)
     q_rank = (mixer.q_rank if isinstance(mixer, MLASpec) else None) or 0
-    return total + sum(of.weights(spec.hidden, q_rank) for of in spec.indexers) * layer.item["weights"]
+    return total + layer.weight_bytes("weights", sum(of.weights(spec.hidden, q_rank) for of in spec.indexers))
 
 
 def _states(spec: DecoderSpec) -> Counter[GatedDeltaSpec]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from helix.config import Config, DraftLayoutConfig, LayoutConfig, ModelConfig, SpeculationConfig
-from helix.layers.specs import Formats, unquantized
+from helix.layers.specs import Formats, Fp8Activations, unquantized
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec, spec_from_config
 from helix.models.checkpoint import CheckpointFiles, WeightFormat, fp8_format, read_config
@@ -60,7 +60,12 @@ def make_eagle3(config: SpeculationConfig, target: DecoderSpec) -> Eagle3Spec:
 
 
 def make_formats(config: ModelConfig, checkpoint: CheckpointFiles | None, on_gpu: bool) -> Formats:
-    """Returns the quantized formats of a model's matrices, from model.weights."""
+    """Returns the quantized formats of a model's matrices, from model.weights and model.activations."""
+    formats = _stored_formats(config, checkpoint, on_gpu)
+    return Fp8Activations(formats) if config.activations == "fp8" else formats
+
+
+def _stored_formats(config: ModelConfig, checkpoint: CheckpointFiles | None, on_gpu: bool) -> Formats:
     if config.weights == "bf16" or (config.weights == "auto" and not on_gpu):
         return unquantized
     stored = stored_format(config)

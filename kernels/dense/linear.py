@@ -2,7 +2,8 @@
 
 cuBLAS reaches a third of the read rate on a rank's small matrices. Here every program streams some weight rows through
 registers and multiplies them with all rows of x. On Hopper that serves one row of bf16; more rows use
-`kernels.dense.linear_sm90`, and e4m3 weights `kernels.dense.linear_fp8_sm90`.
+`kernels.dense.linear_sm90`, e4m3 weights `kernels.dense.linear_fp8_sm90`, packed ones
+`kernels.dense.linear_packed_sm90`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import triton.language as tl
 
 from kernels import dispatch
 from kernels.attention.kv_append import QKVTarget
-from kernels.dense import linear_fp8_sm90, linear_sm90
+from kernels.dense import linear_e4m3, linear_fp8_sm90, linear_packed_sm90, linear_sm90
 from kernels.dense.linear_scaled import scaled_linear
 from kernels.dense.reference import linear as reference
 from kernels.dense.scaled_rows import run_of, stored
@@ -123,7 +124,7 @@ def linear(
 
     Args:
         x: [N, K], last dim contiguous.
-        weight: [R, K] in x's dtype or e4m3, contiguous; gated: [2 R, K], gate rows first.
+        weight: [R, K] in x's dtype or quantized, contiguous; gated: [2 R, K], gate rows first.
         bias: one value per weight row, or None.
         gated: apply the gate, silu(y_1) * y_2.
         exact: return fp32 instead of x's dtype; not with bias or gate.
@@ -139,7 +140,9 @@ def linear(
         launch_sm90(x, weight, bias, out, gated)
         return out
     if isinstance(weight, ScaledMatrix):
-        if not 0 < N <= MAX_ROWS:
+        if x.is_cuda and not exact and linear_e4m3.fits(x, weight):
+            return linear_e4m3.linear(x, weight, bias, gated)
+        if not 0 < N <= MAX_ROWS or weight.packed:
             return scaled_linear(x, weight, bias, gated, dtype)
     elif not 0 < N <= MAX_ROWS or R == 0 or K == 0:
         if dtype != x.dtype and x.is_cuda:
@@ -148,7 +151,7 @@ def linear(
         return silu_mul(y) if gated else y
     assert x.stride(1) == 1 and (isinstance(weight, ScaledMatrix) or _is_plain(x, weight))
     out = torch.empty(N, R, dtype=dtype, device=x.device)
-    data, scales, groups = stored(weight)
+    (data, scales, _, _), groups = stored(weight)
     tile = _tile(N, R, K, gated, run_of(weight, RUN))
     _linear_kernel[(triton.cdiv(R, tile["BLOCK_R"]),)](
         x, data, scales, bias, out, None, None, x.stride(0), N, R, K, 0,
@@ -163,7 +166,7 @@ def can_send(x: torch.Tensor, weight: Matrix, two_shot: bool) -> bool:
         return False
     if x.is_cuda and fits_sm90(x, weight):
         return True
-    if isinstance(weight, torch.Tensor) and not _is_plain(x, weight):
+    if weight.packed if isinstance(weight, ScaledMatrix) else not _is_plain(x, weight):
         return False
     return x.stride(1) == 1 and x.dtype in DTYPES and len(x) == 1 and not two_shot
 
@@ -173,7 +176,7 @@ def linear_send(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None, sums
 
     Args:
         x: [N, K], last dim contiguous.
-        weight: [H, K] in x's dtype or e4m3, contiguous.
+        weight: [H, K] in x's dtype or quantized, contiguous.
         bias: [H] or None.
         sums: the reducing ranks' LL buffers, with as many slices per row as `H` elements fill.
     """
@@ -183,7 +186,7 @@ def linear_send(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None, sums
     R, K = weight.shape
     assert len(x) == 1 and not sums.two_shot and x.stride(1) == 1
     assert isinstance(weight, ScaledMatrix) or _is_plain(x, weight)
-    data, scales, groups = stored(weight)
+    (data, scales, _, _), groups = stored(weight)
     tile = _tile(1, R, K, False, run_of(weight, RUN))
     _linear_kernel[(triton.cdiv(R, tile["BLOCK_R"]),)](
         x, data, scales, bias, None, sums.peers, sums.count, x.stride(0), 1, R, K, sums.rank,
@@ -195,7 +198,7 @@ def linear_send(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None, sums
 def fits_sm90(x: torch.Tensor, weight: Matrix, half: int | None = None) -> bool:
     """Returns whether `launch_sm90` supports these tensors, and row pairs `half` apart."""
     if isinstance(weight, ScaledMatrix):
-        return linear_fp8_sm90.fits(x, weight, half)
+        return (linear_packed_sm90 if weight.packed else linear_fp8_sm90).fits(x, weight, half)
     return linear_sm90.fits(x, weight)
 
 
@@ -208,7 +211,7 @@ def launch_sm90(
 ) -> None:
     """Runs `linear` on Hopper into `out`: a contiguous [N, R], an all-reduce's LL buffers, or attention's heads."""
     if isinstance(weight, ScaledMatrix):
-        linear_fp8_sm90.launch(x, weight, bias, out, gated)
+        (linear_packed_sm90 if weight.packed else linear_fp8_sm90).launch(x, weight, bias, out, gated)
     else:
         linear_sm90.launch(x, weight, bias, out, gated)
 

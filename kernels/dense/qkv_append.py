@@ -14,11 +14,11 @@ import triton.language as tl
 from kernels import dispatch
 from kernels.attention.kv_append import QKVTarget, kv_append, store_heads
 from kernels.attention.paged_tiles import SMALL_HEAD_DIM
-from kernels.dense import linear_fp8_sm90
+from kernels.dense import linear_fp8_sm90, linear_packed_sm90
 from kernels.dense.linear import MAX_ROWS, RUN, fits_sm90, launch_sm90, linear, stream
 from kernels.dense.scaled_rows import run_of, stored
 from kernels.overlap import pdl_options, sm_count, start_successor, wait_for_predecessor
-from kernels.scaled import Matrix
+from kernels.scaled import Matrix, ScaledMatrix
 
 WARPS = 48  # that fit an SM's registers
 
@@ -78,7 +78,7 @@ def qkv_append(
 
     Args:
         x: [N, H], last dim contiguous.
-        weight: [(Hq + 2 Hkv) D, H] in x's dtype or e4m3, contiguous: rows of query, key, value heads.
+        weight: [(Hq + 2 Hkv) D, H] in x's dtype or quantized, contiguous: rows of query, key, value heads.
         bias: one value per weight row, or None.
         cos, sin, k_cache, v_cache, slot_mapping, norms, scales: see `kernels.attention.kv_append.kv_append`.
     """
@@ -92,7 +92,7 @@ def qkv_append(
         launch_sm90(x, weight, bias, heads, False)
         return heads.q
     (N, K), pairs = x.shape, len(weight) // 2
-    data, weight_scales, groups = stored(weight)
+    (data, weight_scales, _, _), groups = stored(weight)
     tile = _tile(N, pairs, K, sm_count(x.device), run_of(weight, RUN))
     _qkv_append_kernel[(triton.cdiv(pairs, tile["BLOCK_R"]),)](
         x, data, weight_scales, bias, *heads.tensors, x.stride(0), N, K, *heads.strides,
@@ -114,9 +114,14 @@ def can_fuse(x: torch.Tensor, weight: Matrix, D: int) -> bool:
         return False
     if isinstance(weight, torch.Tensor) and not (weight.is_contiguous() and x.dtype == weight.dtype):
         return False
-    return x.stride(1) == 1 and (0 < len(x) <= MAX_ROWS or on_hopper(x, weight, D))
+    is_streamed = 0 < len(x) <= MAX_ROWS and not (isinstance(weight, ScaledMatrix) and weight.packed)
+    return x.stride(1) == 1 and (is_streamed or on_hopper(x, weight, D))
 
 
 def on_hopper(x: torch.Tensor, weight: Matrix, D: int) -> bool:
     """Returns whether the Hopper kernels support these tensors, and each tile is within one half of a head."""
-    return x.is_cuda and D % linear_fp8_sm90.rows_of(len(x)) == 0 and fits_sm90(x, weight, D // 2)
+    if isinstance(weight, ScaledMatrix) and weight.packed:
+        rows = linear_packed_sm90.tile_of(len(x), True, weight)[0]
+    else:
+        rows = linear_fp8_sm90.rows_of(len(x))
+    return x.is_cuda and D % rows == 0 and fits_sm90(x, weight, D // 2)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from kernels.scaled import Matrix, as_tensor
+from kernels.scaled import Matrix, ScaledMatrix, as_tensor
+from kernels.scaled_keys import quantize_latents
 
 ALPHA = 1.702  # of gpt-oss's gate
 
@@ -45,8 +46,27 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 def linear(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None, gated: bool, dtype: torch.dtype) -> torch.Tensor:
     """Plain torch `kernels.dense.linear.linear`; returns `dtype`."""
+    x = rounded_rows(x, weight, len(x))
     y = F.linear(x.to(dtype), as_tensor(weight, dtype).to(dtype), bias)
     return silu_mul(y) if gated else y
+
+
+def quantize_rows(x: torch.Tensor, planes: int, begin: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Plain torch `kernels.dense.quantize_rows.quantize_rows`."""
+    x = F.pad(x.float(), (begin, -(begin + x.shape[1]) % 128))
+    high, scales = quantize_latents(x)
+    each = scales.repeat_interleave(128, 1)
+    low = (x / each - high.float()).to(high.dtype)
+    return torch.stack([high, low][:planes]), scales.mT.contiguous()
+
+
+def rounded_rows(x: torch.Tensor, weight: Matrix, rows: int) -> torch.Tensor:
+    """Rounds x [n, K] to e4m3 where a product of `rows` rows does."""
+    if not (isinstance(weight, ScaledMatrix) and weight.rounds(rows)):
+        return x
+    (data,), scales = quantize_rows(x, 1, weight.begin)
+    dequantized = data.float() * scales.mT.repeat_interleave(128, 1)
+    return dequantized[:, weight.begin : weight.begin + x.shape[1]].to(x.dtype)
 
 
 def silu_mul(gate_up: torch.Tensor, clamp_at: float | None = None) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Rows of quantized weights (`kernels.scaled.ScaledMatrix`) in Triton matmuls.
 
-A scale multiplies the fp32 sum over its group's columns, so that only the sum is rounded. e2m1 scales, powers of two,
-are instead applied to the bf16 weight: exact, and it saves a sum per 32 columns. For many rows of x, e4m3 scales are
-too, and the weight is rounded: a second accumulator would halve the tile.
+A scale multiplies the fp32 sum over its group's columns, so that only the sum is rounded. Scales of groups shorter than
+a step multiply the weight instead, which is rounded to x's dtype: exactly for e2m1, and as a dequantized matrix is
+otherwise. For many rows of x all do: a second accumulator would halve the tile.
 """
 
 from __future__ import annotations
@@ -18,22 +18,27 @@ from kernels.scaled import ScaledMatrix
 
 
 @triton.jit
-def numbers(w, dtype: tl.constexpr):
-    """Converts stored weights [R, C] to bf16 or fp32, exactly if quantized; packed bytes give [R, 2 C].
+def numbers(w, dtype: tl.constexpr, E2M1: tl.constexpr = False):
+    """Converts stored weights [R, C] to `dtype`, exactly; words (see `kernels.scaled.pack`) give [R, 8 C], int4 less 8.
 
     The three bits of e2m1 become exponent and mantissa of a tiny number, which is multiplied by a power of two.
     """
-    if w.dtype == tl.uint8:
-        w = w.to(tl.uint32)
-        w = ((w * 0x40040) & 0x01C001C0) | ((w * 0x1001000) & 0x80008000)  # two bf16, also upper halves of fp32
-        if dtype == tl.bfloat16:
-            low = w.to(tl.uint16).to(tl.bfloat16, bitcast=True)
-            high = (w >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    if w.dtype == tl.int32:
+        w = w.to(tl.uint32, bitcast=True)
+        if E2M1:
+            w3 = ((w >> 3) & 0x01800180) | ((w >> 7) & 0x00400040) | ((w << 1) & 0x80008000)
+            pairs = tl.join(
+                tl.join(w & 0x81C081C0, (w << 6) & 0x81C081C0), tl.join((w << 3) & 0x81C081C0, w3)
+            )  # two bf16 each, also upper halves of fp32
+            low = (pairs << 16).to(tl.float32, bitcast=True)
+            high = (pairs & 0xFFFF0000).to(tl.float32, bitcast=True)
+            pairs = tl.join(low, high) * tl.full([], 2.0**126, tl.float32)
         else:
-            low = (w << 16).to(tl.float32, bitcast=True)
-            high = (w & 0xFFFF0000).to(tl.float32, bitcast=True)
-        pairs = tl.join(low, high) * tl.full([], 2.0**126, dtype)
-        return tl.reshape(pairs, [w.shape[0], 2 * w.shape[1]])
+            pairs = tl.join(tl.join(w, w >> 8), tl.join(w >> 4, w >> 12)) & 0x000F000F
+            pairs = tl.join(pairs & 0xF, pairs >> 16).to(tl.float32) - 8
+        # [R, 32 columns, word, p, h]; tl.join appends the index that it adds: p = 2 (inner) + outer
+        pairs = tl.reshape(pairs, [w.shape[0], w.shape[1] // 4, 4, 4, 2])
+        return tl.reshape(tl.permute(pairs, [0, 1, 3, 2, 4]), [w.shape[0], 8 * w.shape[1]]).to(dtype)
     elif w.dtype == dtype:
         return w
     else:
@@ -41,12 +46,15 @@ def numbers(w, dtype: tl.constexpr):
 
 
 @triton.jit
-def load_scales(at, mask):
+def load_scales(at, mask, UE5M3: tl.constexpr = False):
     """Loads scales as fp32; 2^-127 becomes zero."""
     scale = tl.load(at, mask=mask, other=0.0)
     if scale.dtype == tl.uint8:
-        scale = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-    return scale
+        if UE5M3:
+            scale = ((scale.to(tl.int32) + (118 << 3)) << 20).to(tl.float32, bitcast=True)
+        else:
+            scale = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    return scale.to(tl.float32)
 
 
 @triton.jit
@@ -58,52 +66,67 @@ def inside(offset, at, K: tl.constexpr, BEGIN: tl.constexpr):
         return offset < K - at
 
 
+@triton.constexpr_function
+def _groups_of_weights(columns, GROUP, GROUPS, E2M1, ROUNDS):
+    """Returns how many groups of a step have scales that multiply its weights; 0: one scale, of the sum."""
+    if GROUPS == 1 and not E2M1:
+        return 0
+    return max(1, columns // GROUP) if E2M1 or ROUNDS or columns > GROUP else 0
+
+
 @triton.jit
 def add_product(
-    acc, w, xs, scales_at, group, ROWS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ROUNDS: tl.constexpr
-):
+    acc, w, xs, scales_at, zeros_at, group, ROWS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    ROUNDS: tl.constexpr,
+):  # fmt: skip
     """Adds the product of stored weights [R, K] and xs [K, N] to fp32 sums; ROUNDS: weights rounded to xs' dtype.
 
-    The columns begin with a group, or are part of one; `scales_at` [R] points to scales of the first group, the next
-    group's are ROWS further. A single group of e4m3 is left to `finish`.
+    The columns begin with a group, or are part of one; `scales_at` and `zeros_at` [R] point to scales and zero points
+    of the first group, the next group's are ROWS further. A single group's scales are left to `finish`.
     """
     if GROUPS == 0:
         acc = tl.dot(w, xs, acc, input_precision="ieee")
-    elif scales_at.dtype.element_ty == tl.uint8:
-        w = numbers(w, xs.dtype)
-        count: tl.constexpr = w.shape[1] // GROUP
-        groups = group + tl.arange(0, count)
-        scale = load_scales(scales_at[:, None] + (groups * ROWS)[None, :], (groups < GROUPS)[None, :]).to(xs.dtype)
-        w = tl.reshape(tl.reshape(w, [w.shape[0], count, GROUP]) * scale[:, :, None], w.shape)
-        acc = tl.dot(w, xs, acc, input_precision="ieee")
-    elif GROUPS == 1:
-        acc = tl.dot(numbers(w, xs.dtype), xs, acc, input_precision="ieee")
-    elif ROUNDS:  # no separate sums per group
-        w = w.to(tl.float32) * tl.load(scales_at + group * ROWS)[:, None]
-        acc = tl.dot(w.to(xs.dtype), xs, acc, input_precision="ieee")
     else:
-        scale = tl.load(scales_at + group * ROWS)
-        acc += scale[:, None] * tl.dot(numbers(w, xs.dtype), xs, input_precision="ieee")
+        E2M1: tl.constexpr = scales_at.dtype.element_ty == tl.uint8
+        count: tl.constexpr = _groups_of_weights(xs.shape[0], GROUP, GROUPS, E2M1, ROUNDS)
+        several: tl.constexpr = max(1, count)
+        groups = group + tl.arange(0, several)
+        at, valid = (groups * ROWS)[None, :], (groups < GROUPS)[None, :]
+        w = numbers(w, xs.dtype, E2M1)
+        if zeros_at is not None:
+            zeros = (tl.load(zeros_at[:, None] + at, mask=valid, other=0.0).to(tl.float32) - 8).to(xs.dtype)
+            w = tl.reshape(tl.reshape(w, [w.shape[0], several, w.shape[1] // several]) - zeros[:, :, None], w.shape)
+        if count > 0:
+            scale = load_scales(scales_at[:, None] + at, valid, GROUP == 16)
+            scaled = tl.reshape(w.to(tl.float32), [w.shape[0], several, w.shape[1] // several]) * scale[:, :, None]
+            w = tl.reshape(scaled.to(xs.dtype), w.shape)
+        if count > 0 or GROUPS == 1:
+            acc = tl.dot(w, xs, acc, input_precision="ieee")
+        else:
+            scale = tl.load(scales_at + group * ROWS).to(tl.float32)
+            acc += scale[:, None] * tl.dot(w, xs, input_precision="ieee")
     return acc
 
 
 @triton.jit
-def finish(acc, scales_at, GROUPS: tl.constexpr):
-    """Multiplies finished sums by the scales of a single group of e4m3."""
+def finish(acc, scales_at, row_scales_at, GROUPS: tl.constexpr):
+    """Multiplies finished sums by the scales of a single group, and of rows."""
     if GROUPS == 1:
         if scales_at.dtype.element_ty != tl.uint8:
-            acc *= tl.load(scales_at)[:, None]
+            acc *= tl.load(scales_at).to(tl.float32)[:, None]
+    if row_scales_at is not None:
+        acc *= tl.load(row_scales_at)[:, None]
     return acc
 
 
 @triton.jit
 def product(
-    rows_at, scales_at, x_at, valid, K: tl.constexpr, ROWS: tl.constexpr,
+    rows_at, scales_at, zeros_at, row_scales_at, x_at, valid, K: tl.constexpr, ROWS: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, BEGIN: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
     """Multiplies weight rows with rows of x, given pointers to both -> [BLOCK_R, BLOCK_N] fp32."""
-    PACK: tl.constexpr = 2 if rows_at.dtype.element_ty == tl.uint8 else 1
+    PACK: tl.constexpr = 8 if rows_at.dtype.element_ty == tl.int32 else 1
     k = tl.arange(0, BLOCK_K)
     c = tl.arange(0, BLOCK_K // PACK)
     acc = tl.zeros([BLOCK_R, BLOCK_N], tl.float32)
@@ -112,19 +135,22 @@ def product(
         w = tl.load(rows_at[:, None] + (begin // PACK + c)[None, :], mask=w_mask, other=0.0)
         x_mask = inside(k, begin, K, BEGIN)[:, None] & valid[None, :]
         xs = tl.load(x_at[None, :] + (begin + k)[:, None], mask=x_mask, other=0.0)
-        acc = add_product(acc, w, xs, scales_at, (BEGIN + begin) // GROUP, ROWS, GROUP, GROUPS, ROUNDS)
-    return finish(acc, scales_at, GROUPS)
+        acc = add_product(acc, w, xs, scales_at, zeros_at, (BEGIN + begin) // GROUP, ROWS, GROUP, GROUPS, ROUNDS)
+    return finish(acc, scales_at, row_scales_at, GROUPS)
 
 
-def stored(weight: torch.Tensor | ScaledMatrix) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, Any]]:
-    """Returns a weight's kernel arguments: its data, its scales or None, and the shape of the groups."""
+def stored(
+    weight: torch.Tensor | ScaledMatrix,
+) -> tuple[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None], dict[str, Any]]:
+    """Returns a weight's kernel arguments: its data, scales, zeros and row scales (or None), and the groups' shape."""
     if isinstance(weight, torch.Tensor):
-        return weight, None, dict(GROUP=1, GROUPS=0, BEGIN=0)
-    return weight.data, weight.scales, dict(GROUP=weight.group, GROUPS=weight.scales.shape[-2], BEGIN=weight.begin)
+        return (weight, None, None, None), dict(GROUP=1, GROUPS=0, BEGIN=0)
+    tensors = weight.data, weight.scales, weight.zeros, weight.row_scales
+    return tensors, dict(GROUP=weight.group, GROUPS=weight.scales.shape[-2], BEGIN=weight.begin)
 
 
 def run_of(weight: torch.Tensor | ScaledMatrix, run: int) -> int:
     """Returns how many consecutive weights of one group a thread loads at once: 16 bytes, `run` of bf16, or fewer."""
     if isinstance(weight, torch.Tensor):
         return run
-    return math.gcd(4 * run if weight.packed else 2 * run, weight.begin)
+    return math.gcd(2 * run, weight.begin, weight.group)

@@ -12,6 +12,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+LEVELS = gl.constexpr(4)  # of the tree
 EMPTY = gl.constexpr(-1)  # empty word of the workspace: as floats, NaNs that no sum yields
 
 
@@ -80,6 +81,44 @@ def split_k_reduce(y, up, live, words, tile, part, SPLIT: gl.constexpr, TWO: gl.
             if ((SPLIT - 1) >> level) % 2 == 1 or (part >> level) < ((SPLIT - 1) >> level):
                 y, up, live = reduce_node(at, y, up, live, TWO)
             node += (((SPLIT - 1) >> level) + 1) // 2
+    return y, up, live
+
+
+@gluon.jit
+def share_of(tiles, steps, program, programs):
+    """Returns this program's run of the steps of all tiles, and the numbers of active programs and of steps.
+
+    Few tiles are split evenly, each among as many programs as the tree has leaves; with more tiles, a run is longer
+    than half a tile.
+    """
+    total = tiles * steps
+    active = gl.minimum(programs, total)
+    if tiles * 2 <= programs:
+        active = tiles * gl.minimum(gl.minimum(programs // gl.maximum(tiles, 1), steps), 1 << LEVELS)
+    begin = gl.minimum(program, active) * total // gl.maximum(active, 1)
+    end = gl.minimum(program + 1, active) * total // gl.maximum(active, 1)
+    return begin, end, active, total
+
+
+@gluon.jit
+def sharers(tile, steps, active, total):
+    """Returns the first program with steps of a tile, and the number of such programs."""
+    begin = ((tile * steps + 1) * active - 1) // total
+    return begin, ((tile + 1) * steps * active - 1) // total - begin + 1
+
+
+@gluon.jit
+def reduce_sharers(y, up, live, words, offset, tile, steps, active, total, GATE: gl.constexpr):
+    """Adds other programs' sums of a tile; elements stay live in the program that has their total."""
+    begin, count = sharers(tile, steps, active, total)
+    me = gl.program_id(0) - begin
+    for level in gl.static_range(LEVELS):
+        if (me ^ 1) < count:
+            right = begin + ((me | 1) << level)
+            at = words + right.to(gl.int64) * offset.shape[0] * offset.shape[1] + offset
+            y, up, live = reduce_node(at, y, up, live, GATE)
+        me = me >> 1
+        count = (count + 1) >> 1
     return y, up, live
 
 

@@ -1,6 +1,6 @@
 """A rank's routed experts: gather, two grouped GEMMs and the weighted sum, without permuting x.
 
-A pair is a token and one of its experts. Static shapes choose one of six algorithms; no grid depends on ids:
+A pair is a token and one of its experts. Static shapes choose one of seven algorithms; no grid depends on ids:
 
 - few: a few tokens rarely share experts, and latency dominates. One program per pair and some rows of its expert's gate
   and up, streamed through registers; programs of equal experts are neighbors, and all but the first read from L2. For
@@ -11,8 +11,9 @@ A pair is a token and one of its experts. Static shapes choose one of six algori
   an expert has more pairs).
 - many: the same, over blocks of pairs sorted by expert beforehand.
 - On Hopper, `kernels.moe.experts_sm90` instead of few and some, for a few tokens of wide experts: programs share the
-  weights of the active local experts equally, and prefetch them. `kernels.moe.experts_scaled_sm90` for up to 128 tokens
-  and quantized weights. `kernels.moe.experts_many_sm90` for many pairs and e4m3 weights.
+  weights of the active local experts equally, and prefetch them. For up to 128 tokens and quantized weights,
+  `kernels.moe.experts_scaled_sm90` (e4m3) and `experts_packed_sm90` (4 bits); for more tokens and e4m3,
+  `experts_e4m3_sm90`; for many pairs of each expert, `experts_many_sm90`.
 
 The last kernel stores a token's sum, or sends it to the reducing ranks: phase 1 of `kernels.peers.all_reduce_norm`.
 """
@@ -28,9 +29,9 @@ import triton.language as tl
 
 from kernels import dispatch
 from kernels.dense.linear import RUN
-from kernels.dense.scaled_rows import add_product, finish, inside, load_scales, numbers, product, run_of, stored
+from kernels.dense.scaled_rows import add_product, finish, inside, product, run_of, stored
 from kernels.dense.silu_mul import clamp_of, expert_swiglu
-from kernels.moe import experts_many_sm90, experts_scaled_sm90, experts_sm90
+from kernels.moe import experts_e4m3_sm90, experts_many_sm90, experts_packed_sm90, experts_scaled_sm90, experts_sm90
 from kernels.moe.pair_order import pair_order
 from kernels.moe.reference import moe as reference
 from kernels.overlap import pdl_options, sm_count, start_successor, wait_for_predecessor
@@ -69,23 +70,21 @@ def _gate_up_few_kernel(
         start_successor(PDL)
     expert = tl.load(ids + pair) - first
     if (expert >= 0) & (expert < EXPERTS):
-        PACK: tl.constexpr = 2 if gate_up.dtype.element_ty == tl.uint8 else 1
         k = tl.arange(0, BLOCK_K)
-        c = tl.arange(0, BLOCK_K // PACK)
         x_at = x + (pair // TOP_K) * x_n + k
-        w_at = gate_up + expert.to(tl.int64) * (2 * F * H // PACK) + row[:, None] * (H // PACK) + c[None, :]
+        w_at = gate_up + expert.to(tl.int64) * (2 * F * H) + row[:, None] * H + k[None, :]
         acc = tl.zeros([BLOCK_R, BLOCK_K // RUN], tl.float32)
         for begin in tl.range(0, H, BLOCK_K, num_stages=STAGES):
-            w_mask = (c < (H - begin) // PACK)[None, :]
-            ws = numbers(tl.load(w_at + begin // PACK, mask=w_mask, other=0.0), tl.float32)
-            xs = tl.load(x_at + begin, mask=k < H - begin, other=0.0).to(tl.float32)
+            inside = k < H - begin
+            ws = tl.load(w_at + begin, mask=inside[None, :], other=0.0).to(tl.float32)
+            xs = tl.load(x_at + begin, mask=inside, other=0.0).to(tl.float32)
             products = tl.reshape(xs[None, :] * ws, [BLOCK_R, BLOCK_K // RUN, RUN])
             sums = tl.sum(products, 2)
             if GROUPS > 0:
                 column = begin + tl.arange(0, BLOCK_K // RUN) * RUN
                 scale_at = scales + expert.to(tl.int64) * (GROUPS * 2 * F) + row[:, None]
                 group = (BEGIN + column) // GROUP
-                sums *= load_scales(scale_at + (group * (2 * F))[None, :], (column < H)[None, :])
+                sums *= tl.load(scale_at + (group * (2 * F))[None, :], mask=(column < H)[None, :], other=0.0)
             acc += sums
         y = tl.sum(acc, 1)
         if BIAS:
@@ -131,9 +130,7 @@ def _down_few_kernel(
         wait_for_predecessor(PDL)
     if EARLY:
         start_successor(PDL)
-    PACK: tl.constexpr = 2 if down.dtype.element_ty == tl.uint8 else 1
     k = tl.arange(0, BLOCK_K)
-    c = tl.arange(0, BLOCK_K // PACK)
     chunks: tl.constexpr = (F + BLOCK_K - 1) // BLOCK_K
     acc = tl.zeros([BLOCK_R, BLOCK_K // RUN], tl.float32)
     for i in tl.range(0, count * chunks, num_stages=STAGES):
@@ -141,15 +138,16 @@ def _down_few_kernel(
         e = tl.sum(tl.where(here, expert, 0), 0)
         pair = n * TOP_K + tl.sum(tl.where(here, slot, 0), 0)
         begin = i % chunks * BLOCK_K
-        byte = begin // PACK + c
-        w_at = down + e.to(tl.int64) * (H * F // PACK) + row[:, None] * (F // PACK) + byte[None, :]
-        ws = numbers(tl.load(w_at, mask=(byte < F // PACK)[None, :], other=0.0), tl.float32)
-        hs = tl.load(h + pair * F + (begin + k), mask=begin + k < F, other=0.0).to(tl.float32)
+        f = begin + k
+        w_at = down + e.to(tl.int64) * (H * F) + row[:, None] * F + f[None, :]
+        ws = tl.load(w_at, mask=(f < F)[None, :], other=0.0).to(tl.float32)
+        hs = tl.load(h + pair * F + f, mask=f < F, other=0.0).to(tl.float32)
         sums = tl.sum(tl.reshape(hs[None, :] * ws, [BLOCK_R, BLOCK_K // RUN, RUN]), 2)
         if GROUPS > 0:
             column = begin + tl.arange(0, BLOCK_K // RUN) * RUN
             scale_at = scales + e.to(tl.int64) * (GROUPS * H) + row[:, None]
-            sums *= load_scales(scale_at + ((BEGIN + column) // GROUP * H)[None, :], (column < F)[None, :])
+            group = (BEGIN + column) // GROUP
+            sums *= tl.load(scale_at + (group * H)[None, :], mask=(column < F)[None, :], other=0.0)
         acc += sums
     if not EARLY:
         start_successor(PDL)
@@ -214,8 +212,9 @@ def _pairs_at(lane, stop, counts, order, SORTED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["P"], do_not_specialize_on_alignment=["shares"])  # change from chunk to chunk
 def _gate_up_kernel(
-    x, ids, weights, gate_up, scales, bias, h, order, bounds, block_ends, x_n, P, first, shares, clamp_at,
-    TOP_K: tl.constexpr, EXPERTS: tl.constexpr, SHARED_EXPERTS: tl.constexpr, H: tl.constexpr, F: tl.constexpr,
+    x, ids, weights, gate_up, scales, zeros, row_scales, bias, h, order, bounds, block_ends, x_n, P, first, shares,
+    clamp_at, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, SHARED_EXPERTS: tl.constexpr, H: tl.constexpr,
+    F: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, BEGIN: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
     BIAS: tl.constexpr, CLAMP: tl.constexpr, SORTED: tl.constexpr, EARLY: tl.constexpr, STAGES: tl.constexpr,
@@ -245,13 +244,14 @@ def _gate_up_kernel(
         lane = at + tl.arange(0, BLOCK_N)
         valid = lane < stop
         pair = _pairs_at(lane, stop, counts, order, SORTED)
-        PACK: tl.constexpr = 2 if gate_up.dtype.element_ty == tl.uint8 else 1
+        PACK: tl.constexpr = 8 if gate_up.dtype.element_ty == tl.int32 else 1
         rows_at = gate_up + expert.to(tl.int64) * (2 * F * H // PACK) + row * (H // PACK)
-        scales_at = scales
-        if GROUPS > 0:
-            scales_at += expert.to(tl.int64) * (GROUPS * 2 * F) + row
+        scales_row = expert.to(tl.int64) * (GROUPS * 2 * F) + row
+        scales_at = None if scales is None else scales + scales_row
+        zeros_at = None if zeros is None else zeros + scales_row
+        row_scales_at = None if row_scales is None else row_scales + expert.to(tl.int64) * (2 * F) + row
         y = product(
-            rows_at, scales_at, x + pair // TOP_K * x_n, valid, H, 2 * F, GROUP, GROUPS, BEGIN,
+            rows_at, scales_at, zeros_at, row_scales_at, x + pair // TOP_K * x_n, valid, H, 2 * F, GROUP, GROUPS, BEGIN,
             BLOCK_R, BLOCK_N, BLOCK_K, STAGES, ROUNDS,
         )  # fmt: skip
         if BIAS:
@@ -267,7 +267,7 @@ def _gate_up_kernel(
 
 @triton.jit(do_not_specialize=["P"], do_not_specialize_on_alignment=["shares"])  # change from chunk to chunk
 def _down_kernel(
-    h, ids, weights, down, scales, bias, outputs, order, bounds, block_ends, P, first, shares,
+    h, ids, weights, down, scales, zeros, row_scales, bias, outputs, order, bounds, block_ends, P, first, shares,
     EXPERTS: tl.constexpr, SHARED_EXPERTS: tl.constexpr, H: tl.constexpr, F: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, BEGIN: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -277,7 +277,7 @@ def _down_kernel(
     tile = tl.program_id(0) * TILES
     tiles = tl.minimum(TILES, (H + BLOCK_R - 1) // BLOCK_R - tile)
     chunks: tl.constexpr = (max(BEGIN + F, 1) + BLOCK_K - 1) // BLOCK_K  # without columns, there may be a bias
-    PACK: tl.constexpr = 2 if down.dtype.element_ty == tl.uint8 else 1
+    PACK: tl.constexpr = 8 if down.dtype.element_ty == tl.int32 else 1
     k = tl.arange(0, BLOCK_K)
     c = tl.arange(0, BLOCK_K // PACK)
     # The pairs depend only on data older than the predecessor.
@@ -310,17 +310,18 @@ def _down_kernel(
             row = tl.minimum(r, H - 1)
             index = i % chunks * BLOCK_K  # from the start of the first group
             column = index - BEGIN + k
-            byte = (index - BEGIN) // PACK + c
-            w_at = down + expert.to(tl.int64) * (H * F // PACK) + (row * (F // PACK))[:, None] + byte[None, :]
-            w = tl.load(w_at, mask=inside(byte, 0, F // PACK, BEGIN)[None, :], other=0.0)
+            word = (index - BEGIN) // PACK + c
+            w_at = down + expert.to(tl.int64) * (H * F // PACK) + (row * (F // PACK))[:, None] + word[None, :]
+            w = tl.load(w_at, mask=inside(word, 0, F // PACK, BEGIN)[None, :], other=0.0)
             h_at = h + (pair * F)[None, :] + column[:, None]
             hs = tl.load(h_at, mask=inside(column, 0, F, BEGIN)[:, None] & valid[None, :], other=0.0)
-            scales_at = scales
-            if GROUPS > 0:
-                scales_at += expert.to(tl.int64) * (GROUPS * H) + row
-            acc = add_product(acc, w, hs, scales_at, index // GROUP, H, GROUP, GROUPS, ROUNDS)
+            scales_row = expert.to(tl.int64) * (GROUPS * H) + row
+            scales_at = None if scales is None else scales + scales_row
+            zeros_at = None if zeros is None else zeros + scales_row
+            row_scales_at = None if row_scales is None else row_scales + expert.to(tl.int64) * H + row
+            acc = add_product(acc, w, hs, scales_at, zeros_at, index // GROUP, H, GROUP, GROUPS, ROUNDS)
             if i % chunks == chunks - 1:
-                acc = finish(acc, scales_at, GROUPS)
+                acc = finish(acc, scales_at, row_scales_at, GROUPS)
                 if BIAS:
                     acc += weight[None, :] * tl.load(bias + expert * H + row).to(tl.float32)[:, None]
                 tl.store(outputs + (pair * H)[None, :] + r[:, None], acc, mask=(r < H)[:, None] & valid[None, :])
@@ -425,36 +426,42 @@ class RoutedExperts:
         x, ids, weights, gate_up, down, first = self.x, self.ids, self.weights, self.gate_up, self.down, self.first
         (N, H), top_k = x.shape, ids.shape[1]
         E, _, F = down.shape
-        gate_stored, gate_scales, gate_groups = stored(gate_up)
-        down_stored, down_scales, down_groups = stored(down)
-        assert gate_up.shape == (E, 2 * F, H) and gate_stored.dtype == down_stored.dtype and x.stride(1) == 1
-        assert gate_stored.dtype == x.dtype if gate_scales is None else x.dtype != torch.float16
+        gate_tensors, gate_groups = stored(gate_up)
+        down_tensors, down_groups = stored(down)
+        data = gate_tensors[0]
+        assert gate_up.shape == (E, 2 * F, H) and data.dtype == down_tensors[0].dtype and x.stride(1) == 1
+        assert data.dtype == x.dtype or (isinstance(gate_up, ScaledMatrix) and x.dtype != torch.float16)
         assert ids.dtype == torch.int32 and weights.dtype == torch.float32 and ids.shape == weights.shape
         assert self.addend is None or (self.addend.shape == x.shape and self.addend.dtype == x.dtype)
-        matrices = (ids, weights, gate_stored, gate_scales, down_stored, down_scales)
-        others = (self.gate_up_bias, self.down_bias, self.addend)
-        assert all(t is None or t.is_contiguous() for t in (*matrices, *others))
-        P = N * top_k
-        h = torch.empty(P, F, dtype=x.dtype, device=x.device)
+        others = (ids, weights, self.gate_up_bias, self.down_bias, self.addend)
+        assert all(t is None or t.is_contiguous() for t in (*gate_tensors, *down_tensors, *others))
+        P, total = N * top_k, self.total_experts or E
         bound, clamp = clamp_of(self.clamp_at, self.activation)
         given = x, ids, weights, gate_up, down, first, self.gate_up_bias, self.down_bias, bound, clamp
-        if x.is_cuda and experts_scaled_sm90.fits(x, ids, gate_up, down):
-            outputs = torch.empty(P, H, dtype=x.dtype, device=x.device)
-            columns = experts_scaled_sm90.columns_of(P, self.total_experts or E)
-            experts_scaled_sm90.launch(*given, h, outputs, columns)
-            self._sum(outputs, out)
+        for variant in (experts_scaled_sm90, experts_packed_sm90):
+            if x.is_cuda and variant.fits(x, ids, gate_up, down):
+                h, outputs = (torch.empty(P, width, dtype=x.dtype, device=x.device) for width in (F, H))
+                columns = experts_scaled_sm90.columns_of(P, total)
+                variant.launch(*given, h, outputs, columns)
+                self._sum(outputs, out)
+                return
+        has_epilogue = any(given is not None for given in (self.gate_up_bias, self.down_bias, self.clamp_at))
+        if x.is_cuda and not has_epilogue and experts_e4m3_sm90.fits(x, P, total, gate_up, down):
+            assert isinstance(gate_up, ScaledMatrix) and isinstance(down, ScaledMatrix)
+            block = experts_e4m3_sm90.block_of(P, total)
+            pairs = pair_order(ids, first, E, block)
+            outputs = experts_e4m3_sm90.launch(x, weights, gate_up, down, pairs, block)
+            self._sum(outputs, out, pairs.inverse_order)
             return
-        if (
-            x.is_cuda
-            and not self._has_bias_or_clamp
-            and experts_many_sm90.fits(x, P, self.total_experts or E, gate_up, down)
-        ):
+        if x.is_cuda and experts_many_sm90.fits(x, P, total, gate_up, down):
             assert isinstance(gate_up, ScaledMatrix) and isinstance(down, ScaledMatrix)
             pairs = pair_order(ids, first, E, experts_many_sm90.PAIRS.value)
             outputs = torch.empty(P, H, dtype=x.dtype, device=x.device)
-            experts_many_sm90.launch(x, weights, gate_up, down, pairs, outputs)
+            last = self.gate_up_bias, self.down_bias, bound, clamp, outputs
+            experts_many_sm90.launch(x, weights, gate_up, down, pairs, *last)
             self._sum(outputs, out, pairs.inverse_order)
             return
+        h = torch.empty(P, F, dtype=x.dtype, device=x.device)
         if x.is_cuda and experts_sm90.fits(x, gate_up, down):
             experts_sm90.launch(*given, self.addend, h, out)
             return
@@ -465,22 +472,23 @@ class RoutedExperts:
         shape = dict(EXPERTS=E, H=H, F=F, **pdl_options(x))
         epilogue = dict(BIAS=self.gate_up_bias is not None, CLAMP=clamp)
         summand = dict(ADDEND=self.addend is not None, **ll_buffers)
-        strategy = choose_strategy(N, top_k, E)
+        is_packed = isinstance(gate_up, ScaledMatrix) and gate_up.packed
+        strategy = choose_strategy(N, top_k, E, is_packed)
         if strategy == "few":
             tile, down_tile = few_tiles(N, F, run_of(gate_up, RUN), run_of(down, RUN))
             _gate_up_few_kernel[P, triton.cdiv(2 * F, tile["BLOCK_R"])](
-                x, ids, weights, gate_stored, gate_scales, self.gate_up_bias, h, x.stride(0), first, bound,
+                x, ids, weights, *gate_tensors[:2], self.gate_up_bias, h, x.stride(0), first, bound,
                 TOP_K=top_k, **epilogue, **shape, **gate_groups, **tile,
             )  # fmt: skip
             _down_few_kernel[N, triton.cdiv(H, down_tile["BLOCK_R"])](
-                h, ids, weights, down_stored, down_scales, self.down_bias, self.addend, *to, first, rank,
+                h, ids, weights, *down_tensors[:2], self.down_bias, self.addend, *to, first, rank,
                 TOP_K=top_k, BLOCK_S=triton.next_power_of_2(top_k), BIAS=self.down_bias is not None,
                 **summand, **shape, **down_groups, **down_tile,
             )  # fmt: skip
             return
 
-        num_active = E * (1 - (1 - 1 / (self.total_experts or E)) ** P)  # expected number of active experts, if uniform
-        tile, down_tile = tiles_of(strategy, P, E, F, H, x.dtype, num_active / sm_count(x.device), gate_stored.dtype)
+        num_active = E * (1 - (1 - 1 / total) ** P)  # expected number of active experts, if uniform
+        tile, down_tile = tiles_of(strategy, P, E, F, H, x.dtype, num_active / sm_count(x.device), data.dtype)
         is_sorted = strategy == "many"
         plan: tuple[torch.Tensor | None, ...] = (None, None, None)
         if is_sorted:
@@ -497,18 +505,14 @@ class RoutedExperts:
         )
         outputs = torch.empty(P, H, dtype=x.dtype, device=x.device)
         _gate_up_kernel[triton.cdiv(2 * F, tile["BLOCK_R"]), blocks](
-            x, ids, weights, gate_stored, gate_scales, self.gate_up_bias, h, *plan, x.stride(0), P, first, shares,
+            x, ids, weights, *gate_tensors, self.gate_up_bias, h, *plan, x.stride(0), P, first, shares,
             bound, TOP_K=top_k, **epilogue, **shape, **gate_groups, **find, **tile,
         )  # fmt: skip
         _down_kernel[triton.cdiv(H, down_tile["BLOCK_R"] * down_tile["TILES"]), blocks](
-            h, ids, weights, down_stored, down_scales, self.down_bias, outputs, *plan, P, first, shares,
+            h, ids, weights, *down_tensors, self.down_bias, outputs, *plan, P, first, shares,
             BIAS=self.down_bias is not None, **shape, **down_groups, **find, **down_tile,
         )  # fmt: skip
         self._sum(outputs, out)
-
-    @property
-    def _has_bias_or_clamp(self) -> bool:
-        return any(given is not None for given in (self.gate_up_bias, self.down_bias, self.clamp_at))
 
     def _sum(self, outputs: torch.Tensor, out: torch.Tensor | SumTarget, indices: torch.Tensor | None = None) -> None:
         """Sums the outputs [N k, H] of each token's local experts; pair i is at `indices[i]` if given."""
@@ -522,13 +526,14 @@ class RoutedExperts:
         )  # fmt: skip
 
 
-def choose_strategy(N: int, top_k: int, E: int) -> Strategy:
+def choose_strategy(N: int, top_k: int, E: int, is_packed: bool = False) -> Strategy:
     """Chooses the algorithm for N tokens over E local experts, by H200 timings.
 
-    "few" wins unless most programs meet another rank's expert, or one that a neighbor has already read.
+    "few" wins unless most programs meet another rank's expert, or one that a neighbor has already read. It does not
+    read packed weights.
     """
     pairs = N * top_k
-    if N <= 2 or (N <= 8 and 2 * pairs <= E):
+    if not is_packed and (N <= 2 or (N <= 8 and 2 * pairs <= E)):
         return "few"
     return "some" if pairs <= 512 or N <= 64 else "many"  # each program of `some` scans all pairs
 
@@ -565,7 +570,13 @@ def tiles_of(
         tile = dict(BLOCK_R=32, BLOCK_N=16, BLOCK_K=32, STAGES=2, ROUNDS=False, num_warps=4)
         return tile | dict(EARLY=False), tile | dict(TILES=2)
     if strategy == "some":
-        tile = dict(BLOCK_R=64, BLOCK_N=16, BLOCK_K=128, STAGES=3 if weights.itemsize > 1 else 5, num_warps=4)
+        tile = dict(
+            BLOCK_R=64,
+            BLOCK_N=16,
+            BLOCK_K=128,
+            STAGES=5 if weights in (torch.float8_e4m3fn, torch.int32) else 3,
+            num_warps=4,
+        )
         tile |= dict(ROUNDS=False)
         rows = 64
         while rows < H and 2 * rows * F <= 100 << 10 and num_active * triton.cdiv(H, 2 * rows) >= MIN_PROGRAMS_PER_SM:
@@ -574,7 +585,10 @@ def tiles_of(
         return tile | dict(EARLY=early), tile | dict(TILES=rows // 64)
     if weights == torch.float8_e4m3fn and P >= 128 * E:  # convert each weight for as many pairs as fit
         tile = dict(BLOCK_R=128, BLOCK_N=256, BLOCK_K=64, STAGES=3, ROUNDS=True, num_warps=8)
-    elif P < 128 * E or weights.itemsize == 1:  # two programs per SM: one converts while the other multiplies
+    elif P < 128 * E or weights in (
+        torch.float8_e4m3fn,
+        torch.int32,
+    ):  # two programs per SM: one converts while the other multiplies
         tile = dict(BLOCK_R=128, BLOCK_N=64, BLOCK_K=64, STAGES=4, ROUNDS=False, num_warps=4)
     else:
         tile = dict(BLOCK_R=128, BLOCK_N=128, BLOCK_K=64, STAGES=4, ROUNDS=False, num_warps=8)

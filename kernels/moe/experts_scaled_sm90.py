@@ -1,4 +1,4 @@
-"""Hopper variant of `kernels.moe.experts` for quantized weights (e4m3, e2m1) and up to 128 tokens.
+"""Hopper variant of `kernels.moe.experts` for weights in e4m3 and up to 128 tokens.
 
 As in `kernels.moe.experts_sm90`, a fixed grid divides the steps of all tiles equally, and programs that share a tile
 reduce in a tree. But MMA columns are pairs of one expert: each program counts the blocks of pairs per local expert from
@@ -6,9 +6,8 @@ ids, and lists the pairs of its own blocks in memory; an expert with several blo
 tokens than columns no expert has two blocks and latency dominates, so columns are tokens, and a program finds the one
 or two experts of its steps in registers. Down writes one output per pair; another launch sums them.
 
-Bound by conversion, so a thread reads what it converts in 16-byte words, and nothing is shuffled: it multiplies 32
-neighboring columns, which in MMA order are pairs 8 apart. Rows of x and h are copied to shared memory in that order, a
-pair of columns at a time.
+A thread reads what it converts in 16-byte words, and nothing is shuffled: it multiplies 32 neighboring columns, which
+in MMA order are pairs 8 apart. Rows of x and h are copied to shared memory in that order, a pair of columns at a time.
 """
 
 from __future__ import annotations
@@ -25,9 +24,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.dense.scaled_rows import stored
 from kernels.dense.silu_mul import expert_swiglu
-from kernels.dense.split_k_reduce_sm90 import workspace
+from kernels.dense.split_k_reduce_sm90 import reduce_sharers, share_of, workspace
 from kernels.moe.expert_lookup_sm90 import active_experts, nth_expert, pairs_with, slots
-from kernels.moe.experts_sm90 import reduce_sharers, share_of
 from kernels.overlap import sm_count
 from kernels.scaled import ScaledMatrix
 from kernels.sm90 import SHARED, add
@@ -36,15 +34,11 @@ MAX_TOKENS, MAX_PAIRS = 128, 2048
 MAX_COLUMNS = 32  # pairs per block
 MIN_WIDTH = 128  # columns of an expert: one group
 WARPS, ROWS, HALF = gl.constexpr(4), gl.constexpr(64), gl.constexpr(32)
-BLOCK_K = gl.constexpr(128)  # columns per product
+BLOCK_K, PARTS = gl.constexpr(128), gl.constexpr(2)  # columns per product; products per step: 16 KB of weights
+WORDS = gl.constexpr(BLOCK_K.value // 4)
 SHARED_KB = {2: 104, 3: 68}  # of stages per program, by programs per SM
 COPIED = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))
 SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-# Of a step's e2m1 scales those that `_words` needs: a thread's rows, its quarter.
-QUARTERS = gl.constexpr(
-    gl.DistributedLinearLayout([[8]], [[64], [128], [1], [2], [4]], [[16], [32]], [], [4 * ROWS.value])
-)
-LOW, LIFT = gl.constexpr(64), gl.constexpr(2.0**64)  # e2m1 is scaled by 2^-64, so that no weight overflows bf16
 
 
 def _e4m3_to_bf16() -> str:
@@ -56,18 +50,7 @@ def _e4m3_to_bf16() -> str:
     return "{" + "\n".join(lines) + "}"
 
 
-def _e2m1_to_bf16() -> str:
-    """Code for a word: with a byte in both halves, signs are in place, and magnitudes two bits low."""
-    lines = [".reg .b32 up, r, m;", "shl.b32 up, $8, 4;"]
-    for i in range(4):
-        byte = f"0x{(4 + i) * 0x1100 + i * 0x11:04x}"
-        lines += [f"prmt.b32 r, up, $8, {byte};", "shl.b32 m, r, 2;", "and.b32 m, m, 0x01c001c0;"]
-        lines += ["lop3.b32 r, r, 0x80008000, m, 0xea;", "mul.rn.bf16x2 r, r, $9;"]
-        lines += [f"mov.b32 {{${2 * i}, ${2 * i + 1}}}, r;"]
-    return "{" + "\n".join(lines) + "}"
-
-
-E4M3_TO_BF16, E2M1_TO_BF16 = gl.constexpr(_e4m3_to_bf16()), gl.constexpr(_e2m1_to_bf16())
+E4M3_TO_BF16 = gl.constexpr(_e4m3_to_bf16())
 
 
 @gluon.constexpr_function
@@ -86,7 +69,7 @@ def _words(words):
 
 
 @gluon.jit
-def _pairs_of(ids, P, first, EXPERTS: gl.constexpr, BLOCK_P: gl.constexpr, COLUMNS: gl.constexpr):
+def pairs_of(ids, P, first, EXPERTS: gl.constexpr, BLOCK_P: gl.constexpr, COLUMNS: gl.constexpr):
     """Finds each pair's local expert, or -1, and the running number of the experts' blocks."""
     BINS: gl.constexpr = max(32, triton.next_power_of_2(EXPERTS))
     p = gl.arange(0, BLOCK_P, layout=gl.BlockedLayout([max(1, BLOCK_P // 128)], [32], [4], [0]))
@@ -99,7 +82,8 @@ def _pairs_of(ids, P, first, EXPERTS: gl.constexpr, BLOCK_P: gl.constexpr, COLUM
 
 
 @gluon.jit
-def _list_pairs(row, block, local, ends, BLOCK_P: gl.constexpr, COLUMNS: gl.constexpr):
+def list_pairs(row, block, local, ends, BLOCK_P: gl.constexpr, COLUMNS: gl.constexpr):
+    """Lists a block's pairs in memory, -1 past the last one, and behind them its expert."""
     expert = gl.sum((ends <= block).to(gl.int32), 0)
     before = gl.max(gl.where(ends <= block, ends, 0), 0)
     n = gl.arange(0, COLUMNS, layout=gl.BlockedLayout([1], [32], [4], [0]))
@@ -133,13 +117,10 @@ def select_pair(block, of, FEW: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def _load_weights(tile, e, column, w, slots, slot, ready, GATE: gl.constexpr):
-    WORDS: gl.constexpr = slots[0].shape[2]
-    PARTS: gl.constexpr = len(slots)
-    ROWS: gl.constexpr = slots[0].shape[1]
     for part in gl.static_range(PARTS):
         mbarrier.expect(ready[part].index(slot), ROWS * WORDS * 4)
     for part in gl.static_range(PARTS):
-        to, k = slots[part].index(slot), column // (BLOCK_K // WORDS) + part * WORDS
+        to, k = slots[part].index(slot), column // 4 + part * WORDS
         if GATE:
             to = to.reshape([1, HALF // 8, 2, 8, WORDS])
             tma.async_copy_global_to_shared(w, [e, tile * (HALF // 8), 0, 0, k], ready[part].index(slot), to)
@@ -163,11 +144,11 @@ def _copy_rows(pair, column, x, x_n, to, GATE: gl.constexpr, TOP_K: gl.constexpr
 @gluon.jit
 def _copy_scales(
     tile, e, index, scales, to, GATE: gl.constexpr, H: gl.constexpr, F: gl.constexpr,
-    GROUP: gl.constexpr, GROUPS: gl.constexpr, SPAN: gl.constexpr,
+    GROUP: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
     """Copies the scales of a step's rows, whose groups begin `index` columns after the first."""
     c = gl.arange(0, to.shape[0], layout=gl.BlockedLayout([to.shape[0] // 128], [32], [4], [0]))
-    i, group = c % ROWS, (index + c // ROWS * SPAN) // GROUP
+    i, group = c % ROWS, (index + c // ROWS * BLOCK_K) // GROUP
     if GATE:
         f = tile * HALF + i // 16 * 8 + i % 8
         r, inside = i // 8 % 2 * F + f, f < F
@@ -178,62 +159,36 @@ def _copy_scales(
 
 
 @gluon.jit
-def _numbers(words, scales, PACKED: gl.constexpr, A: gl.constexpr):
-    """Converts words [ROWS, WORDS] to bf16 [ROWS, BLOCK_K], e2m1 scaled, in the order of `_copy_rows`."""
-    if PACKED:
-        words = gl.reshape(words, [ROWS, 4, 4])
-        scale = gl.permute(gl.reshape(scales.load(QUARTERS), [4, ROWS]), (1, 0)).to(gl.int32)
-        scale = gl.convert_layout(scale, gl.SliceLayout(2, words.type.layout))
-        factor = (gl.minimum(scale + (126 - LOW), 254) << 7) * 0x10001
-        factor = factor[:, :, None] + gl.full_like(words, 0)
-        a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
-            E2M1_TO_BF16, "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [words, factor],
-            dtype=(gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16),
-            is_pure=True, pack=1,
-        )  # fmt: skip
-        low, high = gl.join(gl.join(a, b), gl.join(c, d)), gl.join(gl.join(e, f), gl.join(g, h))
-        w = gl.permute(gl.join(low, high), (0, 2, 5, 4, 1, 3))
-    else:
-        a, b, c, d = gl.inline_asm_elementwise(
-            E4M3_TO_BF16, "=h,=h,=h,=h,r", [gl.reshape(words, [ROWS, 4, 8])],
-            dtype=(gl.int16, gl.int16, gl.int16, gl.int16), is_pure=True, pack=1,
-        )  # fmt: skip
-        w = gl.permute(gl.join(gl.join(a, b), gl.join(c, d)), (0, 2, 4, 1, 3))
+def _numbers(words, A: gl.constexpr):
+    """Converts words [ROWS, WORDS] to bf16 [ROWS, BLOCK_K], in the order of `_copy_rows`."""
+    a, b, c, d = gl.inline_asm_elementwise(
+        E4M3_TO_BF16, "=h,=h,=h,=h,r", [gl.reshape(words, [ROWS, 4, 8])],
+        dtype=(gl.int16, gl.int16, gl.int16, gl.int16), is_pure=True, pack=1,
+    )  # fmt: skip
+    w = gl.permute(gl.join(gl.join(a, b), gl.join(c, d)), (0, 2, 4, 1, 3))
     return gl.convert_layout(gl.reshape(w, [ROWS, BLOCK_K]).to(gl.bfloat16, bitcast=True), A)
 
 
 @gluon.jit
-def _multiply(
-    w_shared, slot, x, scales, acc, part: gl.constexpr, PACKED: gl.constexpr, PRODUCT: gl.constexpr,
-):  # fmt: skip
-    """Starts the product of a part of a step; returns it (added to `acc` if scaled), its weights, and row scales."""
-    WORDS: gl.constexpr = w_shared[part].shape[2]
+def _multiply(w_shared, slot, x, scales, part: gl.constexpr, PRODUCT: gl.constexpr):
+    """Starts the product of a part of a step; returns it, its weights, and row scales."""
     A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=PRODUCT, k_width=2)
-    COUNT: gl.constexpr = scales.shape[0] // len(w_shared)
-    words = w_shared[part].index(slot).load(_words(WORDS))
-    scales = scales.slice(part * COUNT, COUNT)
-    w = _numbers(words, scales, PACKED, A)
+    w = _numbers(w_shared[part].index(slot).load(_words(w_shared[part].shape[2])), A)
     columns = x.slice(part * BLOCK_K, BLOCK_K, dim=1).permute((1, 0))
-    if PACKED:
-        return hopper.warpgroup_mma(w, columns, acc, is_async=True), w, 1.0
-    else:
-        COLUMNS: gl.constexpr = x.shape[0]
-        zeros = gl.zeros([ROWS, COLUMNS], gl.float32, layout=PRODUCT)
-        acc = hopper.warpgroup_mma(w, columns, zeros, use_acc=False, is_async=True)
-        return acc, w, scales.load(gl.SliceLayout(1, PRODUCT))
+    COLUMNS: gl.constexpr = x.shape[0]
+    zeros = gl.zeros([ROWS, COLUMNS], gl.float32, layout=PRODUCT)
+    product = hopper.warpgroup_mma(w, columns, zeros, use_acc=False, is_async=True)
+    return product, w, scales.slice(part * ROWS, ROWS).load(gl.SliceLayout(1, PRODUCT))
 
 
 @gluon.jit(do_not_specialize=["x_n", "P", "first"])
 def _moe_scaled_sm90_kernel(
     w, scales, x, ids, weights, bias, out, words, lists, x_n, P, first, clamp_at,
     TOP_K: gl.constexpr, EXPERTS: gl.constexpr, H: gl.constexpr, F: gl.constexpr, BLOCK_P: gl.constexpr,
-    GROUP: gl.constexpr, GROUPS: gl.constexpr, BEGIN: gl.constexpr, COLUMNS: gl.constexpr, PARTS: gl.constexpr,
+    GROUP: gl.constexpr, GROUPS: gl.constexpr, BEGIN: gl.constexpr, COLUMNS: gl.constexpr,
     STAGES: gl.constexpr, LISTS: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr, CLAMP: gl.constexpr,
 ):  # fmt: skip
     FEW: gl.constexpr = LISTS == 0
-    PACKED: gl.constexpr = scales.dtype.element_ty == gl.uint8
-    WORDS: gl.constexpr = BLOCK_K // (8 if PACKED else 4)
-    SPAN: gl.constexpr = 32 if PACKED else BLOCK_K  # columns per scale in shared memory
     K: gl.constexpr = H if GATE else F
     STEPS: gl.constexpr = (BEGIN + K + PARTS * BLOCK_K - 1) // (PARTS * BLOCK_K)
     TILES: gl.constexpr = (F + HALF - 1) // HALF if GATE else (H + ROWS - 1) // ROWS
@@ -247,7 +202,7 @@ def _moe_scaled_sm90_kernel(
         barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         w_shared, ready = w_shared + (words_of_part,), ready + (barriers,)  # type: ignore[assignment]  # noqa: RUF005
     x_shared = gl.allocate_shared_memory(dtype, [STAGES, COLUMNS, PARTS * BLOCK_K], SHARED)
-    scales_shared = gl.allocate_shared_memory(scales.dtype.element_ty, [STAGES, PARTS * BLOCK_K // SPAN * ROWS], SCALES)
+    scales_shared = gl.allocate_shared_memory(gl.float32, [STAGES, PARTS * ROWS], SCALES)
     for part in gl.static_range(PARTS):
         for s in gl.static_range(STAGES):
             mbarrier.init(ready[part].index(s), count=1)
@@ -258,7 +213,7 @@ def _moe_scaled_sm90_kernel(
     if FEW:
         indices, blocks = active_experts(ids, P, first, EXPERTS, BLOCK_P)
     else:
-        local, ends = _pairs_of(ids, P, first, EXPERTS, BLOCK_P, COLUMNS)
+        local, ends = pairs_of(ids, P, first, EXPERTS, BLOCK_P, COLUMNS)
         blocks = gl.max(ends, 0)
     begin, end, active, total = share_of(blocks * TILES, STEPS, gl.program_id(0), gl.num_programs(0))
     steps = end - begin
@@ -269,7 +224,7 @@ def _moe_scaled_sm90_kernel(
         lists += gl.program_id(0) * (LISTS * (COLUMNS + 8))
         if steps > 0:
             for block in range(first_block, (end - 1) // (STEPS * TILES) + 1):
-                _list_pairs(lists + (block - first_block) * (COLUMNS + 8), block, local, ends, BLOCK_P, COLUMNS)
+                list_pairs(lists + (block - first_block) * (COLUMNS + 8), block, local, ends, BLOCK_P, COLUMNS)
         tl.debug_barrier()
         experts = lists + COLUMNS
     for s in range(gl.minimum(steps, STAGES - 1)):
@@ -290,7 +245,7 @@ def _moe_scaled_sm90_kernel(
             tile, block, column = locate(begin + s, first_block, GATE, H, F, BEGIN, PARTS)
             pair, e = select_pair(block, pairs, FEW, COLUMNS), select_pair(block, experts, FEW, COLUMNS)
             _copy_rows(pair, column, x, x_n, x_shared.index(s), GATE, TOP_K, K)
-            _copy_scales(tile, e, column + BEGIN, scales, scales_shared.index(s), GATE, H, F, GROUP, GROUPS, SPAN)
+            _copy_scales(tile, e, column + BEGIN, scales, scales_shared.index(s), GATE, H, F, GROUP, GROUPS)
         async_copy.commit_group()
     at, step = begin, 0
     while at < end:
@@ -306,33 +261,19 @@ def _moe_scaled_sm90_kernel(
             tl.debug_barrier()  # all warps have their rows, and are done with the previous step
             hopper.fence_async_shared()
             x_slot, scales_slot = x_shared.index(slot), scales_shared.index(slot)
-            one = acc
-            sums, deps, factors = (), (), ()
-            for part in gl.static_range(PARTS):
-                one, part_w, factor = _multiply(
-                    w_shared, slot, x_slot, scales_slot, one if PACKED else acc, part, PACKED, PRODUCT
-                )
-                sums, deps, factors = sums + (one,), deps + (part_w,), factors + (factor,)  # type: ignore[assignment]  # noqa: RUF005
+            one, one_w, scale = _multiply(w_shared, slot, x_slot, scales_slot, 0, PRODUCT)
+            two, two_w, next_scale = _multiply(w_shared, slot, x_slot, scales_slot, 1, PRODUCT)
             if ahead < steps:
                 into = ahead % STAGES
                 _load_weights(tile, e, column, w, w_shared, into, ready, GATE)
                 _copy_rows(pair, column, x, x_n, x_shared.index(into), GATE, TOP_K, K)
-                _copy_scales(
-                    tile, e, column + BEGIN, scales, scales_shared.index(into), GATE, H, F, GROUP, GROUPS, SPAN
-                )
+                _copy_scales(tile, e, column + BEGIN, scales, scales_shared.index(into), GATE, H, F, GROUP, GROUPS)
                 if ahead == steps - 1:  # the last load has been issued
                     gdc_launch_dependents()
             async_copy.commit_group()
-            if PARTS == 4:
-                acc, _, _, _, _ = hopper.warpgroup_mma_wait(0, [one, deps[0], deps[1], deps[2], deps[3]])  # type: ignore[misc]
-            elif PACKED:
-                acc, _, _ = hopper.warpgroup_mma_wait(0, [one, deps[0], deps[1]])  # type: ignore[misc]
-            else:
-                one, two, _, _ = hopper.warpgroup_mma_wait(0, [sums[0], sums[1], deps[0], deps[1]])  # type: ignore[misc]
-                acc += factors[0][:, None] * one + factors[1][:, None] * two  # type: ignore[misc]
+            one, two, _, _ = hopper.warpgroup_mma_wait(0, [one, two, one_w, two_w])
+            acc += scale[:, None] * one + next_scale[:, None] * two
             step += 1
-        if PACKED:
-            acc *= LIFT
         whole = at // STEPS
         tile, block, _ = locate(at, first_block, GATE, H, F, BEGIN, PARTS)
         pair, e = select_pair(block, pairs, FEW, COLUMNS), select_pair(block, experts, FEW, COLUMNS)
@@ -370,20 +311,15 @@ def columns_of(pairs: int, experts: int) -> int:
     return min(MAX_COLUMNS, max(8, triton.next_power_of_2(2 * pairs // experts)))
 
 
-def parts_of(columns: int, packed: bool) -> int:
-    """Returns products per step: 16 KB of weights, or half of that with many rows."""
-    return 4 if packed and columns <= 16 else 2
-
-
-def programs_of(columns: int, packed: bool) -> int:
+def programs_of(columns: int) -> int:
     """Returns programs per SM: three hide more latency, where their stages are small."""
-    return 2 if packed or columns > 8 else 3
+    return 2 if columns > 8 else 3
 
 
-def stages_of(columns: int, packed: bool) -> int:
+def stages_of(columns: int) -> int:
     """Returns how many stages fit a program's shared memory."""
-    part = BLOCK_K.value * (ROWS.value // (2 if packed else 1) + 2 * columns) + 256
-    return min(8, SHARED_KB[programs_of(columns, packed)] * 1024 // (parts_of(columns, packed) * part))
+    part = BLOCK_K.value * (ROWS.value + 2 * columns) + 256
+    return min(8, SHARED_KB[programs_of(columns)] * 1024 // (PARTS.value * part))
 
 
 def are_few(tokens: int, pairs: int, columns: int, programs: int) -> bool:
@@ -398,18 +334,16 @@ def fits(
     if not (isinstance(gate_up, ScaledMatrix) and isinstance(down, ScaledMatrix)):
         return False
     (N, H), F = x.shape, down.shape[2]
-    run = 32 if down.packed else 16  # TMA row alignment
     return (
         0 < N <= MAX_TOKENS
         and ids.numel() <= MAX_PAIRS
         and F >= MIN_WIDTH
-        and H % run == F % run == 0
+        and H % 16 == F % 16 == 0  # TMA row alignment
         and x.dtype == torch.bfloat16
         and x.stride(1) == 1
         and x.stride(0) % 8 == x.data_ptr() % 16 == 0
         and all(
-            matrix.data.data_ptr() % 16 == matrix.begin % run == 0
-            and (matrix.group % (32 if matrix.packed else BLOCK_K.value) == 0 or len(matrix.scales[0]) == 1)
+            not matrix.packed and matrix.wide_groups and matrix.data.data_ptr() % 16 == matrix.begin % 16 == 0
             for matrix in (gate_up, down)
         )
         and torch.cuda.get_device_capability(x.device)[0] == 9
@@ -428,20 +362,17 @@ def launch(
     """
     (N, H), (E, _, F), k = x.shape, down.shape, ids.shape[1]
     P = N * k
-    gate_data, gate_scales, gate_groups = stored(gate_up)
-    down_data, down_scales, down_groups = stored(down)
-    a_word = 8 if down_data.dtype == torch.uint8 else 4
-    words = BLOCK_K.value // a_word
+    (gate_data, gate_scales, _, _), gate_groups = stored(gate_up)
+    (down_data, down_scales, _, _), down_groups = stored(down)
     gates = TensorDescriptor(
-        gate_data.view(torch.int32), [E, F // 8, 2, 8, H // a_word],
-        [2 * F * H // a_word, 8 * H // a_word, F * H // a_word, H // a_word, 1],
-        [1, HALF.value // 8, 2, 8, words], words_shared(words, 5),
+        gate_data.view(torch.int32), [E, F // 8, 2, 8, H // 4], [F * H // 2, 2 * H, F * H // 4, H // 4, 1],
+        [1, HALF.value // 8, 2, 8, WORDS.value], words_shared(WORDS.value, 5),
     )  # fmt: skip
     downs = TensorDescriptor(
-        down_data.view(torch.int32), [E, H, F // a_word], [H * F // a_word, F // a_word, 1],
-        [1, ROWS.value, words], words_shared(words, 3),
+        down_data.view(torch.int32), [E, H, F // 4], [H * F // 4, F // 4, 1],
+        [1, ROWS.value, WORDS.value], words_shared(WORDS.value, 3),
     )  # fmt: skip
-    programs = programs_of(columns, a_word == 8) * sm_count(x.device)
+    programs = programs_of(columns) * sm_count(x.device)
     few = are_few(N, P, columns, programs)
     block_p = max(32 if few else 128, triton.next_power_of_2(P))
     max_blocks = (
@@ -457,7 +388,6 @@ def launch(
         _moe_scaled_sm90_kernel[(programs,)](
             w, scales, xs, ids, weights, bias, y, sums if gate else sums.view(torch.int32), lists[int(gate)],
             xs.stride(0) // 8, P, first, clamp_at,
-            TOP_K=k, EXPERTS=E, H=H, F=F, BLOCK_P=block_p, **groups, COLUMNS=columns,
-            PARTS=parts_of(columns, a_word == 8), STAGES=stages_of(columns, a_word == 8), LISTS=max_blocks,
-            GATE=gate, BIAS=bias is not None, CLAMP=clamp, num_warps=WARPS.value, launch_pdl=True,
+            TOP_K=k, EXPERTS=E, H=H, F=F, BLOCK_P=block_p, **groups, COLUMNS=columns, STAGES=stages_of(columns),
+            LISTS=max_blocks, GATE=gate, BIAS=bias is not None, CLAMP=clamp, num_warps=WARPS.value, launch_pdl=True,
         )  # fmt: skip

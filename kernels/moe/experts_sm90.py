@@ -27,7 +27,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.dense.scaled_rows import stored
 from kernels.dense.silu_mul import expert_swiglu
-from kernels.dense.split_k_reduce_sm90 import pairs, reduce_node, send_pairs, workspace
+from kernels.dense.split_k_reduce_sm90 import pairs, reduce_sharers, send_pairs, share_of, workspace
 from kernels.moe.expert_lookup_sm90 import active_experts, nth_expert, pairs_with, slots, weights_of
 from kernels.overlap import sm_count
 from kernels.peers.ll_protocol import EPOCH_UNITS, SumTarget, sum_shape
@@ -41,7 +41,6 @@ MIN_WIDTH = 320
 MIN_WIDTH_E4M3 = 192  # the other algorithms convert e4m3 more slowly
 ROWS, HALF, COLUMNS, BLOCK_K = gl.constexpr(64), gl.constexpr(32), gl.constexpr(MAX_TOKENS), gl.constexpr(128)
 STAGES, X_STAGES = gl.constexpr(6), gl.constexpr(3)  # of weights, and of x or h: 102 KB, or 110
-LEVELS = gl.constexpr(4)  # of the tree
 GATE_UP = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=5))
 DOWN = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3))
 E4M3 = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2))
@@ -55,44 +54,6 @@ EACH_ROW = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 NEIGHBORS = gl.constexpr(gl.BlockedLayout([2, 1], [32, 1], [1, 4], [0, 1]))  # rows of down that share a word
 WORDS = gl.constexpr(gl.BlockedLayout([1, 1], [32, 1], [1, 4], [0, 1]))
-
-
-@gluon.jit
-def share_of(tiles, steps, program, programs):
-    """Returns this program's run of the steps of all tiles, and the numbers of active programs and of steps.
-
-    Few tiles are split evenly, each among as many programs as the tree has leaves; with more tiles, a run is longer
-    than half a tile.
-    """
-    total = tiles * steps
-    active = gl.minimum(programs, total)
-    if tiles * 2 <= programs:
-        active = tiles * gl.minimum(gl.minimum(programs // gl.maximum(tiles, 1), steps), 1 << LEVELS)
-    begin = gl.minimum(program, active) * total // gl.maximum(active, 1)
-    end = gl.minimum(program + 1, active) * total // gl.maximum(active, 1)
-    return begin, end, active, total
-
-
-@gluon.jit
-def sharers(tile, steps, active, total):
-    """Returns the first program with steps of a tile, and the number of such programs."""
-    begin = ((tile * steps + 1) * active - 1) // total
-    return begin, ((tile + 1) * steps * active - 1) // total - begin + 1
-
-
-@gluon.jit
-def reduce_sharers(y, up, live, words, offset, tile, steps, active, total, GATE: gl.constexpr):
-    """Adds other programs' sums of a tile; elements stay live in the program that has their total."""
-    begin, count = sharers(tile, steps, active, total)
-    me = gl.program_id(0) - begin
-    for level in gl.static_range(LEVELS):
-        if (me ^ 1) < count:
-            right = begin + ((me | 1) << level)
-            at = words + right.to(gl.int64) * offset.shape[0] * offset.shape[1] + offset
-            y, up, live = reduce_node(at, y, up, live, GATE)
-        me = me >> 1
-        count = (count + 1) >> 1
-    return y, up, live
 
 
 @gluon.jit
@@ -377,8 +338,11 @@ def _moe_sm90_kernel(
 def fits(x: torch.Tensor, gate_up: torch.Tensor | ScaledMatrix, down: torch.Tensor | ScaledMatrix) -> bool:
     """Returns whether `launch` supports these tensors of `kernels.moe.experts.RoutedExperts` and is fastest."""
     (N, H), F = x.shape, down.shape[2]
-    both = [stored(weight) for weight in (gate_up, down)]
-    run = 16 // both[0][0].itemsize  # TMA row alignment
+    both = gate_up, down
+    if any(isinstance(weight, ScaledMatrix) and (weight.packed or not weight.wide_groups) for weight in both):
+        return False
+    tensors, groups = zip(*map(stored, both), strict=True)
+    run = 16 // tensors[0][0].itemsize  # TMA row alignment
     return (
         0 < N <= MAX_TOKENS
         and (F >= MIN_WIDTH_E4M3 if isinstance(down, ScaledMatrix) else F >= MIN_WIDTH)
@@ -386,8 +350,8 @@ def fits(x: torch.Tensor, gate_up: torch.Tensor | ScaledMatrix, down: torch.Tens
         and x.dtype == torch.bfloat16
         and x.stride(1) == 1
         and x.stride(0) % 8 == x.data_ptr() % 16 == 0
-        and all(data.dtype != torch.uint8 and data.data_ptr() % 16 == 0 for data, _, _ in both)
-        and all(groups["BEGIN"] % run == 0 for _, _, groups in both)  # and of coordinates
+        and all(data.data_ptr() % 16 == 0 for data, *_ in tensors)
+        and all(group["BEGIN"] % run == 0 for group in groups)  # and of coordinates
         and torch.cuda.get_device_capability(x.device)[0] == 9
     )
 
@@ -402,8 +366,8 @@ def launch(
     `h` [N k, F], one row per pair, receives the gated activations; it and `out` are contiguous.
     """
     (N, H), (E, _, F), k = x.shape, down.shape, ids.shape[1]
-    gate_stored, gate_scales, gate_groups = stored(gate_up)
-    down_stored, down_scales, down_groups = stored(down)
+    (gate_stored, gate_scales, _, _), gate_groups = stored(gate_up)
+    (down_stored, down_scales, _, _), down_groups = stored(down)
     scaled = gate_scales is not None
     gates = TensorDescriptor(
         gate_stored, [E, F // 8, 2, 8, H], [2 * F * H, 8 * H, F * H, H, 1],

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.dense.reference import clamped_swiglu, silu_mul
-from kernels.scaled import Matrix, as_tensor
+from kernels.dense.reference import clamped_swiglu, rounded_rows, silu_mul
+from kernels.scaled import Matrix, ScaledMatrix, as_tensor
 
 
 def route(
@@ -54,8 +54,14 @@ def moe(
     for expert in range(len(gate_up)):
         token, slot = torch.where(ids == first + expert)
         into, out_of = as_tensor(gate_up[expert], x.dtype), as_tensor(down[expert], x.dtype)
-        h = F.linear(x[token], into, None if gate_up_bias is None else gate_up_bias[expert])
+        rows = rounded_rows(x[token], gate_up, len(x))
+        h = F.linear(rows, into, None if gate_up_bias is None else gate_up_bias[expert])
         h = silu_mul(h, clamp_at) if clamp_at is None or activation == "swiglustep" else clamped_swiglu(h, clamp_at)
-        y = F.linear(h, out_of, None if down_bias is None else down_bias[expert])
-        out.index_add_(0, token, (y * weights[token, slot, None]).to(out.dtype))
+        weight = weights[token, slot, None]
+        if isinstance(down, ScaledMatrix) and down.rounds(len(x)):  # h is rounded with its weight
+            y = F.linear(rounded_rows((h * weight).to(h.dtype), down, len(x)), out_of)
+            y = y if down_bias is None else y + down_bias[expert] * weight
+        else:
+            y = F.linear(h, out_of, None if down_bias is None else down_bias[expert]) * weight
+        out.index_add_(0, token, y.to(out.dtype))
     return out.to(x.dtype)

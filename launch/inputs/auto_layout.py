@@ -11,14 +11,15 @@ from dataclasses import replace
 from math import gcd, inf
 from typing import TYPE_CHECKING
 
-from helix.config import Config, LayoutConfig, ModelConfig, SpeculationConfig
+from helix.config import Config, LayoutConfig
 from helix.layers.specs import AttentionSpec
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
+from helix.planner.formats import draft_matrices, stored_matrices
 from helix.planner.plan import PlanQuery, plan
 from helix.planner.points import LayerDrafts, Offload, Options, Sparse
 from helix.setup.buffers import max_slots
-from helix.setup.parts import make_eagle3, stored_format
+from helix.setup.parts import make_eagle3, make_formats
 from launch.inputs.hardware import hardware_of
 
 if TYPE_CHECKING:
@@ -93,15 +94,15 @@ def planner_options(config: Config, spec: DecoderSpec) -> Options:
     kv = config.kv
     # The hit rate of resident blocks is not known in advance: assume 0.
     offload = Offload(0.0, kv.offload_host_bytes or inf, kv.offload_gpu_bytes) if kv.offload == "host" else None
-    weights, experts = weight_dtypes(config.model)
     return Options(
-        weights, KV_DTYPES[kv.dtype], "bf16", experts, "bf16", "bf16", sparse=budget(config), offload=offload,
+        "bf16", KV_DTYPES[kv.dtype], "bf16", sparse=budget(config), offload=offload,
+        matrices=stored_matrices(spec, make_formats(config.model, None, on_gpu=True)),
         memory_fraction=kv.memory_fraction, page_size=config.blocks.page,
         prompt_chunk=None if config.decode.prefill_chunk == "auto" else int(config.decode.prefill_chunk),
     )  # fmt: skip
 
 
-def layer_drafts(config: SpeculationConfig, spec: DecoderSpec) -> LayerDrafts | None:
+def layer_drafts(config: Config, spec: DecoderSpec) -> LayerDrafts | None:
     """Returns the drafting layer of a spec from `make_spec` for the planner; None with other drafters.
 
     Raises:
@@ -110,21 +111,17 @@ def layer_drafts(config: SpeculationConfig, spec: DecoderSpec) -> LayerDrafts | 
     if spec.draft is None:
         return None
     draft_spec = replace(spec, layers=(spec.draft,), nextn=None, draft=None, aux_hidden_state_layers=())
-    if config.drafter == "mtp":
-        return LayerDrafts(draft_spec, 2 * spec.hidden, 2 * spec.hidden, True)
-    eagle3 = make_eagle3(config, spec)
+    formats = make_formats(config.model, None, on_gpu=True)
+    if config.speculation.drafter == "mtp":
+        matrices = draft_matrices(spec, formats)
+        return LayerDrafts(draft_spec, 2 * spec.hidden, 2 * spec.hidden, True, matrices)
+    eagle3 = make_eagle3(config.speculation, spec)
     assert isinstance(spec.draft.mixer, AttentionSpec)
-    layer = replace(spec.draft, mixer=replace(spec.draft.mixer, window=config.window or eagle3.max_positions))
+    layer = replace(
+        spec.draft, mixer=replace(spec.draft.mixer, window=config.speculation.window or eagle3.max_positions)
+    )
     draft_spec = replace(draft_spec, layers=(layer,), hidden=eagle3.hidden, vocab=eagle3.vocab or spec.vocab)
     return LayerDrafts(draft_spec, len(eagle3.aux_hidden_state_layers) * spec.hidden, 0, eagle3.vocab is None)
-
-
-def weight_dtypes(config: ModelConfig) -> tuple[str, str]:
-    """Returns the planner's dtypes of a model's projections and of its routed experts on a GPU."""
-    stored = stored_format(config) if config.weights != "bf16" else None
-    if stored is None:
-        return ("e4m3", "e4m3") if config.weights == "fp8" else ("bf16", "bf16")
-    return ("bf16", "mxfp4") if stored.method == "mxfp4" else ("e4m3", "e4m3")
 
 
 def budget(config: Config) -> Sparse | None:

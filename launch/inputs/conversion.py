@@ -61,8 +61,9 @@ def convert(file: Path, directory: Path, dtype: str, sampling: Mapping[str, floa
             raise
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{directory} cannot be written: {getattr(error, 'strerror', None) or error}") from error
+    kinds = ", ".join(model.kinds)
     console.print(
-        f"{directory}: {model.config['architectures'][0]}, {size / 1e9:.2f} GB in {name}",
+        f"{directory}: {model.config['architectures'][0]}, {size / 1e9:.2f} GB in {name}, from {kinds}",
         highlight=False,
         soft_wrap=True,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,6 +103,11 @@ class GGUFModel:
     def tensors(self) -> int:
         return len(self._tensors)
 
+    @property
+    def kinds(self) -> list[str]:
+        """Types of the matrices in the file, most of them first."""
+        return [kind for kind, _ in Counter(_matrix_kinds(self._tensors)).most_common()]
+
     def weights(self, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
         """Yields the weights tensor by tensor, under the names in `shapes`.
 
@@ -148,14 +154,18 @@ def read_gguf(path: Path) -> GGUFModel:
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     stored = weights_of(spec, HelixLayout.create(), 0, torch.float32).slices
-    wanted = {name: shape for s in stored for name, shape in s.stored.items()}
+    wanted = {s.name: s.shape for s in stored}
     if differing := sorted(name for name in wanted.keys() | shapes.keys() if wanted.get(name) != shapes.get(name)):
         first, more = differing[0], f", and {len(differing) - 1} more" if len(differing) > 1 else ""
         what = f"{first} is {_shape(shapes.get(first))} and should be {_shape(wanted.get(first))}{more}"
         raise ValueError(f"{path} does not have the tensors of a {ARCHITECTURES[architecture]}: {what}")
-    kinds = {tensor.tensor_type.name for tensor in tensors.values() if len(tensor.shape) > 1}
+    kinds = {*_matrix_kinds(tensors)}
     dtype = EXACT.get(kinds.pop(), torch.bfloat16) if len(kinds) == 1 else torch.bfloat16
     return GGUFModel(path, metadata, config, spec, shapes, dtype, tensors)
+
+
+def _matrix_kinds(tensors: Mapping[str, Any]) -> list[str]:
+    return [tensor.tensor_type.name for tensor in tensors.values() if len(tensor.shape) > 1]
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:

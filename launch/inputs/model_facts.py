@@ -93,6 +93,7 @@ def _facts(override: str) -> dict[str, Any]:
         "tied": spec.tied,
         "quantization": None if stored is None else stored.method,
         "scale_blocks": [] if stored is None else [list(group.block) for group in stored.groups if group.block],
+        "few_bits": [] if files is None else _few_bits(files),
         "weights": None if files is None else _weights(files, spec, outer is not None),
         "context": spec.max_positions,
         "context_key": spec.limited_by,
@@ -156,6 +157,21 @@ def _weights(files: CheckpointFiles, spec: DecoderSpec, nested: bool) -> dict[st
         "mtp_bytes": parts["mtp"],
         "skipped_bytes": parts["skipped"],
     }
+
+
+def _few_bits(files: CheckpointFiles) -> list[dict[str, Any]]:
+    # Matrices by kind and group, most elements first.
+    found: dict[tuple[str, str, int], Counter[str]] = {}
+    for matrix in files.quantized.values():
+        planes = matrix.layout.numbers, matrix.layout.scales
+        numbers, scales = (p.shape(files.shapes.get(matrix.base + p.suffix, ())) for p in planes)
+        if numbers is not None and scales is not None:
+            group = 0 if scales[-1] == 1 else matrix.group
+            counts = found.setdefault((matrix.layout.title, matrix.layout.format.kind, group), Counter())
+            counts += Counter(matrices=math.prod(numbers[:-2]), elements=math.prod(numbers))
+    keys = "format", "kind", "group"
+    rows = [dict(zip(keys, key, strict=True)) | counts for key, counts in found.items()]
+    return sorted(rows, key=lambda row: -row["elements"])
 
 
 def _tokenizer(path: Path | None, eos: tuple[int, ...]) -> dict[str, Any]:
@@ -269,6 +285,9 @@ def _rows(found: Mapping[str, Any]) -> dict[str, str]:
     if found["quantization"] is not None:
         blocks = " or ".join(f"{rows} x {columns}" for rows, columns in found["scale_blocks"])
         quantization = f"{found['quantization']}{f', a scale for {blocks} values' if blocks else ''}"
+        for of in found["few_bits"]:
+            group = f"{of['group']} columns" if of["group"] else "a row"
+            quantization += f"; {of['matrices']:,} matrices in {of['format']} ({of['kind']}, a scale for {group})"
     mtp = "no MTP layer in config.json"
     if found["mtp"]:
         mtp = "MTP layer: speculation=mtp"

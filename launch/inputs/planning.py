@@ -156,7 +156,7 @@ def check_query(overrides: Sequence[str], settings: Settings = PLAN.settings) ->
         config.acceptance,
         speculation.gamma if "speculation.gamma" in typed else None,
         speculation.sparsity if speculation.drafter == "sparse" else None,
-        layer_drafts(speculation, spec),
+        layer_drafts(config, spec),
         tuple(config.modes) or (MODES if layout.mode == "auto" else (layout.mode,)),
         tuple((key, n) for key, n in given if n is not None and (f"layout.{key}" in typed or n != _default_width(key))),
         CHUNKS[:1] if config.hopb.chunks == "none" else CHUNKS,

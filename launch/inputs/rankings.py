@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from helix.planner.plan import NoLayoutFits, PlannedLayout, Ranking
+from helix.planner.points import Options
 from launch.inputs.break_even import compare_drafts, compare_sparse, ms, sparse_pays_from, ttl_s
 from launch.inputs.planning import CheckedQuery, remedies
 from launch.inputs.tables import command_line, table, wrapped
@@ -14,6 +15,14 @@ LEGEND = (
     "user, GPU: tokens/s of one sequence, and of one GPU. weights, KV, left: on the fullest GPU. most, longest: how "
     "many sequences of this length fit, and how many tokens per sequence at this batch."
 )
+MATRICES = {  # kinds of `Options.matrices`
+    "weights": "inputs of attention",
+    "output": "output projections",
+    "dense": "dense FFNs",
+    "shared_experts": "shared experts",
+    "experts": "experts",
+    "head": "head",
+}
 
 
 def as_json(ranking: Ranking, checked: CheckedQuery) -> dict[str, Any]:
@@ -29,6 +38,7 @@ def as_json(ranking: Ranking, checked: CheckedQuery) -> dict[str, Any]:
     return {
         "question": checked.overrides,
         "hardware": q.hardware.name,
+        "weights": {kind: asdict(stored) for kind, stored in q.options.matrices.items()},
         "reason": ranking.reason,
         "verdict": ranking.verdict,
         **({"compared": compare_sparse(ranking)} if q.options.sparse else {}),
@@ -64,7 +74,9 @@ def as_text(ranking: Ranking, checked: CheckedQuery, width: int) -> str:
         "known": [c.provenance for c in choices],
     }
     title = f"{checked.model}, {q.context:,} tokens on {q.gpus} x {q.hardware.name}"
-    sections = [wrapped(title, width), table(columns, width), wrapped(LEGEND, width)]
+    formats = _formats(q.options)
+    sections = [wrapped(title, width), *([wrapped(formats, width)] if formats else [])]
+    sections += [table(columns, width), wrapped(LEGEND, width)]
     lacking = [
         f"does not fit: {r.layout} lacks {r.missing_bytes / 1e9:.1f} GB per GPU; "
         + (f"{r.largest_batch} would fit" if r.largest_batch else "not one sequence fits")
@@ -85,6 +97,17 @@ def as_text(ranking: Ranking, checked: CheckedQuery, width: int) -> str:
     to_serve = f"To serve it{shape if checked.config.model.path is None else ''}:"
     sections.append(f"{wrapped(to_serve, width)}\n{command_line(checked.command(first), width)}")
     return "\n\n".join(sections)
+
+
+def _formats(options: Options) -> str:
+    # Which matrices are quantized; empty if none are.
+    found: dict[str, list[str]] = {}
+    for kind, name in MATRICES.items():
+        if kind in options.matrices and (stored := options.stored(kind)).kind != "bf16":
+            names = {"e4m3": "FP8", "e2m1": "NVFP4" if stored.row_bytes else "MXFP4"}
+            found.setdefault(f"{names.get(stored.kind, stored.kind)} ({8 * stored.bytes:.3g} bits)", []).append(name)
+    weights = "; ".join(f"{', '.join(names)} in {stored}" for stored, names in found.items())
+    return f"Weights: {weights}; the rest in bf16." if weights else ""
 
 
 def nothing_fits(error: NoLayoutFits, checked: CheckedQuery, width: int) -> str:

@@ -20,6 +20,7 @@ from helix.config import Config, ModelConfig
 from helix.devices import COMMUNICATORS, gpu_facts, gpu_name, ranks
 from helix.errors import ConfigError, RankError
 from helix.layers.specs import Formats
+from helix.layers.weights import Weights
 from helix.layout import HelixLayout
 from helix.log import STDOUT_CLOSED, print_error
 from helix.models.decoder import Decoder
@@ -175,6 +176,7 @@ def _load(
     formats = make_formats(config, plan.checkpoint, comm.device.type == "cuda")
     _check_room(plan, getattr(torch, dtype), formats, comm)
     model = Decoder(plan.spec, plan.layout, comm, getattr(torch, dtype), comm.device, formats)
+    _check_activations(config, model.weights, "speculation.model" if isinstance(plan, CheckedDraft) else "model")
     if plan.checkpoint is None:
         randomize(model.weights, seed)
     else:
@@ -191,6 +193,17 @@ def _load(
                 config.path,
             )
     return model
+
+
+def _check_activations(config: ModelConfig, weights: Weights, key: str) -> None:
+    """Raises ConfigError if `activations` rounds those of no matrix; every rank declares the same tensors."""
+    found = {weights.formats(s.name) for s in weights.slices}
+    if config.activations == "fp8" and not any(each is not None and each.fp8_rows for each in found):
+        raise ConfigError(
+            f"{key}.activations=fp8 rounds the activations of e4m3 weights, and with {key}.weights={config.weights} "
+            f"the model has none here: set {key}.activations=auto, or {key}.weights=fp8, which keeps e4m3 weights on "
+            "every device and rounds unquantized ones"
+        )
 
 
 def _check_room(plan: CheckedRun | CheckedDraft, dtype: torch.dtype, formats: Formats, comm: Communicator) -> None:

@@ -23,6 +23,7 @@ from rich.table import Table
 
 from helix.engine.timings import Timings
 from helix.errors import RankError
+from helix.layers.specs import Fp8Activations
 from helix.layout import HelixLayout
 from helix.models.checkpoint import fp8_format
 from helix.models.decoder import Decoder
@@ -129,9 +130,15 @@ def describe_weights(model: Decoder) -> str:
     """Describes the size of this rank's weights."""
     weights = model.weights
     sizes = {str(dtype).removeprefix("torch."): size for dtype, size in weights.bytes_by_dtype.items()}
+    dtype = next(iter(sizes))
     each = ", ".join(f"{_size(size)} in {dtype}" for dtype, size in sizes.items())
-    lossy = " (float8: quantized while loading, which is lossy)" if weights.formats is fp8_format else ""
-    return f"weights: {each}{' on each rank' if model.comm.world_size > 1 else ''}{lossy}"
+    formats, lossy = weights.formats, ""
+    if isinstance(formats, Fp8Activations):
+        formats, lossy = formats.formats, " (model.activations=fp8 rounds the activations of prompts, which is lossy)"
+    if formats is fp8_format:
+        lossy = " (float8: quantized while loading, which is lossy)" + lossy
+    unpacked = "".join(f"; {names} unpacked to {dtype}: {why}" for names, why in weights.unpacked.items())
+    return f"weights: {each}{' on each rank' if model.comm.world_size > 1 else ''}{lossy}{unpacked}"
 
 
 def _speculation_table(measured: dict[str, Any]) -> Table:

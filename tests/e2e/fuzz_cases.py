@@ -22,6 +22,7 @@ from helix.kv_placement import Stripes
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec, spec_from_config
 from helix.sampling_params import SamplingParams
+from tests.e2e.checkpoints import PACKINGS
 from tests.e2e.fuzz_configs import LATENTS, OUTER, Json, Shapes, config_of, rope_of, written
 
 # Sections of config.json, and rows and columns per scale.
@@ -84,7 +85,7 @@ class Case:
         min_offload_memory: a cache in host memory has the minimum of resident blocks that its settings allow.
         random_pace: the number of drafts is random instead of adaptive.
         backend: between processes: nccl or symm_mem.
-        stored: FP8 storage of matrices, one of STORED; None: unquantized.
+        stored: storage of matrices in FP8, one of STORED, or in four bits, one of PACKINGS; None: unquantized.
         kept: weights stay as stored.
         code_paths: of `tests.e2e.fuzz_runs`: paths that a model this small would not take.
         masked: lossy attention is compared with dense attention under a mask computed from the keys.
@@ -220,7 +221,7 @@ def case_of(
         rng.choice(("nccl", "symm_mem")),
         None
         if family in ("gpt_oss", "mistral4")
-        else rng.choice((None, None, None, "blocks of 16", "blocks of 128", "rows")),
+        else rng.choice((None, None, None, "blocks of 16", "blocks of 128", "rows", *rng.sample([*PACKINGS], 3))),
         rng.random() < 0.6,
         nested=spec is not None and family in OUTER and rng.random() < 0.4,
     )

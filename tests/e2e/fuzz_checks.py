@@ -28,7 +28,7 @@ from helix.models import SHARED_KEYS, DecoderSpec, spec_from_config
 from helix.models.checkpoint import HEAD, TOWERS, read_config
 from helix.models.spec import NextTokenNames
 from tests.e2e import eagle3
-from tests.e2e.checkpoints import class_named, earliest_topk, pack, to_mxfp4, write_fp8
+from tests.e2e.checkpoints import PACKINGS, class_named, earliest_topk, pack, to_mxfp4, write_fp8, write_packed
 from tests.e2e.fuzz_cases import MXFP4, ONE_RANK, STORED, Case, CaseRequest
 from tests.e2e.fuzz_configs import ARCHITECTURES, OUTER
 from tests.e2e.fuzz_runs import RankResult, RunOnRanks, ServeResult, SettingsRefused, forced, on_loopback, run
@@ -143,6 +143,10 @@ def save(case: Case, directory: Path) -> None:
             (directory / name).rename(whole / name)
         if case.stored == MXFP4:
             pack(whole, directory)
+        elif case.stored in PACKINGS:
+            plain = load_file(whole / "model.safetensors")
+            tensors = {n: t for n, t in write_packed(whole, directory, case.stored).items() if n in plain}
+            save_file(tensors, whole / "model.safetensors", metadata={"format": "pt"})
         else:
             section, block = STORED[case.stored]
             tensors = write_fp8(whole, directory, section, block)

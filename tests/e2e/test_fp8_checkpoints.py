@@ -11,10 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from comm.base import Communicator
+from helix.layers.specs import Fp8Activations
 from helix.layout import HelixLayout
 from helix.models import spec_from_config
-from helix.models.checkpoint import WeightFormat, read_config
+from helix.models.checkpoint import WeightFormat, fp8_format, read_config
+from helix.models.decoder import Decoder
 from helix.models.loading import Checkpoint
+from kernels import scaled
 from tests.e2e.checkpoints import checkpoint, continuations, write_fp8
 from tests.e2e.command_line import write_lines
 from tests.e2e.parity import Continuation, check, loopback
@@ -44,6 +48,38 @@ def test_tokens_are_those_of_the_dequantized_weights(spelling: str, tmp_path: Pa
         check(loopback(tmp_path / "fp8", layout, 16, wanted), wanted)
     with pytest.raises(AssertionError):  # the weights before rounding are others
         check(loopback(checkpoint("qwen3"), HelixLayout.create(), 16, wanted), wanted)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mixtral"])
+def test_activations_in_e4m3_change_little(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every layout; KL in nats, of a model of two layers whose logits spread over a few units."""
+    monkeypatch.setattr(scaled, "FP8_ROWS", 16)
+    wanted = continuations(checkpoint(family), (5, 40), 1)
+
+    def first_logits(layout: HelixLayout, activations: bool) -> torch.Tensor:
+        def build(path: Path, layout: HelixLayout, comm: Communicator, dtype: torch.dtype) -> Decoder:
+            formats = Fp8Activations(fp8_format) if activations else fp8_format
+            model = Decoder(spec_from_config(read_config(path)), layout, comm, dtype, comm.device, formats)
+            Checkpoint(path).load(model.weights)
+            return model
+
+        results = loopback(checkpoint(family), layout, 16, wanted, build=build)
+        return torch.cat([r.logits[1, 0] for r in results if (1, 0) in r.logits]).log_softmax(0)
+
+    for layout in LAYOUTS:
+        exact, rounded = (first_logits(layout, activations) for activations in (False, True))
+        kl = (exact.exp() * (exact - rounded)).sum().item()
+        assert 1e-7 < kl < 1e-2, kl
+
+
+def test_activations_need_e4m3_weights(tmp_path: Path) -> None:
+    prompts = write_lines(tmp_path / "p.jsonl", {"prompt_ids": [1, 2, 3]})
+    ended, _ = decode(
+        tmp_path, f"model.path={checkpoint('qwen3')}", f"decode.prompts={prompts}", "model.activations=fp8"
+    )
+    assert ended.code != 0
+    for words in ("model.activations=fp8", "model.weights=auto", "model.weights=fp8"):
+        assert words in ended.output, ended.output
 
 
 def test_a_section_of_the_text_part_counts(tmp_path: Path) -> None:

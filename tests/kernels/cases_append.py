@@ -16,7 +16,7 @@ from helix.worker.blocks import BlockLayout
 from helix.worker.kv_cache_spec import dtype_name, keys_and_values
 from kernels.attention.head_squares import head_squares
 from kernels.attention.kv_append import QKVTarget, kv_append
-from kernels.dense import linear_fp8_sm90, linear_sm90
+from kernels.dense import linear_fp8_sm90, linear_packed_sm90, linear_sm90
 from kernels.dense.qkv_append import on_hopper, qkv_append
 from kernels.indexer.append import index_append
 from kernels.mla.append import mla_append
@@ -24,6 +24,7 @@ from kernels.mla.per_head_linear import MAX_ROWS
 from kernels.scaled import Matrix, as_tensor
 from kernels.scaled_keys import quantize_fp8, quantize_latents, scales_of
 from tests.kernels.cases_dense import scaled
+from tests.kernels.cases_experts import scaled as scaled_like
 from tests.kernels.suite import FEW_BITS, FLOATS, KERNEL, Call, Mode, Op, copied, shapes_of
 
 E4M3 = torch.float8_e4m3fn
@@ -187,14 +188,21 @@ KV_APPEND = Op(
 def make_projected(
     *, N: int, q_heads: int, kv_heads: int, D: int, K: int, device: torch.device, biased: bool = False,
     dtype: torch.dtype = torch.float32, few: bool = False, begin: int | None = 0, norms: bool = False,
+    form: tuple[str, int] | None = None,
 ) -> Call:  # fmt: skip
-    """Makes arguments of `qkv_append`; e4m3 weights have scales over decades, and groups that begin at `begin`."""
+    """Makes arguments of `qkv_append`; e4m3 weights have scales over decades, and groups that begin at `begin`.
+
+    Args:
+        form: the type and columns per group of packed weights, as `tests.kernels.cases_experts.make_experts` has them.
+    """
     gen, heads = torch.Generator().manual_seed(N + K), q_heads + 2 * kv_heads
     x = torch.randn(N, 2 * K, generator=gen).to(dtype)[:, :K]
     weight: Matrix = torch.randn(heads * D, K, generator=gen).div(K**0.5).to(dtype).to(device)
     if few:
         weight = scaled(heads * D, K, begin, device)
         weight.scales.clamp_(max=1e-2 / K**0.5)  # for values of about 100
+    if form is not None:
+        weight = scaled_like(torch.empty(1, heads * D, K, device=device), *form, 0)[0]
     bias = torch.randn(heads * D, generator=gen).to(dtype) if biased else None
     cos, sin = angles(N, D // 2, dtype, gen, False)
     written = caches(kv_heads, D, 16, dtype, "auto", False)
@@ -233,6 +241,10 @@ PROJECTED_FEW = shapes_of(
     (1, 3, 2, 32, 300, 64), (3, 3, 2, 32, 200, 0), (4, 3, 2, 32, 256, None), (9, 3, 2, 32, 144, 16),
     names=SIZES + " begin",
 )  # fmt: skip
+PROJECTED_PACKED = shapes_of(
+    (1, 7, 1, 128, 512, ("e2m1", 32)), (8, 16, 2, 128, 1056, ("e2m1", 16)), (17, 3, 1, 256, 2048, ("e2m1", 16)),
+    (64, 2, 1, 128, 768, ("e2m1", 32)), (70, 7, 1, 128, 1056, ("e2m1", 16)), names=SIZES + " form",
+)  # fmt: skip
 QKV_APPEND = Op("qkv_append", make_projected, qkv_append)
 
 
@@ -241,8 +253,12 @@ def split_over_programs(
 ) -> Tensor:
     """Runs `qkv_append` with programs that split the columns, and so little shared memory that stages are reused."""
     to = QKVTarget.create(x, len(weight) // k_cache.shape[3], k_cache=k_cache, **given)
-    kernel = linear_sm90 if isinstance(weight, Tensor) else linear_fp8_sm90
-    kernel.launch(x, weight, bias, to, False, split, 60)
+    if isinstance(weight, Tensor):
+        linear_sm90.launch(x, weight, bias, to, False, split, 60)
+    elif weight.packed:
+        linear_packed_sm90.launch(x, weight, bias, to, False, split, 60)
+    else:
+        linear_fp8_sm90.launch(x, weight, bias, to, False, split, 60)
     return to.q
 
 
@@ -450,6 +466,16 @@ ROWS = [
         for row in QKV_ON_HOPPER.rows(
             {name: shape}, which=KERNEL, gpu=True, hopper=fits_hopper, modes=modes, few=(few,), biased=(False, True),
             dtype=FEW_BITS,
+        )
+    ),
+    *(
+        row
+        for op, how in (
+            (QKV_APPEND, dict(hopper=fits_hopper)),
+            (QKV_ON_HOPPER, dict(modes={f"programs-{n}": Mode({"split": n}) for n in (1, 3, 40)})),
+        )
+        for row in op.rows(
+            PROJECTED_PACKED, which=KERNEL, gpu=True, biased=(False, True), dtype=(torch.bfloat16,), **how
         )
     ),
     *MLA_APPEND.rows(LATENTS, N=(6, MAX_ROWS + 1), dtype=F32_F16, pairs=True),

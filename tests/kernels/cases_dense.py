@@ -10,14 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.dense import linear_fp8_sm90, linear_sm90
+from kernels.dense import linear_e4m3, linear_fp8_sm90, linear_packed_sm90, linear_sm90
 from kernels.dense.embedding import embedding
 from kernels.dense.gate_mul import gate_mul
-from kernels.dense.linear import linear
+from kernels.dense.linear import fits_sm90, linear
+from kernels.dense.quantize_rows import quantize_rows
+from kernels.dense.reference import rounded_rows
 from kernels.dense.rms_norm import rms_norm
 from kernels.dense.silu_mul import silu_mul
 from kernels.mla.per_head_linear import MAX_ROWS, per_head_linear
 from kernels.scaled import ScaledMatrix, groups
+from tests.kernels.cases_experts import poisoned
+from tests.kernels.cases_experts import scaled as scaled_like
 from tests.kernels.suite import FEW_BITS, FLOATS, KERNEL, Call, Mode, Op, shapes_of
 
 F32_F16 = torch.float32, torch.float16
@@ -67,18 +71,30 @@ def scaled(rows: int, columns: int, begin: int | None, device: Any, seed: int = 
 
 
 def make_scaled(
-    *, N: int, R: int, K: int, begin: int | None, device: torch.device, biased: bool = False, gated: bool = False,
+    *, N: int, R: int, K: int, device: torch.device, begin: int | None = None, form: tuple[str, int] | None = None,
+    biased: bool = False, gated: bool = False,
     exact: bool = False, dtype: torch.dtype = torch.float32, unpacked: bool = False, seed: int = 0,
+    fp8_rows: bool = False,
 ) -> Call:  # fmt: skip
-    """Makes arguments with e4m3 weights; `unpacked` ones may be rounded to the dtype."""
+    """Makes arguments with quantized weights; `unpacked` ones may be rounded to the dtype.
+
+    Args:
+        form: the weights' type and columns per group, as `tests.kernels.cases_experts.make_experts` has them.
+    """
     gen = torch.Generator().manual_seed(K)
     x = torch.randn(N, 2 * K, generator=gen).to(device, dtype)[:, :K]
-    weight = scaled(2 * R if gated else R, K, begin, device, seed)
+    rows = 2 * R if gated else R
+    if form is None:
+        weight = scaled(rows, K, begin, device, seed)
+    else:
+        weight = scaled_like(torch.empty(1, rows, K, device=device), *form, begin or 0, seed)[0]
     if dtype is torch.float16:
         weight.scales.clamp_(max=1e-3)  # keeps results below 65,504
     bias = torch.randn(len(weight), generator=gen).to(device, dtype) if biased else None
     whole = weight.dequantize(torch.float64)
-    y, size = x.double() @ whole.T, x.double().abs() @ whole.T.abs()
+    weight = replace(weight, fp8_rows=fp8_rows)
+    rounded = rounded_rows(x, weight, N).double()
+    y, size = rounded @ whole.T, rounded.abs() @ whole.T.abs()
     if bias is not None:
         y, size = y + bias.double(), size + bias.double().abs()
     if gated:
@@ -86,25 +102,36 @@ def make_scaled(
         size = a * b + a + b
     # fp32 sums are off by a few ulps of their terms' sizes; results are rounded.
     eps = 0.0 if exact or dtype is torch.float32 else torch.finfo(dtype).eps
-    max_error = size * 2e-6 + ((12 if unpacked else 3) * size + y.abs()) * eps
+    # Tensor cores align 32 products in e4m3 to the largest, and cut them at 2^-13 of it: an eighth of their sizes.
+    max_error = size * (32 / 8 * 2**-13 if fp8_rows else 2e-6) + ((12 if unpacked else 3) * size + y.abs()) * eps
     given = dict(x=x, weight=weight, bias=bias, gated=gated, exact=exact)
     return Call(given, {"0": (y, max_error)}, torch.float32 if exact else dtype)
 
 
 def on_hopper(x: Tensor, weight: Any, bias: Tensor | None, gated: bool, exact: bool, split: int) -> Tensor:
-    """Runs `linear` with `split` programs that share K, and so little shared memory that stages are reused."""
+    """Runs `linear` with `split` programs that share K, or of packed weights all that is to be done.
+
+    They have so little shared memory that stages are reused.
+    """
     out = torch.full((len(x), len(weight) // (2 if gated else 1)), torch.nan, dtype=x.dtype, device=x.device)
-    module = linear_fp8_sm90 if isinstance(weight, ScaledMatrix) else linear_sm90
-    module.launch(x, weight, bias, out, gated, split, 40)
+    if isinstance(weight, Tensor):
+        linear_sm90.launch(x, weight, bias, out, gated, split, 40)
+    elif weight.packed:
+        linear_packed_sm90.launch(x, weight, bias, out, gated, split, 40)
+    else:
+        linear_fp8_sm90.launch(x, weight, bias, out, gated, split, 40)
     return out
+
+
+def fits_e4m3(case: Call) -> bool:
+    """Whether cuBLAS's product with rows in e4m3 supports a case."""
+    return linear_e4m3.fits(case.given["x"], case.given["weight"])
 
 
 def fits_hopper(case: Call) -> bool:
     """Whether the SM90 kernel supports a case."""
     x, weight, (wanted, _) = case.given["x"], case.given["weight"], case.wanted["0"]
-    if isinstance(weight, ScaledMatrix):
-        return linear_fp8_sm90.fits(x, weight, wanted.shape[1] if case.given["gated"] else None)
-    return linear_sm90.fits(x, weight)
+    return fits_sm90(x, weight, wanted.shape[1] if case.given["gated"] else None)
 
 
 SHAPES = shapes_of(
@@ -128,8 +155,40 @@ SCALED_ON_HOPPER = shapes_of(
     (100, 264, 2368, None), (128, 136, 400, 0),
     names="N R K begin",
 )  # fmt: skip
+# As published, with zero points, cuts inside groups, one group, and more columns than a block.
+PACKED = shapes_of(
+    (1, 40, 256, 0, ("e2m1", 32)), (5, 33, 288, 0, ("e2m1", 16)), (20, 64, 96, 0, ("e2m1", 16)),
+    (4, 40, 320, 32, ("int4", 128)), (16, 72, 224, 96, ("int4-zeros", 128)), (33, 40, 160, 0, ("int4", 32)),
+    (100, 96, 512, 64, ("int4-zeros", 128)), (3, 24, 192, 0, ("int4-zeros", 192)), (7, 40, 96, 0, ("e4m3", 32)),
+    (70, 40, 256, 0, ("e2m1", 16)),
+    names="N R K begin form",
+)  # fmt: skip
+# One to many tiles, ragged ones, all tiles' shapes, cuts inside groups, and groups of less and more than a step.
+PACKED_ON_HOPPER = shapes_of(
+    (1, 80, 544, 0, ("e2m1", 32)), (2, 16, 64, 0, ("e2m1", 16)), (5, 400, 1056, 0, ("e2m1", 16)),
+    (8, 1344, 448, 0, ("e2m1", 32)), (16, 144, 8192, 0, ("e2m1", 16)), (17, 272, 2368, 0, ("e2m1", 32)),
+    (33, 208, 416, 0, ("e2m1", 16)), (64, 528, 1792, 0, ("e2m1", 32)), (65, 80, 544, 0, ("e2m1", 32)),
+    (128, 272, 416, 0, ("e2m1", 16)),
+    (3, 80, 544, 96, ("int4", 128)), (16, 272, 1056, 64, ("int4-zeros", 128)), (4, 80, 768, 128, ("int4", 384)),
+    (7, 144, 512, 0, ("int4-zeros", 512)), (40, 528, 1024, 32, ("int4-zeros", 256)), (100, 80, 544, 0, ("int4", 544)),
+    names="N R K begin form",
+)  # fmt: skip
+# Weights that are rounded: they equal a dequantized matrix's.
+ROUNDED_ON_HOPPER = shapes_of(
+    (1, 80, 544, 0, ("int4", 32)), (8, 400, 1056, 32, ("int4-zeros", 64)), (16, 144, 4096, 0, ("int4-zeros", 32)),
+    (32, 272, 416, 0, ("int4", 64)), (64, 272, 2368, 32, ("int4-zeros", 64)), (128, 144, 416, 0, ("int4-zeros", 32)),
+    names="N R K begin form",
+)  # fmt: skip
+# Programs with part of a tile, with one, and with several.
+PROGRAMS = {f"programs-{n}": Mode({"split": n}) for n in (1, 2, 3, 7, 40)}
+# Rows that fill no tile, and such that are aligned; one group and several.
+E4M3_ROWS = shapes_of(
+    (256, 272, 128, 0), (300, 528, 256, 0), (401, 256, 1024, 0), (1003, 16, 384, 0), (2100, 1040, 640, 0),
+    names="N R K begin",
+)  # fmt: skip
+NAN_MEMORY = Mode(settings={"torch.empty": poisoned})
 # Matrices are unpacked one after the other into the same memory.
-UNPACKED = {"": Mode(settings={"kernels.dense.linear_scaled.MANY": 5})}
+UNPACKED = {"": Mode(settings={f"kernels.dense.linear_scaled.{name}": 5 for name in ("MANY", "MANY_PACKED")})}
 
 
 def splits_of(shapes: dict[str, dict[str, Any]], splits: Any) -> Iterator[tuple[dict[str, Any], dict[str, Mode]]]:
@@ -211,9 +270,25 @@ LINEAR_ROWS = [
         shapes_of((7, 40, 300, 64), (7, 33, 130, None), names="N R K begin"), which=KERNEL, modes=UNPACKED,
         gated=(False, True), dtype=F32_BF16, unpacked=(True,), seed=(0, 1),
     ),
+    *LINEAR_SCALED.rows(PACKED, pairs=True, biased=(False, True), gated=(False, True)),
+    *LINEAR_SCALED.rows(
+        PACKED, which=KERNEL, biased=(True,), gated=(False, True), dtype=(torch.bfloat16,), unpacked=(True,)
+    ),
+    *LINEAR_SCALED.rows(PACKED, which=KERNEL, modes=UNPACKED, dtype=F32_BF16, unpacked=(True,)),
     *LINEAR_SCALED.rows(
         SCALED_ON_HOPPER, which=KERNEL, gpu=True, hopper=fits_hopper, biased=(True,), gated=(False, True),
         dtype=FEW_BITS,
+    ),
+    *(
+        row
+        for shapes, unpacked in ((PACKED_ON_HOPPER, False), (ROUNDED_ON_HOPPER, True))
+        for op, how in (
+            (LINEAR_SCALED, dict(hopper=fits_hopper)), (LINEAR_SCALED_ON_HOPPER, dict(modes=PROGRAMS, repeats=2)),
+        )
+        for row in op.rows(
+            shapes, which=KERNEL, gpu=True, biased=(True,), gated=(False, True), dtype=(torch.bfloat16,),
+            unpacked=(unpacked,), **how,
+        )
     ),
     *(
         row
@@ -222,7 +297,44 @@ LINEAR_ROWS = [
             shape, which=KERNEL, gpu=True, modes=modes, biased=(True,), gated=(False, True), dtype=FEW_BITS
         )
     ),
+    *LINEAR_SCALED.rows(
+        E4M3_ROWS, which=KERNEL, gpu=True, hopper=fits_e4m3, repeats=3, modes={"": NAN_MEMORY}, biased=(False, True),
+        gated=(False, True), dtype=(torch.bfloat16,), fp8_rows=(True,),
+    ),
+    *LINEAR_SCALED.rows(E4M3_ROWS, which=REFERENCE, gated=(False, True), fp8_rows=(True,)),
 ]  # fmt: skip
+
+# ---- rows in e4m3
+
+
+def make_rows(*, N: int, K: int, planes: int, device: torch.device, begin: int = 0, dtype: torch.dtype) -> Call:
+    """Makes rows of several sizes, one of them zero, to be rounded to e4m3 and back."""
+    gen = torch.Generator().manual_seed(K)
+    x = torch.full((N, K + 8), torch.nan)[:, :K]
+    x.copy_(torch.randn(N, K, generator=gen) * 10.0 ** torch.randint(-20, 20, (N, 1), generator=gen))
+    x[N // 2] = 0
+    x[0, ::3] *= 2.0**-12
+    x = x.to(device, dtype)
+    padded = torch.nn.functional.pad(x.double(), (begin, -(begin + K) % 128)).unflatten(1, (-1, 128))
+    largest = padded.abs().amax(2).repeat_interleave(128, 1)[:, begin : begin + K]
+    # Scales are above 1 / 448 and at most 1 / 224 of the largest, and e4m3 ends at 2^-9 of them. One number is off by
+    # 2^-4, two by 2^-4 of what the first left: nothing of eight bits, unless the last is below 2^-9 of the scale.
+    least = largest / 224 * 2**-10
+    two = torch.where(x.double().abs() >= largest / 896, 0.0, least) if dtype == torch.bfloat16 else x.abs() * 2**-8
+    max_error = (x.abs() * 2**-4 if planes == 1 else two).maximum(least if planes == 1 else two)
+    if planes == 2 and dtype != torch.bfloat16:
+        max_error = max_error.maximum(least)
+
+    def call(function: Any, x: Tensor) -> Tensor:
+        rows = function(x, planes, begin)
+        found = (rows.data.double() * rows.scales.mT.double().repeat_interleave(128, 1)).sum(0)
+        assert not found[:, :begin].any() and not found[:, begin + K :].any()
+        return found[:, begin : begin + K]
+
+    return Call(dict(x=x), {"0": (x, max_error)}, torch.float64, call)
+
+
+QUANTIZE = Op("quantize_rows", make_rows, quantize_rows)
 
 # ---- each head's own matrix
 
@@ -325,6 +437,10 @@ EMBEDDING = Op("embedding", make_embedding, embedding)
 OPS = [LINEAR, LINEAR_SCALED, PER_HEAD, NORM]
 ROWS = [
     *LINEAR_ROWS,
+    *QUANTIZE.rows(
+        shapes_of((7, 1000, 0), (4, 130, 96), (1, 128, 0), (9, 48, 112), names="N K begin"), planes=(1, 2),
+        dtype=F32_BF16,
+    ),
     *PER_HEAD.rows(
         shapes_of(
             (1, 4, 40, 24), (3, 1, 16, 130), (16, 5, 100, 33), (0, 2, 8, 8), (2, 0, 8, 8), names="N heads wide narrow"

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.scaled import ScaledMatrix, groups
+from kernels.scaled import Kind, ScaledMatrix, groups
 
 BF16, FP32, FP64, E4M3 = torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn
 MEMORY = torch.from_numpy(np.zeros(3 << 30, dtype=np.uint8))  # pages are not allocated before they are read
@@ -64,11 +64,17 @@ def flags(*shape: int) -> Tensor:
     return numbers(*shape, dtype=torch.bool)
 
 
-def scaled(*shape: int, group: int = 128, begin: int = 0) -> ScaledMatrix:
-    """Returns matrices in e4m3, or with groups of 32 in packed e2m1."""
+def scaled(
+    *shape: int, group: int = 128, begin: int = 0, kind: Kind = "e4m3", zeros: bool = False, fp8_rows: bool = False
+) -> ScaledMatrix:
+    """Returns matrices in e4m3, MXFP4, NVFP4 (groups of 16), or int4 with scales in bf16."""
     *experts, rows, columns = shape
-    scale_args = *experts, groups(begin, columns, group), rows
-    if group == 32:
-        data = numbers(*experts, rows, columns // 2, dtype=torch.uint8)
-        return ScaledMatrix(data, numbers(*scale_args, dtype=torch.uint8), group, begin)
-    return ScaledMatrix(numbers(*shape, dtype=E4M3), fp32(*scale_args), group, begin)
+    grid = *experts, groups(begin, columns, group), rows
+    if kind == "e4m3":
+        return ScaledMatrix(numbers(*shape, dtype=E4M3), fp32(*grid), group, begin, fp8_rows=fp8_rows)
+    data = numbers(*experts, rows, columns // 8, dtype=torch.int32)
+    scales = numbers(*grid, dtype=torch.uint8 if kind == "e2m1" else BF16)
+    row_scales = fp32(*experts, rows) if group == 16 else None
+    return ScaledMatrix(
+        data, scales, group, begin, kind, numbers(*grid, dtype=torch.uint8) if zeros else None, row_scales
+    )

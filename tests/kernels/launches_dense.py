@@ -29,6 +29,18 @@ from kernels.recurrent.gated_delta_prefill import gated_delta_prefill
 from kernels.recurrent.gated_delta_step import gated_delta_step
 from tests.kernels.launches import BF16, Launch, fp32, general, i32, i64, launch, numbers, scaled
 
+# Formats of scaled weights.
+FORMS: dict[str, dict[str, Any]] = {
+    "e4m3": dict(group=128),
+    "e4m3-rows": dict(group=128, fp8_rows=True),
+    "mxfp4": dict(group=32, kind="e2m1"),
+    "nvfp4": dict(group=16, kind="e2m1"),
+    "int4-32": dict(group=32, kind="int4"),
+    "int4-zeros-64": dict(group=64, kind="int4", zeros=True),
+    "int4-128": dict(group=128, kind="int4"),
+    "int4-zeros-128": dict(group=128, kind="int4", zeros=True),
+}
+
 
 def all_of_them() -> Iterator[Launch]:
     """Yields all launches."""
@@ -74,17 +86,30 @@ def projections() -> Iterator[Launch]:
         out = numbers(N, R // 2 if gated else R)
         yield launch(f"linear-fp8-{N}-sm90", launch_sm90, x, weight, bias, out, gated)
         yield launch(f"linear-fp8-{N}-sm90-send", launch_sm90, x, weight, bias, target(N > 8), False)
+    for N, R, K, form, begin in (
+        (2, 6144, 4096, "mxfp4", 32), (16, 1536, 16384, "nvfp4", 0), (32, 6144, 4096, "int4-32", 0),
+        (64, 6144, 4096, "nvfp4", 0), (64, 6144, 4096, "int4-128", 64), (128, 6144, 4096, "int4-zeros-64", 0),
+        (8, 6144, 4096, "int4-zeros-128", 0), (128, 6144, 4096, "mxfp4", 0),
+    ):  # fmt: skip
+        x, weight, bias, out = numbers(N, K), scaled(R, K, begin=begin, **FORMS[form]), numbers(R), numbers(N, R)
+        gated = N > 2
+        name = f"linear-{form}-{N}-sm90"
+        yield launch(name, launch_sm90, x, weight, bias, numbers(N, R // 2) if gated else out, gated)
+        yield launch(f"{name}-send", launch_sm90, x, weight, bias, target(N > 8), False)
     to_heads = QKVTarget(numbers(4, 64), numbers(4, 64), i64(4), cache, cache, numbers(4, 8, 128))
-    for kv, weight in (("", numbers(1536, 4096)), ("-fp8", scaled_heads)):
+    for kv, weight in (
+        ("", numbers(1536, 4096)), ("-fp8", scaled_heads), ("-mxfp4", scaled(1536, 4096, **FORMS["mxfp4"]))
+    ):  # fmt: skip
         yield launch(f"qkv-append{kv}-sm90", launch_sm90, numbers(4, 4096), weight, numbers(1536), to_heads, False)
     for N in (8, 256, 2048):
         given = numbers(N, 7168), scaled(2112, 7168, begin=64), numbers(2112)
         yield general(f"linear-fp8-{N}", linear, *given, gated=N == 256)
 
 
-def routed(tokens: int, E: int, H: int, F: int, k: int, clamped: bool | str, group: int) -> RoutedExperts:
-    """Returns E experts of width F on a rank, k per token; in e4m3, in e2m1 with groups of 32, or (group 0) in bf16."""
-    gate_up, down = (scaled(E, *shape, group=group) if group else numbers(E, *shape) for shape in ((2 * F, H), (H, F)))
+def routed(tokens: int, E: int, H: int, F: int, k: int, clamped: bool | str, form: str) -> RoutedExperts:
+    """Returns E experts of width F on a rank, k per token, in bf16 or one of FORMS."""
+    of = FORMS.get(form)
+    gate_up, down = (numbers(E, *s) if of is None else scaled(E, *s, **of) for s in ((2 * F, H), (H, F)))
     clamps: dict[str, Any] = dict(clamp_at=7.0) if clamped else {}
     if clamped == "step":
         clamps |= dict(activation="swiglustep")
@@ -98,26 +123,36 @@ def experts() -> Iterator[Launch]:
     """Yields routing and experts."""
     how = dict(groups=8, top_groups=4, group_score=2, scoring="sigmoid", normalize=True, shared_count=1)
     yield launch("route", route, fp32(4, 256), 8, bias=fp32(256), **how)
-    # Ranks of Qwen3-30B-A3B, gpt-oss-20b and Step-3.5; of DeepSeek-R1 in e4m3; of gpt-oss-120b in e2m1.
-    for E, H, F, k, clamped, group in (
-        (128, 2048, 96, 8, False, 0), (4, 2880, 2880, 4, True, 0), (32, 7168, 2048, 8, False, 128),
-        (16, 2880, 2880, 4, True, 32), (36, 4096, 1280, 8, "step", 0),
+    # Ranks of Qwen3-30B-A3B, gpt-oss-20b and Step-3.5; of DeepSeek-R1 in e4m3; of gpt-oss-120b.
+    for E, H, F, k, clamped, form in (
+        (128, 2048, 96, 8, False, "bf16"), (4, 2880, 2880, 4, True, "bf16"), (32, 7168, 2048, 8, False, "e4m3"),
+        (16, 2880, 2880, 4, True, "mxfp4"), (36, 4096, 1280, 8, "step", "bf16"),
     ):  # fmt: skip
         for tokens in (4, 64, 8192):
-            summand = routed(tokens, E, H, F, k, clamped, group)
-            yield general(f"moe-{E}-{group}-{tokens}", summand.compute)
+            summand = routed(tokens, E, H, F, k, clamped, form)
+            yield general(f"moe-{E}-{form}-{tokens}", summand.compute)
             if tokens < 8192:
-                yield general(f"moe-{E}-{group}-{tokens}-send", summand.push, target(tokens == 64))
-    for E, H, F, k, tokens, clamped, group in (
-        (4, 2880, 2880, 4, 1, True, 0), (64, 7168, 1024, 8, 8, False, 0), (32, 7168, 2048, 8, 8, False, 128),
-        (36, 4096, 1280, 8, 8, "step", 0), (36, 4096, 1280, 8, 64, "step", 128),
-        (32, 7168, 2048, 8, 128, False, 128), (8, 2880, 1440, 4, 128, True, 128), (512, 4096, 128, 10, 1, False, 128),
-        (32, 2880, 2880, 4, 5, True, 32), (32, 2880, 2880, 4, 128, True, 32), (257, 6144, 256, 9, 4096, False, 128),
+                yield general(f"moe-{E}-{form}-{tokens}-send", summand.push, target(tokens == 64))
+    for E, H, F, k, tokens, clamped, form in (
+        (4, 2880, 2880, 4, 1, True, "bf16"), (64, 7168, 1024, 8, 8, False, "bf16"),
+        (32, 7168, 2048, 8, 8, False, "e4m3"), (36, 4096, 1280, 8, 8, "step", "bf16"),
+        (36, 4096, 1280, 8, 64, "step", "e4m3"), (32, 7168, 2048, 8, 128, False, "e4m3"),
+        (8, 2880, 1440, 4, 128, True, "e4m3"), (512, 4096, 128, 10, 1, False, "e4m3"),
+        (257, 6144, 256, 9, 4096, False, "e4m3"),
+        (32, 2880, 2880, 4, 5, True, "mxfp4"), (32, 2880, 2880, 4, 128, True, "mxfp4"),
+        (256, 7168, 256, 8, 4, False, "nvfp4"), (32, 7168, 2048, 8, 64, False, "nvfp4"),
+        (48, 7168, 2048, 8, 8, False, "int4-32"), (48, 7168, 2048, 8, 128, False, "int4-32"),
+        (16, 2048, 768, 8, 16, False, "int4-zeros-64"), (64, 4096, 1024, 10, 1, False, "int4-128"),
+        (16, 2048, 768, 8, 64, False, "int4-zeros-128"), (32, 2880, 2880, 4, 8192, True, "mxfp4"),
+        (32, 7168, 2048, 8, 8192, False, "nvfp4"), (48, 7168, 2048, 8, 8192, False, "int4-32"),
+        (16, 2048, 768, 8, 8192, False, "int4-zeros-128"), (36, 4096, 1280, 8, 8192, "step", "e4m3"),
+        (32, 7168, 2048, 8, 256, False, "e4m3-rows"), (256, 7168, 256, 8, 512, False, "e4m3-rows"),
+        (32, 7168, 2048, 8, 256, False, "e4m3"), (256, 7168, 256, 8, 512, False, "e4m3"),  # two numbers an element
     ):  # fmt: skip
-        summand = routed(tokens, E, H, F, k, clamped, group)
-        yield launch(f"moe-{E}-{group}-{tokens}-sm90", summand.compute)
-        if tokens <= 8:
-            yield launch(f"moe-{E}-{group}-{tokens}-sm90-send", summand.push, target(two_shot=H > 4096))
+        summand = routed(tokens, E, H, F, k, clamped, form)
+        yield launch(f"moe-{E}-{form}-{tokens}-sm90", summand.compute)
+        if tokens <= 8 and not (form.startswith("int4") or form == "nvfp4"):
+            yield launch(f"moe-{E}-{form}-{tokens}-sm90-send", summand.push, target(two_shot=H > 4096))
 
 
 def states() -> Iterator[Launch]:

@@ -55,11 +55,12 @@ MAX_STACK = {
     "_mla_decode_few_sm90_kernel": 64,
     "_gate_up_kernel": 192,  # a tile of 128 pairs and 256 columns, by whose side addresses of weights leave
     "_linear_fp8_sm90_kernel": 192,  # before and behind the loop over 128 rows of x: what was looked up for its sums
+    "_linear_packed_sm90_kernel": 448,  # behind the loop over 128 rows of x: where its sums are sent
     "_index_scores_kernel": 96,  # weights of heads, kept beside the queries of five tokens with 64 heads each
     # Of warps that go apart, what each loads again for an item.
     "_flash_prefill_sm90_kernel": 24,
     "_chunks_kernel": 32,
-    "_experts_many_kernel": 288,  # where sums go, worked out before the loop over columns
+    "_experts_many_kernel": 424,  # where sums go, and biases, worked out outside of the loop over columns
     "_angles_kernel": 32,  # large angles are reduced in an array of the library
     "_flash_decode_many_sm90_kernel": 128,
 }

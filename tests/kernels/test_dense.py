@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -10,10 +11,11 @@ import pytest
 import torch
 
 from benchmarks.kernels.linear import MATRICES
-from kernels.dense import linear_fp8_sm90, linear_sm90
+from kernels.dense import linear_fp8_sm90, linear_packed_sm90, linear_sm90
 from kernels.dense.linear import linear
 from kernels.scaled import quantize_fp8
 from tests.kernels.cases_dense import scaled
+from tests.kernels.cases_experts import scaled as scaled_like
 from tests.kernels.suite import check_in_a_graph
 
 
@@ -67,6 +69,27 @@ def test_hopper_does_not_take(device: torch.device) -> None:
     assert not linear_fp8_sm90.fits(x, weight, 20), "pairs are interleaved by eights"
     assert not linear_fp8_sm90.fits(x, weight.rows(8, 40)), "its scales are apart"
     assert not linear_fp8_sm90.fits(x.float(), weight)
+
+
+@pytest.mark.gpu
+def test_hopper_takes_packed_weights_with_aligned_rows(device: torch.device) -> None:
+    x = torch.randn(4, 512, device=device, dtype=torch.bfloat16)
+    for rows, form in ((48, ("e2m1", 32)), (40, ("e2m1", 16)), (40, ("int4", 128)), (44, ("int4", 32))):
+        weight = scaled_like(torch.empty(1, rows, 512, device=device), *form, 0)[0]
+        assert linear_packed_sm90.fits(x, weight) == (rows * weight.scales.itemsize % 16 == 0), "rows of scales"
+        assert not linear_packed_sm90.fits(x, weight, 15), "a thread's rows are neighbors"
+        assert not linear_packed_sm90.fits(x.half(), weight)
+    weight = scaled_like(torch.empty(1, 48, 512, device=device), "int4", 64, 0)[0]
+    assert linear_packed_sm90.fits(x, weight)
+    weight = replace(weight, scales=weight.scales.half())
+    assert not linear_packed_sm90.fits(x, weight), "fp16 would be rounded twice"
+
+
+@pytest.mark.parametrize("slots", [132, 264])
+def test_programs_share_packed_tiles(slots: int) -> None:
+    for tiles, steps, columns in product(range(1, 400, 7), (1, 2, 5, 14, 112), (128, 256)):
+        programs = linear_packed_sm90.programs_of(tiles, steps, columns, slots)
+        assert programs <= slots and (2 * tiles > slots or programs <= tiles * min(16, steps))
 
 
 @pytest.mark.gpu

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from kernels.dense import split_k_reduce_sm90
 from kernels.moe import expert_lookup_sm90, experts_scaled_sm90, experts_sm90
 from kernels.moe.expert_lookup_sm90 import active_experts, nth_expert, pairs_with, slots
 from kernels.moe.experts_scaled_sm90 import BLOCK_K, HALF, ROWS, are_few
@@ -46,11 +47,11 @@ def language(monkeypatch: pytest.MonkeyPatch) -> None:
         load=load, where=np.where, full_like=np.full_like, reduce_or=np.bitwise_or.reduce, max=np.max,
         static_range=range, minimum=min, maximum=max,
     )  # fmt: skip
-    for module in (expert_lookup_sm90, experts_sm90, experts_scaled_sm90):
+    for module in (expert_lookup_sm90, experts_sm90, experts_scaled_sm90, split_k_reduce_sm90):
         monkeypatch.setattr(module, "gl", gl)
     monkeypatch.setattr(expert_lookup_sm90, "_alike", lambda size: None)
     monkeypatch.setattr(expert_lookup_sm90, "_popcount", popcount)
-    monkeypatch.setattr(experts_sm90, "LEVELS", experts_sm90.LEVELS.value)
+    monkeypatch.setattr(split_k_reduce_sm90, "LEVELS", split_k_reduce_sm90.LEVELS.value)
     for constant, name in ((BLOCK_K, "BLOCK_K"), (HALF, "HALF"), (ROWS, "ROWS")):
         monkeypatch.setattr(experts_scaled_sm90, name, constant.value)
 
@@ -98,7 +99,7 @@ def test_programs_find_their_experts_and_pairs(
         wanted = [(tile, int(e), column) for e in touched for tile in range(tiles) for column in steps]
         found = []
         for program in range(programs):
-            begin, end, *_ = experts_sm90.share_of.fn(count * tiles, len(steps), program, programs)
+            begin, end, *_ = split_k_reduce_sm90.share_of.fn(count * tiles, len(steps), program, programs)
             first_block = begin // (len(steps) * tiles)
             two = [nth_expert.fn(places, first_block + i, E) for i in range(2)]
             for at in range(begin, end):
@@ -115,4 +116,4 @@ def test_no_expert_here() -> None:
     ids = np.array([-1, 5, 99, 300], np.int32)
     places, count = active_experts.fn(Pointer(ids), 4, 6, 40, 32)
     assert count == 0 and all((place == -1).all() for place in places)
-    assert experts_sm90.share_of.fn(0, 24, 7, 396)[:2] == (0, 0)
+    assert split_k_reduce_sm90.share_of.fn(0, 24, 7, 396)[:2] == (0, 0)

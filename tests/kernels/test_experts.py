@@ -13,15 +13,16 @@ from transformers import GptOssConfig, Qwen3MoeConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from kernels.dense import split_k_reduce_sm90
 from kernels.moe import experts as moe_module
-from kernels.moe import experts_many_sm90, experts_scaled_sm90, experts_sm90
+from kernels.moe import experts_many_sm90, experts_packed_sm90, experts_scaled_sm90, experts_sm90
 from kernels.moe.experts import RoutedExperts
 from kernels.moe.router import route
 from tests.kernels.cases_experts import Case, make_experts, poisoned
 from tests.kernels.cases_experts_sm90 import NARROW, fits_either, fits_few, fits_many, fits_scaled, make_wide
 from tests.kernels.suite import check_in_a_graph
 
-E4M3, E2M1 = (False, 128, (0, 0)), (True, 32, (0, 0))
+E4M3, E2M1 = ("e4m3", 128, (0, 0)), ("e2m1", 32, (0, 0))
 CUDA = torch.device("cuda")
 
 
@@ -95,7 +96,8 @@ def test_few_are_found_as_many_are(
     case.check(found)
     for _ in range(5):
         assert torch.equal(result(case), found)
-    monkeypatch.setattr(experts_scaled_sm90, "are_few", lambda *sizes: False)
+    for kernel in (experts_scaled_sm90, experts_packed_sm90):
+        monkeypatch.setattr(kernel, "are_few", lambda *sizes: False)
     assert torch.equal(result(case), found)
 
 
@@ -109,11 +111,11 @@ def test_what_hopper_does_not_take() -> None:
     assert not experts_sm90.fits(x[:, 1:], gate_up, down)
     assert not experts_sm90.fits(x, gate_up, down[..., :312])  # a view, for its shape alone
     assert not experts_sm90.fits(x, gate_up.flatten()[1:], down)
-    quantized = (336, False, 16), (336, False, 8), (328, False, 0), (336, False, 4), (336, True, 0)
-    for F, packed, begin in quantized:  # copies begin at multiples of 16 bytes
-        form = packed, 32 if packed else 128, (0, begin)
+    quantized = (336, "e4m3", 16), (336, "e4m3", 8), (328, "e4m3", 0), (336, "e4m3", 4), (352, "e2m1", 0)
+    for F, kind, begin in quantized:  # copies begin at multiples of 16 bytes
+        form = kind, 32 if kind == "e2m1" else 128, (0, begin)
         case = make_wide(**NARROW | dict(F=F), form=form, device=CUDA)
-        assert fits_few(case) == ((F, packed, begin) == quantized[0])
+        assert fits_few(case) == ((F, kind, begin) == quantized[0])
 
 
 def layers_in_a_graph(case: Case, experts: int, k: int) -> None:
@@ -152,12 +154,12 @@ def test_layers_in_a_graph_on_hopper(N: int, form: Any) -> None:
 
 def test_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step has one program, no tile more programs than a tree has leaves, no program two tiles that it joins."""
-    monkeypatch.setattr(experts_sm90, "gl", SimpleNamespace(minimum=min, maximum=max))
-    monkeypatch.setattr(experts_sm90, "LEVELS", levels := experts_sm90.LEVELS.value)
+    monkeypatch.setattr(split_k_reduce_sm90, "gl", SimpleNamespace(minimum=min, maximum=max))
+    monkeypatch.setattr(split_k_reduce_sm90, "LEVELS", levels := split_k_reduce_sm90.LEVELS.value)
     for programs in (2, 156, 264):
         for tiles in (0, 1, 2, 3, 16, 45, 112, 131, 132, 133, 264, 265, 2048):
             for steps in (1, 3, 16, 23, 57, 100):
-                shares = [experts_sm90.share_of.fn(tiles, steps, p, programs) for p in range(programs)]
+                shares = [split_k_reduce_sm90.share_of.fn(tiles, steps, p, programs) for p in range(programs)]
                 active, total = shares[0][2:]
                 assert total == tiles * steps and {share[2:] for share in shares} == {(active, total)}
                 owners = [p for p, (begin, end, *_) in enumerate(shares) for _ in range(begin, end)]
@@ -165,7 +167,7 @@ def test_shares(monkeypatch: pytest.MonkeyPatch) -> None:
                 joined = []
                 for tile in range(tiles):
                     mine = sorted(set(owners[tile * steps : (tile + 1) * steps]))
-                    begin, count = experts_sm90.sharers.fn(tile, steps, active, total)
+                    begin, count = split_k_reduce_sm90.sharers.fn(tile, steps, active, total)
                     assert mine == [*range(begin, begin + count)] and count <= 1 << levels
                     joined += mine[1:]
                 assert len(joined) == len(set(joined))

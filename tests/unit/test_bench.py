@@ -214,7 +214,7 @@ def test_points_come_as_they_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 # Of prompts alone.
-ELSEWHERE = {"_unpack_kernel", "_dequantize_pages_kernel", "_inputs_kernel", "_systems_kernel", "_chunks_kernel"}
+ELSEWHERE = {"_dequantize_kernel", "_dequantize_pages_kernel", "_inputs_kernel", "_systems_kernel", "_chunks_kernel"}
 
 
 def test_every_kernel_of_a_step_is_in_one_part() -> None:

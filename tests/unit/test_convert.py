@@ -200,10 +200,13 @@ def test_the_model_is_the_one_that_was_written(kind: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", "F16", "BF16"])
-def test_stored_numbers_are_those_that_transformers_reads(kind: str, tmp_path: Path) -> None:
+def test_stored_numbers_are_those_that_transformers_reads(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write(tmp_path / "x.gguf", "llama", quantized=GGMLQuantizationType[kind])
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="x.gguf", dtype=torch.float32).state_dict()
     ours = load_file(converted(tmp_path, "dtype=float32") / "model.safetensors")
+    assert f"GB in float32, from {kind}" in capsys.readouterr().err
     assert ours.keys() == theirs.keys() - {"lm_head.weight"}
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     shutil.rmtree(tmp_path / "out")

@@ -37,7 +37,7 @@ KERNELS_LIBRARIES = {"torch", "triton"}
 # Files of a room that are named have a level of their own: what layers use of a worker, and what of it uses layers.
 LEVELS = {
     "kernels": [
-        {"precompile", "dispatch", "resident_blocks", "overlap", "scaled", "scaled_keys", "sm90"},
+        {"precompile", "dispatch", "resident_blocks", "overlap", "scaled", "scaled_keys", "sm90", "packed_sm90"},
         {"gated_delta", "paged_keys"},
         {"dense.reference"},
         {f"{family}.reference" for family in ("attention", "indexer", "moe", "recurrent", "sparse", "tokens")},

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import helix.models.checkpoint as files
 from comm.loopback import LoopbackWorld
@@ -21,9 +20,9 @@ from helix.layout import HelixLayout
 from helix.models import spec_from_config
 from helix.models.checkpoint import WeightFormat, fp8_format, read_config
 from helix.models.decoder import Decoder
-from helix.models.loading import Checkpoint, from_mxfp4, randomize
+from helix.models.loading import Checkpoint, randomize
 from kernels.scaled import ScaledMatrix, quantize_fp8
-from tests.e2e.checkpoints import checkpoint, write_fp8
+from tests.e2e.checkpoints import PACKINGS, checkpoint, write_fp8, write_packed
 from tests.unit.test_files import as_nobody
 
 CONFIG = dict(
@@ -38,9 +37,11 @@ def decoder(
     config: dict[str, Any] = CONFIG,
     dtype: torch.dtype = torch.float32,
     formats: Formats = unquantized,
+    stored: Checkpoint | None = None,
 ) -> Decoder:
+    spec = spec_from_config(config) if stored is None else stored.as_stored(spec_from_config(config))
     comm = LoopbackWorld(layout.world_size).communicator(rank, layout.kvp_group(rank))
-    return Decoder(spec_from_config(config), layout, comm, dtype, torch.device("cpu"), formats)
+    return Decoder(spec, layout, comm, dtype, torch.device("cpu"), formats)
 
 
 def load(
@@ -52,7 +53,8 @@ def load(
     formats: Formats = unquantized,
 ) -> Decoder:
     """A rank's model, checked and read."""
-    model, opened = decoder(layout, rank, config, dtype, formats), Checkpoint(path)
+    opened = Checkpoint(path)
+    model = decoder(layout, rank, config, dtype, formats, opened)
     opened.check(model.weights.slices, model.spec.unused)
     numbers = [p for p in model.weights.parameters if p.is_floating_point() and p.itemsize > 1]
     for parameter in numbers:
@@ -181,15 +183,6 @@ def test_only_scales_of_a_share_are_read(tmp_path: Path, read: list[tuple[str, i
     assert found["model.layers.1.mlp.up_proj.weight_scale_inv"] == 3 * 5  # rows 73 to 96
 
 
-def test_mxfp4_is_what_transformers_makes_of_it() -> None:
-    gen = torch.Generator().manual_seed(0)
-    blocks = torch.randint(0, 256, (3, 7, 5, 16), dtype=torch.uint8, generator=gen)
-    scales = torch.randint(100, 140, (3, 7, 5), dtype=torch.uint8, generator=gen)
-    blocks.view(-1)[:256] = torch.arange(256)  # every pair of values
-    wanted = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)  # transposed
-    assert torch.equal(from_mxfp4(blocks, scales), wanted.mT)
-
-
 def test_a_packed_checkpoint_lacks_what_it_lacks(tmp_path: Path) -> None:
     copy = shutil.copytree(checkpoint("gpt-oss-mxfp4"), tmp_path / "packed")
     whole = load_file(copy / "model.safetensors")
@@ -300,7 +293,17 @@ FORMATS: list[Any] = [
     ("wide-deepseek-v3", blocks(128, 128), (128, 128), torch.float32, "kept"),
     ("wide-step-moe", blocks(128, 128), (128, 128), torch.float32, "kept"),
     ("wide-step-moe", blocks(64, 128), (64, 128), torch.bfloat16, "unpacked"),
-    ("gpt-oss-mxfp4", None, None, None, "kept"),
+    ("packed-gpt-oss-mxfp4", None, None, None, "kept"),
+    ("wide-llama", "int4 of 32", None, None, "kept"),  # on the rank with the last columns, no whole block, unpacked
+    ("qwen3", "int4 of 32", None, None, "unpacked"),  # 72 and 97 columns: words and groups that are not full
+    ("qwen3", "int4 with zeros", None, None, "unpacked"),
+    ("qwen3", "int4 of rows", None, None, "unpacked"),
+    *(("packed-llama", packing, None, None, held) for packing in PACKINGS for held in ("unpacked", "kept")),
+    *(
+        (family, packing, None, None, "kept")
+        for family in ("packed-qwen3-moe", "packed-qwen3.5-moe", "packed-deepseek-v3")
+        for packing in ("int4 with zeros", "gptq", "awq", "nvfp4", "nvfp4 divided")
+    ),
     ("wide-qwen3-moe", None, None, None, "rounded"),
     ("wide-step-moe", None, None, None, "rounded"),
 ]
@@ -309,7 +312,7 @@ GRIDS = ("helix", 1, 1, 1), ("helix", 3, 2, 1), ("helix", 4, 2, 2), ("helix", 4,
 
 @pytest.mark.parametrize("family, section, block, scaled_in, held", FORMATS)
 def test_every_slice_is_that_of_the_unpacked_whole(
-    tmp_path: Path, family: str, section: dict[str, Any] | None, block: Any, scaled_in: torch.dtype, held: str
+    tmp_path: Path, family: str, section: dict[str, Any] | str | None, block: Any, scaled_in: torch.dtype, held: str
 ) -> None:
     """Bit for bit, on every rank: blocks that are cut, ragged last blocks, stacked and interleaved parameters.
 
@@ -318,6 +321,9 @@ def test_every_slice_is_that_of_the_unpacked_whole(
     path = checkpoint(family) if section is None else tmp_path
     if section is None:
         whole = load_file(checkpoint(family.removesuffix("-mxfp4")) / "model.safetensors")
+        whole |= {name: whole[name].mT for name in Checkpoint(path).quantized}  # of gpt-oss
+    elif isinstance(section, str):
+        whole = write_packed(checkpoint(family), tmp_path, section, decades=True)
     else:
         whole = write_fp8(checkpoint(family), tmp_path, section, block, scaled_in=scaled_in, decades=True)
     formats = {"unpacked": unquantized, "kept": Checkpoint(path).matrix_format, "rounded": fp8_format}[held]
@@ -328,9 +334,9 @@ def test_every_slice_is_that_of_the_unpacked_whole(
         for rank in range(layout.world_size):
             weights, read = load(path, layout, rank, read_config(path), dtype, formats).weights, 0
             for s in weights.slices:
-                tensor, target = whole[s.name].mT if s.mxfp4 else whole[s.name], s.target
+                tensor, target = whole[s.name], s.target
                 if isinstance(target, ScaledMatrix):
-                    cuts.add((s.name.split(".")[-2], target.begin))
+                    cuts.add((s.name.split(".")[-2], target.begin, target.shape))
                     if held == "rounded":
                         matrices = [
                             quantize_fp8(m).dequantize() for m in (tensor if tensor.dim() == 3 else tensor[None])
@@ -340,10 +346,11 @@ def test_every_slice_is_that_of_the_unpacked_whole(
                 assert torch.equal(target, part(tensor, s).to(target.dtype) + s.offset), s.name
                 read += target.numel() * target.itemsize
             assert held == "unpacked" or "gpt" in family or weights.bytes < 0.6 * read
+            assert held != "kept" or not family.startswith("packed") or not weights.unpacked
     if held != "unpacked":
-        assert len(cuts) > 3 and (block != (128, 128) or any(begin for _, begin in cuts)), cuts
+        assert len(cuts) > 3 and (block != (128, 128) or any(begin for _, begin, _ in cuts)), cuts
     if held == "rounded":  # routers, embedding and head stay as they are
-        assert {name for name, _ in cuts} == {f"{x}_proj" for x in ("q", "k", "v", "o", "gate", "up", "down")}
+        assert {name for name, *_ in cuts} == {f"{x}_proj" for x in ("q", "k", "v", "o", "gate", "up", "down")}
 
 
 def test_a_format_may_stand_beside_the_config(tmp_path: Path) -> None:
@@ -357,11 +364,11 @@ def test_a_format_may_stand_beside_the_config(tmp_path: Path) -> None:
     for s in load(tmp_path, HelixLayout.create(), 0, read_config(tmp_path)).weights.slices:
         assert torch.equal(s.target, whole[s.name])
     # The config's own section comes first, also the one of a text part.
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4_AWQ"}}))
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"quantization_config": MODELOPT}}))
     assert Checkpoint(tmp_path).format == WeightFormat("modelopt")
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="modelopt with quant_algo='NVFP4'"):
+    with pytest.raises(ValueError, match="modelopt with quant_algo='NVFP4_AWQ'"):
         Checkpoint(tmp_path)
 
 

@@ -23,6 +23,7 @@ from helix.models import DecoderSpec, spec_from_config
 from helix.models.checkpoint import read_config
 from helix.models.decoder import Decoder
 from helix.models.loading import Checkpoint, randomize
+from helix.planner.hardware import E4M3, QUANTIZED
 from helix.planner.points import Options, Points
 from helix.planner.step import predict
 from helix.worker.kv_cache_spec import KVCacheSpec, token_bytes
@@ -163,7 +164,7 @@ def test_a_token_keeps_index_keys_where_layers_choose() -> None:
 
 def test_a_plan_counts_what_is_kept_and_read() -> None:
     glm52, hardware = spec_of("glm-5.2"), load_hardware("h200")
-    options = Options(weights="e4m3", experts="e4m3", other="bf16", messages="bf16", kv="bf16", arithmetic="bf16")
+    options = Options("bf16", "bf16", "bf16", matrices=dict.fromkeys(QUANTIZED, E4M3))
     found = predict(glm52, hardware, Points.of("helix", 1, kvp=8), M, options)
     kept = sum(map(token_bytes, glm52.kv_cache_specs(KVP_8, 0, "bfloat16"))) * M / 8
     assert found.memory.kv_bytes[0] == pytest.approx(kept, rel=0.001) and found.fits.all()

@@ -202,7 +202,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> LayerDrafts:
     )
     monkeypatch.setattr(auto_layout, "make_eagle3", lambda config, spec: own)
     config = compose_config("model=qwen2.5-7b", "speculation=eagle3", "speculation.path=DIR")
-    found = layer_drafts(config.speculation, eagle3.with_eagle3(target, own))
+    found = layer_drafts(config, eagle3.with_eagle3(target, own))
     assert found is not None
     return found
 
@@ -267,7 +267,7 @@ def test_the_planner_names_gain_and_command(
 def test_a_layer_by_its_spec_is_the_model_s_own_last_one() -> None:
     config = compose_config("model=deepseek-r1", "speculation=mtp")
     spec = make_spec(config)
-    layer = layer_drafts(config.speculation, spec)
+    layer = layer_drafts(config, spec)
     assert layer is not None and layer.spec.layers == (spec.layers[-1],) and layer.shared_head
     with pytest.raises(ValueError, match="a draft layer needs acceptance"):
         plan(PlanQuery(spec, MEASURED, 8, K, layer=layer))

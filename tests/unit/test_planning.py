@@ -12,6 +12,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from helix.config import Config
+from helix.planner.hardware import E4M3
 from helix.planner.plan import NoLayoutFits, plan
 from helix.planner.points import Points, Sparse
 from helix.planner.step import memory_of
@@ -93,6 +94,21 @@ def test_commands_pass_the_runtime_s_preflight(question: str) -> None:
             assert getattr(getattr(config, group), name) == getattr(getattr(checked.config, group), name), key
 
 
+@pytest.mark.parametrize(
+    "model, weights",
+    [
+        ("kimi-k2.5", "experts in int4 (4.5 bits)"),
+        ("deepseek-r1-nvfp4", "output projections, dense FFNs, shared experts, experts in NVFP4 (4.5 bits)"),
+        ("gpt-oss-20b", "experts in MXFP4 (4.25 bits)"),
+        ("qwen2.5-7b", None),
+    ],
+)
+def test_a_plan_names_the_formats(model: str, weights: str | None) -> None:
+    ranking, checked = answered(f"{model} gpus=8 context=128K")
+    lines = [line for line in as_text(ranking, checked, 200).splitlines() if line.startswith("Weights: ")]
+    assert lines == ([] if weights is None else [f"Weights: {weights}; the rest in bf16."])
+
+
 def test_a_checkpoint_of_one_s_own(tmp_path: Path) -> None:
     (model := tmp_path / "my model").symlink_to(checkpoint("mixtral"))
     checked = check_query([f"model.path={model}", "gpus=4", "context=512", "batch=2"])
@@ -120,7 +136,7 @@ def test_widths_and_modes_that_are_asked_for() -> None:
 def test_keys_of_a_run_mean_what_they_mean_there() -> None:
     ranking, _ = answered("llama-3.1-8b gpus=1 context=128K -q fp8 kv.dtype=k16v8 kv.memory_fraction=.5")
     options = ranking.query.options
-    assert (options.weights, options.kv, options.memory_fraction) == ("e4m3", "k16v8", 0.5)
+    assert (options.stored("weights"), options.kv, options.memory_fraction) == (E4M3, "k16v8", 0.5)
     sparse = answered("qwen2.5-7b gpus=1 context=1M attention=quest attention.num_blocks=7")[0].query.options.sparse
     assert sparse == Sparse(7, 1, 32, 16)
     drafts = answered("qwen2.5-7b gpus=8 context=1M speculation=sparse speculation.sparsity=0.1 acceptance=0.9")

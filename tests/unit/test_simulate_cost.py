@@ -13,18 +13,21 @@ from hypothesis import strategies as st
 
 from benchmarks.papers.rows import FIGURE_1, scaled
 from helix.kv_placement import BlockBudget, KVPlacement
-from helix.layers.specs import AttentionSpec
+from helix.layers.specs import MXFP4, NVFP4, AttentionSpec, MatrixFormat
 from helix.layout import HelixLayout
 from helix.models.loading import weights_of
-from helix.planner.hardware import PROVENANCE, Hardware, sent_bytes
+from helix.planner.hardware import E4M3, PROVENANCE, QUANTIZED, Hardware, Stored, sent_bytes
 from helix.planner.layer import COUNTED_DIGITS, DIGIT_VALUES, Layer, pipelined
 from helix.planner.points import Offload, Options, Points, Sparse, Speculation
 from helix.planner.step import CHUNK_TOKENS, Memory, StepCost, memory_of, predict
 from helix.setup.offload import offload_bytes
+from helix.setup.parts import make_formats, make_spec
 from helix.worker.kv_cache import KVCache, with_bounds
 from helix.worker.kv_cache_spec import LATENT_GROUP, EngineSizes, page_bytes, token_bytes
 from kernels.indexer import keys, select_topk
 from kernels.scaled_keys import GROUP
+from launch.inputs.auto_layout import planner_options
+from launch.inputs.compose import compose_config
 from launch.inputs.hardware import load_hardware
 from launch.inputs.shapes import load_spec
 
@@ -294,6 +297,38 @@ def test_layers_that_differ_are_counted_as_the_runtime_counts_them(model: str, m
     assert found.kv_bytes[0] == pytest.approx(allocated, rel=0.02)
 
 
+PACKED = ("kimi-k2.5", "glm-5.2-nvfp4", "deepseek-r1-nvfp4", "minimax-m2-nvfp4", "qwen3.5-397b-a17b-gptq-int4")
+
+
+@pytest.mark.parametrize("widths", [{"kvp": 8, "ep": 4}, {"kvp": 3}, {"kvp": 2, "tpa": 2}])
+@pytest.mark.parametrize("model", PACKED)
+def test_packed_weights_are_counted_as_the_runtime_packs_them(model: str, widths: dict[str, int]) -> None:
+    """Matrices of each kind in their format, and FFNs cut between blocks of 32 columns; norms are not counted."""
+    config = compose_config([f"model={model}", "model.config.num_hidden_layers=5"])
+    spec, formats = make_spec(config), make_formats(config.model, None, on_gpu=True)
+    if widths.get("tpa", 1) > spec.kv_heads:
+        widths = {"kvp": 4}
+    layout = HelixLayout.create("helix", **widths)
+    found = memory_of(spec, H200, Points.of("helix", **widths), K128, planner_options(config, spec))
+    ranks = [weights_of(spec, layout, rank, torch.bfloat16, formats).bytes for rank in (0, layout.world_size - 1)]
+    assert found.weight_bytes[0] == pytest.approx(max(ranks), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "matrix, bits",
+    [
+        (MatrixFormat(128), 8.25), (MatrixFormat(32), 9), (MXFP4, 4.25), (NVFP4, 4.5),
+        (MatrixFormat(32, "int4", "bfloat16"), 4.5), (MatrixFormat(128, "int4", "float16", zeros=True), 4.1875),
+    ],
+)  # fmt: skip
+def test_bits_of_a_packed_weight(matrix: MatrixFormat, bits: float) -> None:
+    kind = matrix.kind
+    assert matrix.bits == bits and Stored.mean([matrix]).bytes == bits / 8 and Stored.mean([matrix]).kind == kind
+    mixed = Stored.mean([None, matrix, matrix, None, matrix])
+    assert mixed.kind == kind and mixed.bytes == pytest.approx((2 * 2 + 3 * bits / 8) / 5, rel=EXACT)
+    assert mixed.row_bytes == pytest.approx(4 * 3 / 5 * matrix.row_scales, rel=EXACT)
+
+
 def test_what_needs_layers_alike_is_refused_where_they_differ() -> None:
     spec = load_spec("llama-3.1-8b")
     first, *others = spec.layers
@@ -347,7 +382,8 @@ def test_windows_bound_what_is_read(kv: str, known: str) -> None:
 )
 def test_numbers_in_e4m3_are_read_at_their_own_rate(model: str, phase: str, kind: str) -> None:
     """Converting takes a share of the read rate, of each kind its own."""
-    question = {"length": K128, "weights": "e4m3", "kv": "e4m3", "arithmetic": "bf16"}
+    matrices = dict.fromkeys(QUANTIZED, E4M3)
+    question = {"length": K128, "weights": "bf16", "kv": "e4m3", "matrices": matrices}
     ours, free = (phases(model, hardware, "tp", **question)[phase] for hardware in (H200, replace(H200, e4m3_share={})))
     more = ours.bytes[0] / H200.read_bytes_per_s.value * (1 / H200.e4m3_share[kind].value - 1)
     assert ours.seconds[0] - free.seconds[0] == pytest.approx(more, rel=1e-6, abs=1e-12)

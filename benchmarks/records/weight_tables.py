@@ -1,0 +1,44 @@
+"""What the planner says of checkpoints in four bits and in FP8: on which GPUs they fit, and how fast a step is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from benchmarks.models.workloads import K
+from benchmarks.records.rows import Row
+from helix.planner.plan import NoLayoutFits, PlannedLayout, plan
+from launch.inputs.planning import check_query
+
+# Shapes in four bits -> the same in FP8.
+SHAPES = {
+    "kimi-k2.5": "kimi-k2",
+    "deepseek-r1-nvfp4": "deepseek-r1",
+    "glm-5.2-nvfp4": "glm-5.2",
+    "qwen3.5-397b-a17b-gptq-int4": "qwen3.5-397b-a17b",
+    "minimax-m2-nvfp4": "minimax-m2",
+}
+MACHINES = ((8, "h100"), (8, "h200"), (4, "h200"), (2, "h200"))
+LONG, SHORT = (1, 128 * K), (8, 32 * K)  # sequences, and tokens of each
+
+
+def planned() -> Iterator[Row]:
+    """Yields a row for each shape and machine: the fastest layout, and the one that holds most tokens."""
+    for shape, fp8 in SHAPES.items():
+        for gpus, hardware in MACHINES:
+            one, many = (_layouts(shape, gpus, hardware, *work) for work in (LONG, SHORT))
+            row: Row = {"shape": shape, "on": f"{gpus} x {hardware.upper()}"}
+            if one and many:
+                tokens = SHORT[1] * max(choice.largest_batch for choice in many)
+                row |= {"layout": one[0].name, "gb": one[0].weight_bytes / 1e9, "kv_tokens": tokens}
+                row |= {"one_us": 1e6 * one[0].ttl_s, "many_us": 1e6 * many[0].ttl_s}
+            if in_fp8 := _layouts(fp8, gpus, hardware, *LONG):
+                row |= {"fp8_gb": in_fp8[0].weight_bytes / 1e9, "fp8_us": 1e6 * in_fp8[0].ttl_s}
+            yield row if one and many else row | {"failed": True}
+
+
+def _layouts(model: str, gpus: int, hardware: str, batch: int, length: int) -> list[PlannedLayout]:
+    typed = [f"gpus={gpus}", f"hardware={hardware}", f"batch={batch}", f"context={length}"]
+    try:
+        return plan(check_query([f"model={model}", *typed]).query).choices
+    except NoLayoutFits:
+        return []
