@@ -197,7 +197,7 @@ AGENTS: dict[str, tuple[list[str], str, dict[str, Any]]] = {
     "codex with apply_patch": ([*CODEX_OPTIONS, "--model=gpt-5.5"], "apply_patch", {"input": PATCH}),
     "qwen": (["qwen", "--yolo", "-p"], "run_shell_command", BASH | {"is_background": False}),
     "opencode": (["opencode", "run"], "bash", BASH),
-    # With a directory of its own it starts no daemon.
+    # Given a data directory, it starts no daemon.
     "cline": (["cline", "--data-dir=../home/.cline"], "run_commands", {"commands": [COMMAND]}),
     "aider": (["aider", *AIDER], "", {}),
     "openhands": (OPENHANDS, "terminal", {"command": COMMAND, "security_risk": "LOW"}),
