@@ -72,6 +72,14 @@ INT4_TO_BF16, INT4_ZEROS_TO_BF16 = (gl.constexpr(_int4_to_bf16(False, zeros)) fo
 INT4_TO_SCALED, INT4_ZEROS_TO_SCALED = (gl.constexpr(_int4_to_bf16(True, zeros)) for zeros in (False, True))
 
 
+@gluon.constexpr_function
+def product_layout(warps, columns, is_async):
+    """Layout of sums [rows, columns] of a warpgroup's products, or of each warp's."""
+    if is_async:
+        return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, 16])
+    return gl.NVMMADistributedLayout([2, 0], [warps, 1], [16, 8])
+
+
 @gluon.jit
 def e2m1_factors(codes, UE5M3: gl.constexpr):
     """Returns int32 whose halves are bf16 bits of 2^62 times the scales: UE8M0 to 2^65, or UE5M3.

@@ -1,10 +1,13 @@
 """Hopper variant of `kernels.dense.linear` for 1 to 128 rows of x and packed weights, converted in registers.
 
-Bound by conversion and by reads alike. A fixed grid divides the steps of all tiles equally, and programs that share a
-tile reduce in a tree, as in `kernels.moe.experts_sm90`. A tile is two halves of weight rows, `apart` from each other if
-outputs take row pairs. Of each half a thread owns one row, or two neighbors: TMA stores even rows before odd ones, so
-that its words are read without bank conflicts, while one load of a byte pair has both scales, which are spread to
-halves of a register that multiplications read.
+Bound by conversion and by reads alike: one warp loads, several steps ahead, and the others convert and multiply. With
+up to 16 rows of x they do so warp by warp (mma.sync), with few registers, so that latencies of several programs on an
+SM overlap; with more, by warpgroups (wgmma), which convert a part while the one before is multiplied.
+
+A fixed grid divides the steps of all tiles equally, and programs that share a tile reduce in a tree. A tile is two
+halves of weight rows, `apart` from each other if outputs take row pairs. Of each half a thread owns one row, or two
+neighbors: TMA stores even rows before odd ones, so that its words are read without bank conflicts, while one load of a
+byte pair has both scales, which are spread to halves of a register that multiplications read.
 
 Scales of groups shorter than a block of 128 columns multiply weights: exactly for e2m1, rounded as in a dequantized
 matrix for int4. Those of other groups multiply the fp32 sums of a block.
@@ -12,12 +15,15 @@ matrix for int4. Those of other groups multiply the fp32 sums of a block.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -27,7 +33,7 @@ from kernels.attention.paged_tiles import SMALL_HEAD_DIM
 from kernels.dense.linear_epilogue_sm90 import load_epilogue, store_epilogue
 from kernels.dense.split_k_reduce_sm90 import pairs, reduce_sharers, share_of, workspace
 from kernels.overlap import sm_count
-from kernels.packed_sm90 import E2M1_LIFT, INT4_LIFT, e2m1_factors, e2m1_to_bf16, int4_to_bf16
+from kernels.packed_sm90 import E2M1_LIFT, INT4_LIFT, e2m1_factors, e2m1_to_bf16, int4_to_bf16, product_layout
 from kernels.peers.ll_protocol import SumTarget, sum_shape
 from kernels.scaled import ScaledMatrix
 from kernels.sm90 import SHARED
@@ -108,14 +114,15 @@ def _in_mma_order(values, OWNED: gl.constexpr, WARPS: gl.constexpr):
 @gluon.jit
 def _of_part(values, part: gl.constexpr, COUNT: gl.constexpr):
     """Selects the groups of one of two parts from [ROWS, loaded groups], of which a step has the first COUNT."""
-    if COUNT > 1:
-        first, second = gl.split(gl.permute(gl.reshape(values, [values.shape[0], 2, COUNT // 2]), (0, 2, 1)))
-        return first if part == 0 else second
-    elif values.shape[1] > 1:
-        first, _ = gl.split(gl.reshape(values, [values.shape[0], 1, 2]))
-        return first
-    else:
+    LOADED: gl.constexpr = values.shape[1]
+    if LOADED == 1:
         return values
+    else:
+        first, second = gl.split(gl.permute(gl.reshape(values, [values.shape[0], 2, LOADED // 2]), (0, 2, 1)))
+        if LOADED > COUNT:
+            return _of_part(first, part, COUNT)
+        else:
+            return first if part == 0 else second
 
 
 @gluon.jit
@@ -138,31 +145,6 @@ def _load_words(w, slot, part: gl.constexpr, OWNED: gl.constexpr, WARPS: gl.cons
     second = w[1].index(slot).slice(part * COUNT, COUNT, dim=1).load(LAYOUT)
     both = gl.reshape(gl.join(first, second), [OWNED, WARPS, 8, COUNT // 4, 4, 2])
     return gl.reshape(gl.permute(both, (0, 1, 5, 2, 3, 4)), [2 * HALF, COUNT // 4, 4])
-
-
-@gluon.jit
-def _load_step(
-    weights, scales, zeros, top, apart, step, w, s, z, slot, ready, X_BYTES: gl.constexpr, GROUP: gl.constexpr,
-    BEGIN: gl.constexpr, OWNED: gl.constexpr,
-):  # fmt: skip
-    """Loads words, scales and zero points of a step of both halves of a tile; the caller loads x."""
-    HALF: gl.constexpr = w[0].shape[1]
-    WORDS_OF_STEP: gl.constexpr = w[0].shape[2]
-    mbarrier.expect(ready[0].index(slot), X_BYTES)
-    for half in gl.static_range(2):
-        mbarrier.expect(ready[1 + half].index(slot), HALF * WORDS_OF_STEP * 4)
-        mbarrier.expect(ready[3 + half].index(slot), scales.block_type.nbytes)
-        if len(z) > 0:
-            mbarrier.expect(ready[5 + half].index(slot), zeros.block_type.nbytes)
-    group = step * (WORDS_OF_STEP * 8) // GROUP if GROUP > 0 else 0
-    for half in gl.static_range(2):
-        row = top + half * apart
-        rows = w[half].index(slot).reshape([OWNED, HALF // OWNED, WORDS_OF_STEP])
-        word = step * WORDS_OF_STEP - BEGIN // 8
-        tma.async_copy_global_to_shared(weights, [0, row // OWNED, word], ready[1 + half].index(slot), rows)
-        tma.async_copy_global_to_shared(scales, [group, row], ready[3 + half].index(slot), s[half].index(slot))
-        if len(z) > 0:
-            tma.async_copy_global_to_shared(zeros, [group, row], ready[5 + half].index(slot), z[half].index(slot))
 
 
 @gluon.jit
@@ -232,74 +214,93 @@ def _next(tile, step, steps):
     return gl.where(ends, tile + 1, tile), gl.where(ends, 0, step + 1)
 
 
-@gluon.jit(do_not_specialize=["N", "R", "steps", "rank"])
-def _linear_packed_sm90_kernel(
-    weights, xs, scales, zeros, row_scales, bias, out, words, peers, count, N, R, steps, rank,
-    cos, sin, slot_mapping, k_cache, v_cache, q, k_page, v_page,
-    GROUP: gl.constexpr, BEGIN: gl.constexpr, N_MAX: gl.constexpr, ROWS: gl.constexpr,
-    WARPS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr,
+@gluon.jit
+def _load_weights(
+    weights, scales, zeros, tile, step, R, w, s, z, slot, ready, X_BYTES: gl.constexpr, GROUP: gl.constexpr,
+    BEGIN: gl.constexpr, OWNED: gl.constexpr, PAIRED: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """Loads words, scales and zero points of a step of both halves of a tile; the stage also awaits x."""
+    HALF: gl.constexpr = w[0].shape[1]
+    WORDS: gl.constexpr = w[0].shape[2]  # of a step
+    ZERO_BYTES: gl.constexpr = zeros.block_type.nbytes if len(z) > 0 else 0
+    mbarrier.expect(ready, X_BYTES + 2 * (HALF * WORDS * 4 + scales.block_type.nbytes + ZERO_BYTES))
+    _, top, apart = _place(tile, R, HALF, PAIRED, D)
+    group = step * (WORDS * 8) // GROUP if GROUP > 0 else 0
+    for half in gl.static_range(2):
+        row = top + half * apart
+        rows = w[half].index(slot).reshape([OWNED, HALF // OWNED, WORDS])
+        tma.async_copy_global_to_shared(weights, [0, row // OWNED, step * WORDS - BEGIN // 8], ready, rows)
+        tma.async_copy_global_to_shared(scales, [group, row], ready, s[half].index(slot))
+        if len(z) > 0:
+            tma.async_copy_global_to_shared(zeros, [group, row], ready, z[half].index(slot))
+
+
+@gluon.jit
+def _load(
+    weights, xs, scales, zeros, at, run, steps, R, w, x, s, z, ready, free, GROUP: gl.constexpr, BEGIN: gl.constexpr,
+    OWNED: gl.constexpr, PAIRED: gl.constexpr, D: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    """Producer warp: loads steps in order; x, only once the predecessor is done."""
+    STAGES: gl.constexpr = x.shape[0]
+    COLUMNS: gl.constexpr = x.shape[2]
+    X_BYTES: gl.constexpr = x.shape[1] * COLUMNS * 2
+    tile, step = at // steps, at % steps
+    x_step = step
+    for stage in range(gl.minimum(run, STAGES)):
+        _load_weights(
+            weights, scales, zeros, tile, step, R, w, s, z, stage, ready.index(stage), X_BYTES, GROUP, BEGIN, OWNED,
+            PAIRED, D,
+        )  # fmt: skip
+        tile, step = _next(tile, step, steps)
+    gdc_wait()
+    slot, phase = 0, 1
+    for i in range(run):
+        if i >= STAGES:
+            mbarrier.wait(free.index(slot), phase)
+            _load_weights(
+                weights, scales, zeros, tile, step, R, w, s, z, slot, ready.index(slot), X_BYTES, GROUP, BEGIN, OWNED,
+                PAIRED, D,
+            )  # fmt: skip
+            tile, step = _next(tile, step, steps)
+        tma.async_copy_global_to_shared(xs, [0, x_step * COLUMNS - BEGIN], ready.index(slot), x.index(slot))
+        _, x_step = _next(0, x_step, steps)
+        slot += 1
+        if slot == STAGES:
+            slot = 0
+            phase ^= 1
+    if EARLY:
+        gdc_launch_dependents()
+
+
+@gluon.jit
+def _consume(
+    xs, scales, row_scales, bias, out, words, peers, count, N, R, steps, rank,
+    cos, sin, slot_mapping, k_cache, v_cache, q, k_page, v_page, at, end, active, total,
+    w_shared, x_shared, s_shared, z_shared, ready, free,
+    GROUP: gl.constexpr, N_MAX: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr, COLUMNS: gl.constexpr,
+    ASYNC: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr,
     RANKS: gl.constexpr, PIECES: gl.constexpr, SIZE: gl.constexpr, TWO_SHOT: gl.constexpr,
     Q_HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, SLOT: gl.constexpr,
     HEAD: gl.constexpr,
 ):  # fmt: skip
+    """Consumer warps: convert and multiply, and store finished tiles."""
+    STAGES: gl.constexpr = x_shared.shape[0]
     SENDS: gl.constexpr = RANKS > 0  # words of two weight rows, which end in the same program
-    EARLY: gl.constexpr = D == 0 or D > SMALL_HEAD_DIM  # see `kernels.attention.kv_append`
     PAIRED: gl.constexpr = GATED or D > 0
     E2M1: gl.constexpr = scales.dtype == gl.uint8
     WIDE: gl.constexpr = GROUP >= BLOCK_K or GROUP == 0  # scales multiply sums
     OWNED: gl.constexpr = ROWS // (16 * WARPS)  # rows of a thread in each half
     HALF: gl.constexpr = ROWS // 2
     COUNT: gl.constexpr = max(1, COLUMNS // GROUP) if GROUP > 0 else 1  # groups of a step
-    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, N_MAX, 16]
-    )
+    PRODUCT: gl.constexpr = product_layout(WARPS, N_MAX, ASYNC)
+    B: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=PRODUCT, k_width=2)
     RESULT: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, WARPS], [0, 1])
     TILE: gl.constexpr = HALF if PAIRED or SENDS else ROWS  # sums, or pairs of sums, per row of x
     dtype: gl.constexpr = xs.dtype
-    # Separate per copy, so that the compiler puts no barriers between them.
-    w_shared, s_shared, z_shared, ready = (), (), (), ()
-    for _half in gl.static_range(2):
-        of_half = gl.allocate_shared_memory(gl.int32, [STAGES, HALF, COLUMNS // 8], words_shared(COLUMNS // 8, 2))
-        w_shared = w_shared + (of_half,)  # type: ignore[assignment]  # noqa: RUF005
-        of_half = gl.allocate_shared_memory(scales.dtype, [STAGES, scales.block_type.shape[0], HALF], scales.layout)
-        s_shared = s_shared + (of_half,)  # type: ignore[assignment]  # noqa: RUF005
-        if zeros is not None:
-            of_half = gl.allocate_shared_memory(gl.uint8, [STAGES, zeros.block_type.shape[0], HALF], zeros.layout)
-            z_shared = z_shared + (of_half,)  # type: ignore[assignment]  # noqa: RUF005
-    x_shared = gl.allocate_shared_memory(dtype, [STAGES, N_MAX, COLUMNS], SHARED)
-    for _copy in gl.static_range(5 if zeros is None else 7):  # of x, and of both halves
-        barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        ready = ready + (barriers,)  # type: ignore[assignment]  # noqa: RUF005
-    for stage in gl.static_range(STAGES):
-        for copy in gl.static_range(len(ready)):
-            mbarrier.init(ready[copy].index(stage), count=1)
-    hopper.fence_async_shared()
-    tl.debug_barrier()
-
-    tiles = (R + (HALF if PAIRED else ROWS) - 1) // (HALF if PAIRED else ROWS)
-    at, end, active, total = share_of(tiles, steps, gl.program_id(0), gl.num_programs(0))
     run = end - at
-    next_tile, next_step = at // steps, at % steps  # to be loaded
-    for stage in range(gl.minimum(run, STAGES)):
-        _, top, apart = _place(next_tile, R, HALF, PAIRED, D)
-        _load_step(
-            weights, scales, zeros, top, apart, next_step, w_shared, s_shared, z_shared, stage, ready,
-            N_MAX * COLUMNS * 2, GROUP, BEGIN, OWNED,
-        )  # fmt: skip
-        next_tile, next_step = _next(next_tile, next_step, steps)
-    gdc_wait()
-    step_of_x = at % steps
-    for stage in range(gl.minimum(run, STAGES)):
-        column = step_of_x * COLUMNS - BEGIN
-        tma.async_copy_global_to_shared(xs, [0, column], ready[0].index(stage), x_shared.index(stage))  # type: ignore[misc]
-        _, step_of_x = _next(0, step_of_x, steps)
-    if run <= STAGES and EARLY:
-        gdc_launch_dependents()
-
-    if run > 0:
-        for copy in gl.static_range(1, len(ready)):
-            mbarrier.wait(ready[copy].index(0), 0)
-    w = _weights_of(w_shared, s_shared, z_shared, 0, 0, COUNT, GROUP, WIDE, PRODUCT)
+    if ASYNC:
+        mbarrier.wait(ready.index(0), 0, pred=run > 0)
+        w = _weights_of(w_shared, s_shared, z_shared, 0, 0, COUNT, GROUP, WIDE, PRODUCT)
     step, slot, phase = 0, 0, 0
     while at < end:
         tile = at // steps
@@ -316,51 +317,53 @@ def _linear_packed_sm90_kernel(
             r = top + i // 8 % 2 * apart + (i // 16 % WARPS * 8 + i % 8) * OWNED + i // (16 * WARPS)
             factor = gl.load(row_scales + r, mask=r < (2 * R if PAIRED else R), other=0.0)
         acc = gl.zeros([ROWS, N_MAX], gl.float32, layout=PRODUCT)
-        none = gl.zeros([ROWS, N_MAX], gl.float32, layout=PRODUCT)
-        next_w = w
-        for _ in range(at, stop):
-            # A part is converted while the one before is multiplied. Its end is awaited after the next one's start: the
-            # compiler would move an earlier wait before the conversion.
-            x_slot = x_shared.index(slot)
-            mbarrier.wait(ready[0].index(slot), phase)  # type: ignore[misc]
-            y = _multiply(w, x_slot, 0, none if WIDE else acc, not WIDE)
+        if not ASYNC:
+            for _ in range(at, stop):
+                mbarrier.wait(ready.index(slot), phase)
+                for part in gl.static_range(2):
+                    columns = x_shared.index(slot).slice(part * (COLUMNS // 2), COLUMNS // 2, dim=1)
+                    x = columns.permute((1, 0)).load(B)
+                    w = _weights_of(w_shared, s_shared, z_shared, slot, part, COUNT, GROUP, WIDE, PRODUCT)
+                    if WIDE:
+                        y = mma_v2(w, x, gl.zeros([ROWS, N_MAX], gl.float32, layout=PRODUCT))
+                        acc += _sum_scales(s_shared, slot, part, COUNT, PRODUCT)[:, None] * y
+                    else:
+                        acc = mma_v2(w, x, acc)
+                mbarrier.arrive(free.index(slot))
+                phase = gl.where(slot + 1 == STAGES, phase ^ 1, phase)
+                slot = gl.where(slot + 1 == STAGES, 0, slot + 1)
+        else:
+            none = gl.zeros([ROWS, N_MAX], gl.float32, layout=PRODUCT)
+            next_w = w
+            for _ in range(at, stop):
+                # A part is converted while the one before is multiplied. Its end is awaited after the next one's start:
+                # the compiler would move an earlier wait before the conversion.
+                x_slot = x_shared.index(slot)
+                y = _multiply(w, x_slot, 0, none if WIDE else acc, not WIDE)
+                if not WIDE:
+                    acc, next_w = hopper.warpgroup_mma_wait(1, [y, next_w])  # type: ignore[misc]
+                mbarrier.arrive(free.index(gl.where(slot == 0, STAGES - 1, slot - 1)), pred=step > 0)
+                next_w = _weights_of(w_shared, s_shared, z_shared, slot, 1, COUNT, GROUP, WIDE, PRODUCT)
+                if not WIDE:
+                    acc = _multiply(next_w, x_slot, 1, acc, True)
+                    acc, w = hopper.warpgroup_mma_wait(1, [acc, w])  # type: ignore[misc]
+                elif COUNT == 1:  # both parts have one scale
+                    y = _multiply(next_w, x_slot, 1, y, True)
+                    y, w, next_w = hopper.warpgroup_mma_wait(0, [y, w, next_w])  # type: ignore[misc]
+                    acc += _sum_scales(s_shared, slot, 0, COUNT, PRODUCT)[:, None] * y
+                else:
+                    next_y = _multiply(next_w, x_slot, 1, none, False)
+                    y, next_y, w, next_w = hopper.warpgroup_mma_wait(0, [y, next_y, w, next_w])  # type: ignore[misc]
+                    scale = _sum_scales(s_shared, slot, 0, COUNT, PRODUCT)
+                    next_scale = _sum_scales(s_shared, slot, 1, COUNT, PRODUCT)
+                    acc += scale[:, None] * y + next_scale[:, None] * next_y
+                step += 1
+                phase = gl.where(slot + 1 == STAGES, phase ^ 1, phase)
+                slot = gl.where(slot + 1 == STAGES, 0, slot + 1)
+                mbarrier.wait(ready.index(slot), phase, pred=step < run)
+                w = _weights_of(w_shared, s_shared, z_shared, slot, 0, COUNT, GROUP, WIDE, PRODUCT)
             if not WIDE:
-                acc, next_w = hopper.warpgroup_mma_wait(1, [y, next_w])  # type: ignore[misc]
-            tl.debug_barrier()  # all warps are done with the previous step
-            if (step > 0) & (step - 1 + STAGES < run):
-                last = gl.where(slot == 0, STAGES - 1, slot - 1)
-                _, next_top, _ = _place(next_tile, R, HALF, PAIRED, D)
-                _load_step(
-                    weights, scales, zeros, next_top, apart, next_step, w_shared, s_shared, z_shared, last, ready,
-                    N_MAX * COLUMNS * 2, GROUP, BEGIN, OWNED,
-                )  # fmt: skip
-                column = next_step * COLUMNS - BEGIN
-                tma.async_copy_global_to_shared(xs, [0, column], ready[0].index(last), x_shared.index(last))  # type: ignore[misc]
-                next_tile, next_step = _next(next_tile, next_step, steps)
-                if step + STAGES == run and EARLY:  # the last load has been issued
-                    gdc_launch_dependents()
-            next_w = _weights_of(w_shared, s_shared, z_shared, slot, 1, COUNT, GROUP, WIDE, PRODUCT)
-            if not WIDE:
-                acc = _multiply(next_w, x_slot, 1, acc, True)
-                acc, w = hopper.warpgroup_mma_wait(1, [acc, w])  # type: ignore[misc]
-            elif COUNT == 1:  # both parts have one scale
-                y = _multiply(next_w, x_slot, 1, y, True)
-                y, w, next_w = hopper.warpgroup_mma_wait(0, [y, w, next_w])  # type: ignore[misc]
-                acc += _sum_scales(s_shared, slot, 0, COUNT, PRODUCT)[:, None] * y
-            else:
-                next_y = _multiply(next_w, x_slot, 1, none, False)
-                y, next_y, w, next_w = hopper.warpgroup_mma_wait(0, [y, next_y, w, next_w])  # type: ignore[misc]
-                scale = _sum_scales(s_shared, slot, 0, COUNT, PRODUCT)
-                next_scale = _sum_scales(s_shared, slot, 1, COUNT, PRODUCT)
-                acc += scale[:, None] * y + next_scale[:, None] * next_y
-            step += 1
-            phase = gl.where(slot + 1 == STAGES, phase ^ 1, phase)
-            slot = gl.where(slot + 1 == STAGES, 0, slot + 1)
-            for copy in gl.static_range(1, len(ready)):
-                mbarrier.wait(ready[copy].index(slot), phase, pred=step < run)
-            w = _weights_of(w_shared, s_shared, z_shared, slot, 0, COUNT, GROUP, WIDE, PRODUCT)
-        if not WIDE:
-            acc, next_w = hopper.warpgroup_mma_wait(0, [acc, next_w])  # type: ignore[misc]
+                acc, next_w = hopper.warpgroup_mma_wait(0, [acc, next_w])  # type: ignore[misc]
         if N_MAX > 16:  # before the loop, this would take its registers
             live, y_bias, up_bias, found = load_epilogue(
                 bias, count, peers, cos, sin, slot_mapping, top, apart, row, N, R,
@@ -389,16 +392,97 @@ def _linear_packed_sm90_kernel(
         at = stop
 
 
-def tile_of(N: int, heads: bool, weight: ScaledMatrix) -> tuple[int, int, int]:
-    """Returns weight rows, warps and columns of a step, for N rows of x.
+@gluon.jit(do_not_specialize=["N", "R", "steps", "rank"])
+def _linear_packed_sm90_kernel(
+    weights, xs, scales, zeros, row_scales, bias, out, words, peers, count, N, R, steps, rank,
+    cos, sin, slot_mapping, k_cache, v_cache, q, k_page, v_page,
+    GROUP: gl.constexpr, BEGIN: gl.constexpr, N_MAX: gl.constexpr, ROWS: gl.constexpr,
+    WARPS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, ASYNC: gl.constexpr,
+    BIAS: gl.constexpr, GATED: gl.constexpr,
+    RANKS: gl.constexpr, PIECES: gl.constexpr, SIZE: gl.constexpr, TWO_SHOT: gl.constexpr,
+    Q_HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, SLOT: gl.constexpr,
+    HEAD: gl.constexpr,
+):  # fmt: skip
+    EARLY: gl.constexpr = D == 0 or D > SMALL_HEAD_DIM  # see `kernels.attention.kv_append`
+    PAIRED: gl.constexpr = GATED or D > 0
+    HALF: gl.constexpr = ROWS // 2
+    w_shared, s_shared, z_shared = (), (), ()
+    for _half in gl.static_range(2):
+        of_half = gl.allocate_shared_memory(gl.int32, [STAGES, HALF, COLUMNS // 8], words_shared(COLUMNS // 8, 2))
+        w_shared = w_shared + (of_half,)  # type: ignore[assignment]  # noqa: RUF005
+        of_half = gl.allocate_shared_memory(scales.dtype, [STAGES, scales.block_type.shape[0], HALF], scales.layout)
+        s_shared = s_shared + (of_half,)  # type: ignore[assignment]  # noqa: RUF005
+        if zeros is not None:
+            of_half = gl.allocate_shared_memory(gl.uint8, [STAGES, zeros.block_type.shape[0], HALF], zeros.layout)
+            z_shared = z_shared + (of_half,)  # type: ignore[assignment]  # noqa: RUF005
+    x_shared = gl.allocate_shared_memory(xs.dtype, [STAGES, N_MAX, COLUMNS], SHARED)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=1)
+    hopper.fence_async_shared()
+    tl.debug_barrier()
 
-    Every program reads x, so more rows of x need more rows of the weight; a half of an attention head holds 64.
+    tiles = (R + (HALF if PAIRED else ROWS) - 1) // (HALF if PAIRED else ROWS)
+    at, end, active, total = share_of(tiles, steps, gl.program_id(0), gl.num_programs(0))
+    if zeros is None:
+        zeros = scales  # a partition takes no None
+    gl.warp_specialize(
+        [
+            (
+                _consume,
+                (
+                    xs, scales, row_scales, bias, out, words, peers, count, N, R, steps, rank,
+                    cos, sin, slot_mapping, k_cache, v_cache, q, k_page, v_page, at, end, active, total,
+                    w_shared, x_shared, s_shared, z_shared, ready, free,
+                    GROUP, N_MAX, ROWS, WARPS, COLUMNS, ASYNC, BIAS, GATED,
+                    RANKS, PIECES, SIZE, TWO_SHOT, Q_HEADS, KV_HEADS, D, PAGE, SLOT, HEAD,
+                ),
+            ),
+            (
+                _load,
+                (
+                    weights, xs, scales, zeros, at, end - at, steps, R, w_shared, x_shared, s_shared, z_shared,
+                    ready, free, GROUP, BEGIN, ROWS // (16 * WARPS), PAIRED, D, EARLY,
+                ),
+            ),
+        ],
+        [1],
+        [24],
+    )  # fmt: skip
+
+
+class Tile(NamedTuple):
+    """How a launch divides its work.
+
+    Attributes:
+        rows, columns: of the weight, of a tile and of a step.
+        is_async: whether warpgroups multiply; else each warp does, and converts a little at a time.
+        programs: per SM.
+        places: for programs on an SM, by registers and shared memory: the next kernel's may come early.
+    """
+
+    rows: int
+    warps: int
+    columns: int
+    is_async: bool
+    programs: int
+    places: int
+
+
+def tile_of(N: int, heads: bool, weight: ScaledMatrix) -> Tile:
+    """Chooses a tile for N rows of x; a half of an attention head holds 64 rows.
+
+    Every program reads x, so more rows of x need more rows of the weight.
     """
     wide = 256 % weight.group == 0 or weight.group % 256 == 0 or len(weight.scales) == 1
     columns = 256 if N <= 16 and wide else 128
+    if N <= 16:
+        return Tile(128, 4, columns, False, 3, 3)
     if N <= 32 or (heads and N <= 64):
-        return 128, 4, columns
-    return (256, 8, columns) if N <= 64 else (128, 8, columns)
+        return Tile(128, 4, columns, True, 2, 2)
+    return Tile(256, 8, columns, True, 1, 1) if N <= 64 else Tile(128, 8, columns, True, 1, 1)
 
 
 def programs_of(tiles: int, steps: int, columns: int, slots: int) -> int:
@@ -447,10 +531,9 @@ def launch(
     paired = gated or heads is not None
     R = len(weight) // 2 if paired else len(weight)
     n_max = max(8, triton.next_power_of_2(N))
-    rows, warps, columns = tile_of(N, heads is not None, weight)
+    rows, warps, columns, is_async, per_sm, places = tile_of(N, heads is not None, weight)
     half, owned = rows // 2, rows // (16 * warps)
     tiles, steps = triton.cdiv(R, half if paired else rows), triton.cdiv(weight.begin + K, columns)
-    per_sm = 8 // warps
     programs = programs or programs_of(tiles, steps, columns, per_sm * sm_count(x.device))
     weights = TensorDescriptor(
         weight.data, [owned, len(weight) // owned, K // 8], [K // 8, owned * (K // 8), 1],
@@ -469,7 +552,7 @@ def launch(
     )  # fmt: skip
     stage = columns * (rows // 2 + 2 * n_max)
     stage += sum(2 * d.block_shape[0] * half * d.base.itemsize for d in (scales, zeros) if d is not None)
-    room = shared_kb * 1024 // per_sm - 2048 - rows * n_max * 4  # sums go through shared memory in the end
+    room = shared_kb * 1024 // places - 2048 - rows * n_max * 4  # sums go through shared memory in the end
     # At least two stages: one is refilled while the next step is multiplied.
     stages = max(2, min(triton.cdiv(tiles * steps, programs), room // stage))
     words = workspace(x.device, triton.next_power_of_2(programs * half * n_max))
@@ -479,7 +562,7 @@ def launch(
         *(sums.peers, sums.count) if sums else (None, None), N, R, steps, sums.rank if sums else 0,
         *(*heads.tensors, *heads.strides) if heads else (*[None] * 6, 0, 0),
         GROUP=0 if single else weight.group, BEGIN=weight.begin, N_MAX=n_max, ROWS=rows, WARPS=warps,
-        COLUMNS=columns, STAGES=stages, BIAS=bias is not None, GATED=gated, **sum_shape(sums),
+        COLUMNS=columns, STAGES=stages, ASYNC=is_async, BIAS=bias is not None, GATED=gated, **sum_shape(sums),
         **heads.shape if heads else dict(Q_HEADS=0, KV_HEADS=0, D=0, PAGE=0, SLOT=0, HEAD=0),
-        num_warps=warps, launch_pdl=True,
+        num_warps=warps, maxnreg=min(248, 2048 // ((warps + 4) * places) // 8 * 8), launch_pdl=True,
     )  # fmt: skip

@@ -21,6 +21,7 @@ from kernels.overlap import pdl_options, start_successor, wait_for_predecessor
 from kernels.scaled import ScaledMatrix
 
 MANY, MANY_PACKED = 1024, 129  # rows of x, by H200 timings; packed weights take more instructions
+TILE = dict(BLOCK_R=16, BLOCK_K=256, num_warps=4)  # of a program that dequantizes
 GROUP_TILES = 8  # tiles of x rows that neighboring programs take per weight tile, for L2 reuse
 
 
@@ -104,8 +105,8 @@ def dequantize(weight: ScaledMatrix, dtype: torch.dtype) -> torch.Tensor:
         memory[0] = torch.empty(size, dtype=torch.uint8, device=weight.device)
     out = memory[0][:size].view(dtype).view(R, K)
     tensors, groups = stored(weight)
-    _dequantize_kernel[triton.cdiv(R, 16), triton.cdiv(K, 256)](
-        *tensors, out, R, K, GROUP=groups["GROUP"], BEGIN=groups["BEGIN"], BLOCK_R=16, BLOCK_K=256
+    _dequantize_kernel[triton.cdiv(R, TILE["BLOCK_R"]), triton.cdiv(K, TILE["BLOCK_K"])](
+        *tensors, out, R, K, GROUP=groups["GROUP"], BEGIN=groups["BEGIN"], **TILE
     )  # fmt: skip
     return out
 

@@ -1,11 +1,14 @@
 """Hopper variant of `kernels.moe.experts` for 4-bit weights and up to 128 tokens.
 
 Tiles, shares, pairs and reductions are as in `kernels.moe.experts_scaled_sm90`. Conversion binds, so a warpgroup does
-nothing else: a warp loads several steps ahead, weights by TMA, and by 16-byte copies the rows of x or h and the scales.
-Scales of groups of up to 64 columns multiply the weights, exactly for e2m1; those of longer ones multiply sums.
+nothing else but to multiply; with few columns warp by warp, as `kernels.dense.linear_packed_sm90` does. A warp loads
+several steps ahead, weights by TMA, and by 16-byte copies the rows of x or h and the scales. Scales of groups of up to
+64 columns multiply the weights, exactly for e2m1; those of longer ones multiply sums.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -13,6 +16,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -32,14 +36,25 @@ from kernels.moe.experts_scaled_sm90 import (
     select_pair,
 )
 from kernels.overlap import sm_count
-from kernels.packed_sm90 import E2M1_LIFT, INT4_LIFT, e2m1_factors, e2m1_to_bf16, int4_to_bf16
+from kernels.packed_sm90 import E2M1_LIFT, INT4_LIFT, e2m1_factors, e2m1_to_bf16, int4_to_bf16, product_layout
 from kernels.scaled import PACKED_BLOCK, ScaledMatrix
 from kernels.sm90 import SHARED
 
 MAX_TOKENS, MAX_PAIRS = 128, 2048
 MIN_WIDTH = 128  # columns of an expert
-PROGRAMS, REGISTERS = 2, 128  # per SM, and per thread of eight warps
-SHARED_KB = 104  # of stages per program
+
+
+class Room(NamedTuple):
+    """Programs per SM, registers per thread of eight warps, and KB of stages per program."""
+
+    programs: int
+    registers: int
+    shared_kb: int
+
+
+FEW_COLUMNS = gl.constexpr(16)  # which each warp multiplies
+PARTS = 2  # products per step: 8 KB of weights
+ROOM, ROOM_OF_FEW = Room(2, 128, 104), Room(3, 80, 68)
 BLOCKS = gl.constexpr(8)  # of 32 columns in a box of weights
 WORDS = gl.constexpr(4 * BLOCKS.value)
 BOX = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))
@@ -204,9 +219,9 @@ def _multiply(
     COLUMNS: gl.constexpr = x_shared.shape[1]
     PARTS: gl.constexpr = x_shared.shape[2] // BLOCK_K
     STEPS: gl.constexpr = (BEGIN + (H if GATE else F) + PARTS * BLOCK_K - 1) // (PARTS * BLOCK_K)
-    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16]
-    )
+    ASYNC: gl.constexpr = COLUMNS > FEW_COLUMNS
+    PRODUCT: gl.constexpr = product_layout(4, COLUMNS, ASYNC)
+    B: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=PRODUCT, k_width=2)
     A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=PRODUCT, k_width=2)
     dtype: gl.constexpr = x_shared.dtype
     index = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, PRODUCT))
@@ -233,18 +248,25 @@ def _multiply(
                     E2M1, ZEROS, SPAN, A,
                 )  # fmt: skip
                 columns = x_shared.index(slot).slice(part * BLOCK_K, BLOCK_K, dim=1).permute((1, 0))
-                if SPAN == BLOCK_K:
+                if not ASYNC:
+                    if SPAN == BLOCK_K:
+                        one = mma_v2(here, columns.load(B), gl.zeros([ROWS, COLUMNS], gl.float32, layout=PRODUCT))
+                        scale = scales_shared.index(slot).slice(part * ROWS, ROWS).load(gl.SliceLayout(1, PRODUCT))
+                        acc += scale.to(gl.float32)[:, None] * one
+                    else:
+                        acc = mma_v2(here, columns.load(B), acc)
+                elif SPAN == BLOCK_K:
                     one = hopper.warpgroup_mma(here, columns, acc, use_acc=False, is_async=True)
                     scale = scales_shared.index(slot).slice(part * ROWS, ROWS).load(gl.SliceLayout(1, PRODUCT))
                     sums, factors = sums + (one,), factors + (scale.to(gl.float32),)  # type: ignore[assignment]  # noqa: RUF005
                 else:
                     one = hopper.warpgroup_mma(here, columns, one, is_async=True)
                 deps = deps + (here,)  # type: ignore[assignment]  # noqa: RUF005
-            if SPAN == BLOCK_K:
+            if ASYNC and SPAN == BLOCK_K:
                 done = hopper.warpgroup_mma_wait(0, sums + deps)
                 for part in gl.static_range(PARTS):
                     acc += factors[part][:, None] * done[part]
-            else:
+            elif ASYNC:
                 done = hopper.warpgroup_mma_wait(0, (one,) + deps)  # noqa: RUF005
                 acc = done[0]
             mbarrier.arrive(free.index(slot))
@@ -371,15 +393,15 @@ def span_of(matrix: ScaledMatrix) -> int:
     return BLOCK_K.value if matrix.kind == "int4" and matrix.wide_groups else min(matrix.group, PACKED_BLOCK)
 
 
-def parts_of(columns: int, K: int) -> int:
-    """Returns products per step: 16 KB of weights, or half of that with many rows of x or few columns."""
-    return 4 if columns <= 16 and 2 * BLOCK_K.value < K else 2
+def room_of(columns: int) -> Room:
+    """Returns how programs share an SM."""
+    return ROOM_OF_FEW if columns <= FEW_COLUMNS.value else ROOM
 
 
-def stages_of(columns: int, parts: int, span: int, scale_bytes: int) -> int:
+def stages_of(columns: int, span: int, scale_bytes: int) -> int:
     """Returns how many stages fit a program's shared memory."""
-    scales = BLOCK_K.value // span * ROWS.value * scale_bytes
-    return min(6, (SHARED_KB << 10) // (parts * (BLOCK_K.value * (ROWS.value // 2 + 2 * columns) + scales)))
+    product = BLOCK_K.value * (ROWS.value // 2 + 2 * columns) + BLOCK_K.value // span * ROWS.value * scale_bytes
+    return min(6, (room_of(columns).shared_kb << 10) // (PARTS * product))
 
 
 def _is_supported(matrix: ScaledMatrix) -> bool:
@@ -437,7 +459,8 @@ def launch(
         [1, ROWS.value, WORDS.value],
         gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=3),
     )
-    programs = PROGRAMS * sm_count(x.device)
+    room = room_of(columns)
+    programs = room.programs * sm_count(x.device)
     few = are_few(N, P, columns, programs)
     block_p = max(32 if few else 128, triton.next_power_of_2(P))
     max_blocks = (
@@ -450,7 +473,7 @@ def launch(
         (False, downs, down, h, down_bias, outputs),
     ):
         _, scales, zeros, row_scales = stored(matrix)[0]
-        span, parts = span_of(matrix), parts_of(columns, matrix.begin + matrix.shape[2])
+        span = span_of(matrix)
         assert scales is not None
         if span < BLOCK_K.value and matrix.kind == "int4":
             scales = scales.view(torch.int16)
@@ -459,6 +482,6 @@ def launch(
             w, scales, zeros, row_scales, xs, ids, weights, bias, y, sums if gate else sums.view(torch.int32),
             lists[int(gate)], xs.stride(0) // 8, P, first, clamp_at,
             TOP_K=k, EXPERTS=E, H=H, F=F, BLOCK_P=block_p, **stored(matrix)[1], SPAN=span, E2M1=matrix.kind == "e2m1",
-            COLUMNS=columns, PARTS=parts, STAGES=stages_of(columns, parts, span, scale_bytes), LISTS=max_blocks,
-            GATE=gate, BIAS=bias is not None, CLAMP=clamp, num_warps=4, maxnreg=REGISTERS, launch_pdl=True,
+            COLUMNS=columns, PARTS=PARTS, STAGES=stages_of(columns, span, scale_bytes), LISTS=max_blocks,
+            GATE=gate, BIAS=bias is not None, CLAMP=clamp, num_warps=4, maxnreg=room.registers, launch_pdl=True,
         )  # fmt: skip

@@ -55,7 +55,7 @@ MAX_STACK = {
     "_mla_decode_few_sm90_kernel": 64,
     "_gate_up_kernel": 192,  # a tile of 128 pairs and 256 columns, by whose side addresses of weights leave
     "_linear_fp8_sm90_kernel": 192,  # before and behind the loop over 128 rows of x: what was looked up for its sums
-    "_linear_packed_sm90_kernel": 448,  # behind the loop over 128 rows of x: where its sums are sent
+    "_linear_packed_sm90_kernel": 512,  # behind the loop over 128 rows of x: where its sums are sent
     "_index_scores_kernel": 96,  # weights of heads, kept beside the queries of five tokens with 64 heads each
     # Of warps that go apart, what each loads again for an item.
     "_flash_prefill_sm90_kernel": 24,

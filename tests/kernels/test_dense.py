@@ -85,7 +85,7 @@ def test_hopper_takes_packed_weights_with_aligned_rows(device: torch.device) -> 
     assert not linear_packed_sm90.fits(x, weight), "fp16 would be rounded twice"
 
 
-@pytest.mark.parametrize("slots", [132, 264])
+@pytest.mark.parametrize("slots", [132, 264, 396])
 def test_programs_share_packed_tiles(slots: int) -> None:
     for tiles, steps, columns in product(range(1, 400, 7), (1, 2, 5, 14, 112), (128, 256)):
         programs = linear_packed_sm90.programs_of(tiles, steps, columns, slots)
