@@ -499,7 +499,7 @@ def fits(x: torch.Tensor, weight: ScaledMatrix, half: int | None = None) -> bool
         0 < len(x) <= MAX_ROWS
         and 0 not in weight.shape
         and weight.packed
-        and (half is None or half % 2 == 0)
+        and (half is None or all(half * t.itemsize % 16 == 0 for t in stored[1:]))  # TMA alignment of coordinates
         and (weight.kind == "e2m1" or weight.wide_groups or weight.scales.dtype == torch.bfloat16)
         # TMA alignment of rows
         and all(t.is_contiguous() and t.data_ptr() % 16 == t.stride(-2) * t.itemsize % 16 == 0 for t in stored)

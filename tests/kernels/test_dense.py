@@ -78,6 +78,7 @@ def test_hopper_takes_packed_weights_with_aligned_rows(device: torch.device) -> 
         weight = scaled_like(torch.empty(1, rows, 512, device=device), *form, 0)[0]
         assert linear_packed_sm90.fits(x, weight) == (rows * weight.scales.itemsize % 16 == 0), "rows of scales"
         assert not linear_packed_sm90.fits(x, weight, 15), "a thread's rows are neighbors"
+        assert linear_packed_sm90.fits(x, weight, 24) == (rows % 8 == 0 and weight.scales.itemsize == 2), "16 bytes"
         assert not linear_packed_sm90.fits(x.half(), weight)
     weight = scaled_like(torch.empty(1, 48, 512, device=device), "int4", 64, 0)[0]
     assert linear_packed_sm90.fits(x, weight)
