@@ -11,9 +11,9 @@ A pair is a token and one of its experts. Static shapes choose one of seven algo
   an expert has more pairs).
 - many: the same, over blocks of pairs sorted by expert beforehand.
 - On Hopper, `kernels.moe.experts_sm90` instead of few and some, for a few tokens of wide experts: programs share the
-  weights of the active local experts equally, and prefetch them. For up to 128 tokens and quantized weights,
-  `kernels.moe.experts_scaled_sm90` (e4m3) and `experts_packed_sm90` (4 bits); for more tokens and e4m3,
-  `experts_e4m3_sm90`; for many pairs of each expert, `experts_many_sm90`.
+  weights of the active local experts equally, and prefetch them. For e4m3, `experts_scaled_sm90` up to 128
+  tokens, then `experts_e4m3_sm90`; for 4 bits, `experts_packed_sm90`; for many pairs of each expert,
+  `experts_many_sm90`.
 
 The last kernel stores a token's sum, or sends it to the reducing ranks: phase 1 of `kernels.peers.all_reduce_norm`.
 """
@@ -438,13 +438,13 @@ class RoutedExperts:
         P, total = N * top_k, self.total_experts or E
         bound, clamp = clamp_of(self.clamp_at, self.activation)
         given = x, ids, weights, gate_up, down, first, self.gate_up_bias, self.down_bias, bound, clamp
-        for variant in (experts_scaled_sm90, experts_packed_sm90):
-            if x.is_cuda and variant.fits(x, ids, gate_up, down):
-                h, outputs = (torch.empty(P, width, dtype=x.dtype, device=x.device) for width in (F, H))
-                columns = experts_scaled_sm90.columns_of(P, total)
-                variant.launch(*given, h, outputs, columns)
-                self._sum(outputs, out)
-                return
+        is_scaled = x.is_cuda and experts_scaled_sm90.fits(x, P, gate_up, down)
+        if is_scaled or (x.is_cuda and experts_packed_sm90.fits(x, P, total, gate_up, down)):
+            h, outputs = (torch.empty(P, width, dtype=x.dtype, device=x.device) for width in (F, H))
+            variant = experts_scaled_sm90 if is_scaled else experts_packed_sm90
+            variant.launch(*given, h, outputs, experts_scaled_sm90.columns_of(P, total))
+            self._sum(outputs, out)
+            return
         has_epilogue = any(given is not None for given in (self.gate_up_bias, self.down_bias, self.clamp_at))
         if x.is_cuda and not has_epilogue and experts_e4m3_sm90.fits(x, P, total, gate_up, down):
             assert isinstance(gate_up, ScaledMatrix) and isinstance(down, ScaledMatrix)

@@ -38,7 +38,8 @@ ROWS, HALF, PAIRS, BLOCK_K = gl.constexpr(256), gl.constexpr(128), gl.constexpr(
 STAGES = gl.constexpr(6)  # 32 KB each
 BEHIND = gl.constexpr(2)  # steps in flight when the next one is issued
 RUN = 6  # down tiles that a program processes consecutively
-MIN_PAIRS = 48  # per expert, by H200 timings; fewer leave most of a block empty
+# Per expert, by H200 timings: fewer leave most of a block empty, which costs less than to unpack in Triton's kernels.
+MIN_PAIRS, MIN_PAIRS_PACKED = 48, 16
 WEIGHTS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2))
 WEIGHT_TILES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=5))
 WORDS = gl.constexpr(BLOCK_K.value // 8)
@@ -389,7 +390,7 @@ def fits(x: torch.Tensor, P: int, total: int, gate_up: Matrix, down: Matrix) -> 
         gate_up.packed == down.packed
         and _is_supported(gate_up)
         and _is_supported(down)
-        and MIN_PAIRS * total <= P
+        and (MIN_PAIRS_PACKED if down.packed else MIN_PAIRS) * total <= P
         and P * max(H // 2, F) < 1 << 31 > len(x) * x.stride(0)  # element indices fit int32
         # Whole steps of x's columns, and TMA's alignment of strides and coordinates.
         and H % K == gate_up.begin % K == F % aligned == down.begin % aligned == 0

@@ -1,4 +1,4 @@
-"""Hopper variant of `kernels.moe.experts` for 4-bit weights and up to 128 tokens.
+"""Hopper variant of `kernels.moe.experts` for 4-bit weights and few pairs of each expert.
 
 Tiles, shares, pairs and reductions are as in `kernels.moe.experts_scaled_sm90`. Conversion binds, so a warpgroup does
 nothing else but to multiply; with few columns warp by warp, as `kernels.dense.linear_packed_sm90` does. A warp loads
@@ -37,10 +37,11 @@ from kernels.moe.experts_scaled_sm90 import (
 )
 from kernels.overlap import sm_count
 from kernels.packed_sm90 import E2M1_LIFT, INT4_LIFT, e2m1_factors, e2m1_to_bf16, int4_to_bf16, product_layout
-from kernels.scaled import PACKED_BLOCK, ScaledMatrix
+from kernels.scaled import PACKED_BLOCK, Matrix, ScaledMatrix
 from kernels.sm90 import SHARED
 
-MAX_TOKENS, MAX_PAIRS = 128, 2048
+MAX_PAIRS = 8192  # which each program looks through
+MAX_EACH = 48  # pairs of each expert, by H200 timings
 MIN_WIDTH = 128  # columns of an expert
 
 
@@ -414,17 +415,17 @@ def _is_supported(matrix: ScaledMatrix) -> bool:
     )
 
 
-def fits(
-    x: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor | ScaledMatrix, down: torch.Tensor | ScaledMatrix
-) -> bool:
-    """Returns whether `launch` supports these tensors of `kernels.moe.experts.RoutedExperts` and is fastest."""
+def fits(x: torch.Tensor, P: int, total: int, gate_up: Matrix, down: Matrix) -> bool:
+    """Returns whether `launch` supports P pairs, of `total` experts on all ranks, and is fastest.
+
+    Args:
+        x, gate_up, down: see `kernels.moe.experts`.
+    """
     if not (isinstance(gate_up, ScaledMatrix) and isinstance(down, ScaledMatrix) and gate_up.packed and down.packed):
         return False
-    N, F = len(x), down.shape[2]
     return (
-        0 < N <= MAX_TOKENS
-        and ids.numel() <= MAX_PAIRS
-        and F >= MIN_WIDTH
+        0 < P <= min(MAX_PAIRS, MAX_EACH * total)
+        and down.shape[2] >= MIN_WIDTH
         and x.dtype == torch.bfloat16
         and x.stride(1) == 1
         and x.stride(0) % 8 == x.data_ptr() % 16 == 0

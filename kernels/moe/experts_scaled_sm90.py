@@ -27,7 +27,7 @@ from kernels.dense.silu_mul import expert_swiglu
 from kernels.dense.split_k_reduce_sm90 import reduce_sharers, share_of, workspace
 from kernels.moe.expert_lookup_sm90 import active_experts, nth_expert, pairs_with, slots
 from kernels.overlap import sm_count
-from kernels.scaled import ScaledMatrix
+from kernels.scaled import Matrix, ScaledMatrix
 from kernels.sm90 import SHARED, add
 
 MAX_TOKENS, MAX_PAIRS = 128, 2048
@@ -327,16 +327,14 @@ def are_few(tokens: int, pairs: int, columns: int, programs: int) -> bool:
     return tokens <= columns and pairs <= programs
 
 
-def fits(
-    x: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor | ScaledMatrix, down: torch.Tensor | ScaledMatrix
-) -> bool:
-    """Returns whether `launch` supports these tensors of `kernels.moe.experts.RoutedExperts` and is fastest."""
+def fits(x: torch.Tensor, P: int, gate_up: Matrix, down: Matrix) -> bool:
+    """Returns whether `launch` supports P pairs and these tensors of `kernels.moe.experts`, and is fastest."""
     if not (isinstance(gate_up, ScaledMatrix) and isinstance(down, ScaledMatrix)):
         return False
     (N, H), F = x.shape, down.shape[2]
     return (
         0 < N <= MAX_TOKENS
-        and ids.numel() <= MAX_PAIRS
+        and P <= MAX_PAIRS
         and F >= MIN_WIDTH
         and H % 16 == F % 16 == 0  # TMA row alignment
         and x.dtype == torch.bfloat16

@@ -35,8 +35,9 @@ def fits_few(case: Case) -> bool:
 
 def fits_scaled(case: Case) -> bool:
     """Whether an SM90 kernel for scaled weights supports a case."""
-    return any(
-        kernel.fits(case.x, case.ids, case.gate_up, case.down) for kernel in (experts_scaled_sm90, experts_packed_sm90)
+    P, matrices = case.ids.numel(), (case.gate_up, case.down)
+    return experts_scaled_sm90.fits(case.x, P, *matrices) or experts_packed_sm90.fits(
+        case.x, P, len(case.gate_up), *matrices
     )
 
 
@@ -87,8 +88,11 @@ FEW_BITS_RANKS = shapes_of(
     (40, 8, 288, 36, 4096, 1280, "step", ("e4m3", 128, (0, 0))),
     (1, 4, 32, 32, 2880, 2880, True, ("e2m1", 32, (0, 0))), (5, 4, 32, 32, 2880, 2880, True, ("e2m1", 32, (0, 0))),
     (40, 4, 32, 32, 2880, 2880, True, ("e2m1", 32, (0, 0))), (128, 4, 128, 16, 2880, 2880, True, ("e2m1", 32, (0, 0))),
-    (19, 3, 7, 5, 352, 224, False, ("e2m1", 32, (32, 96))), (128, 4, 8, 8, 288, 192, True, ("e2m1", 32, (0, 32))),
+    (19, 3, 7, 5, 352, 224, False, ("e2m1", 32, (32, 96))), (96, 4, 8, 8, 288, 192, True, ("e2m1", 32, (0, 32))),
     (5, 4, 32, 32, 2880, 2880, True, ("e2m1", 16, (0, 0))), (40, 8, 128, 16, 2048, 768, False, ("e2m1", 16, (0, 0))),
+    (256, 4, 32, 32, 2880, 736, True, ("e2m1", 32, (0, 0))), (300, 8, 64, 32, 1024, 256, False, ("e2m1", 16, (0, 0))),
+    (1024, 8, 256, 32, 1024, 256, False, ("int4", 32, (0, 0))),
+    (500, 3, 64, 40, 576, 416, True, ("int4-zeros", 128, (64, 32))),
     (2, 8, 384, 48, 7168, 2048, False, ("int4", 32, (0, 0))), (64, 8, 384, 48, 7168, 2048, False, ("int4", 32, (0, 0))),
     (19, 3, 7, 5, 352, 224, False, ("int4-zeros", 128, (32, 96))),
     (33, 8, 16, 5, 2048, 224, True, ("int4", 128, (0, 32))),
