@@ -41,7 +41,7 @@ FORMATS: dict[str, tuple[Kind, int]] = {
 ON_CPU = [Matrix("tiny gate+up", 64, 96, gated=True), Matrix("QKV", 80, 96)]
 ROWS = (1, 4, 8, 16)
 FP8_ROWS = (1, 2, 4, 8, 16, 32, 64)
-PACKED_ROWS = (1, 4, 8, 16, 32, 64, 128, 512, 1024, 2048, 8192)
+PACKED_ROWS = (1, 8, 16, 32, 64, 128, 512, 2048, 8192)
 CHUNK = 8192  # rows of a prefill
 HEAD_DIM = 128
 LARGE = 50e6  # bytes in bf16

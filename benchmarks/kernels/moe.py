@@ -46,6 +46,7 @@ FEW_BITS: list[tuple[Experts, Stored]] = [(ALL[name], stored) for name, stored i
 GRIDS = [(8, 1), (4, 2), (2, 4), (1, 8)]
 TOKENS = (1, 2, 4, 8, 16, 32, 64)
 CHUNK = 8192  # tokens of a prefill
+PACKED_TOKENS = (1, 8, 32, 64, 256, 1024, CHUNK)
 GROUPS = (1, 2, 3, 5, 7, 9, 12, 20, 28, 40)  # tokens that one step verifies: of one sequence, of four
 INPUTS = 32  # minimum number of inputs, each with its own expert selection
 
@@ -166,6 +167,16 @@ def few_bits_cases(ctx: BenchContext) -> Iterator[tuple[Experts, tuple[int, int]
                     if first:
                         yield model, grid, tokens, "bf16"
                     yield model, grid, tokens, few
+
+
+def packed_cases(ctx: BenchContext) -> Iterator[tuple[Experts, tuple[int, int], int, Stored]]:
+    """Yields a rank's whole experts, in bf16 and packed, for few tokens and for many."""
+    if not ctx.gpu:
+        yield Experts("tiny", 8, 2, 64, 64), (1, 2), 3, "nvfp4"
+        return
+    for name, stored, ranks in listed("moe-packed"):
+        for tokens, weights in product(PACKED_TOKENS, ("bf16", stored)):
+            yield ALL[name], (1, ranks), tokens, cast(Stored, weights)
 
 
 def _is_chosen(model: Experts, ctx: BenchContext) -> bool:
