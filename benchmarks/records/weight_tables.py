@@ -5,9 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from benchmarks.models.workloads import K
-from benchmarks.records.rows import Row
+from benchmarks.records.recorded_steps import RESULTS
+from benchmarks.records.rows import WORKLOAD, Row, newest
 from helix.planner.plan import NoLayoutFits, PlannedLayout, plan
 from launch.inputs.planning import check_query
+
+_QUANTIZED = "+model.config.quantization_config="
+# How a record's weights are asked for, unless the shape says it.
+FORMATS = {
+    "bf16": [],
+    "fp8": ["model.weights=fp8"],
+    "nvfp4": [_QUANTIZED + "{quant_method: modelopt,quant_algo: NVFP4,ignore: [lm_head]}"],
+    "int4": [
+        _QUANTIZED + "{quant_method: gptq,bits: 4,group_size: 128,sym: true,dynamic: {lm_head: {}}}",
+    ],
+    "mxfp4": [],
+}
 
 # Shapes in four bits -> the same in FP8.
 SHAPES = {
@@ -36,9 +49,25 @@ def planned() -> Iterator[Row]:
             yield row if one and many else row | {"failed": True}
 
 
-def _layouts(model: str, gpus: int, hardware: str, batch: int, length: int) -> list[PlannedLayout]:
+def measured(one: str, emulated: str) -> Iterator[Row]:
+    """Yields the recorded steps of one GPU and of eight emulated ranks, each with what is predicted for its layout."""
+    for record, ranks in ((one, 1), (emulated, 8)):
+        for row in newest(RESULTS / f"{record}.jsonl", *WORKLOAD, "weights"):
+            asked = [] if row["model"].endswith(row["weights"]) else FORMATS[row["weights"]]
+            kv = [f"kv.dtype={row['kv']}"] if "kv" in row else []
+            layouts = _layouts(row["model"], ranks, "h200", row["batch"], row["length"], *asked, *kv)
+            same = [found for found in layouts if ranks == 1 or row["layout"].startswith(f"{found.name} ")]
+            tokens = row["length"] if row["length"] % 1024 else f"{row['length'] // K}K".replace("1024K", "1M")
+            yield (
+                {"kv": None}
+                | row
+                | {"work": f"{row['batch']} x {tokens}", "ranks": ranks, "predicted_us": 1e6 * same[0].ttl_s}
+            )
+
+
+def _layouts(model: str, gpus: int, hardware: str, batch: int, length: int, *more: str) -> list[PlannedLayout]:
     typed = [f"gpus={gpus}", f"hardware={hardware}", f"batch={batch}", f"context={length}"]
     try:
-        return plan(check_query([f"model={model}", *typed]).query).choices
+        return plan(check_query([f"model={model}", *typed, *more]).query).choices
     except NoLayoutFits:
         return []

@@ -36,16 +36,11 @@ class Constant:
         return replace(self, value=self.value * factor)
 
 
-# Share of the read rate that matrices in four bits are read at: of up to 16 rows, on an H200.
-FOUR_BIT_SHARE = {
-    "e2m1": {
-        "weights": Constant(0.59, EXTRAPOLATED, "bytes over what KV and launches leave of a step of Llama-3.1-70B"),
-        "experts": Constant(0.64, EXTRAPOLATED, "experts of DeepSeek-R1 in NVFP4, 64 tokens"),
-    },
-    "int4": {
-        "weights": Constant(0.69, EXTRAPOLATED, "bytes over what KV and launches leave of a step of Llama-3.1-70B"),
-        "experts": Constant(0.71, EXTRAPOLATED, "experts of Kimi-K2 in int4, 64 tokens"),
-    },
+# Shares of the read rate at which matrices in four bits are read, on an H200: by rows of x, or by pairs of each expert
+# (records linear-packed and moe-packed; those of up to 16 rows fit steps of Llama-3.1-70B and Qwen2.5-7B).
+FOUR_BIT_SHARE: Mapping[str, tuple[Mapping[int, float], Mapping[int, float]]] = {
+    "e2m1": ({16: 0.63, 32: 0.50, 64: 0.35, 128: 0.25}, {2: 0.64, 8: 0.55, 32: 0.285}),
+    "int4": ({16: 0.72, 32: 0.56, 64: 0.40, 128: 0.25}, {2: 0.75, 5: 0.63, 20: 0.38}),
 }
 
 
@@ -243,9 +238,17 @@ class Hardware:
             raise ValueError(f"hardware {self.name} has no numbers for NCCL's collectives: add nccl to its description")
         return replace(self, collectives=self.nccl)
 
-    def share(self, stored: Stored, experts: bool) -> Constant | None:
-        """Returns the share of the read rate at which matrices are read; None: 1."""
-        shares: Mapping[str, Constant] = ({"e4m3": self.e4m3_share} | FOUR_BIT_SHARE).get(stored.kind, {})
+    def share(self, stored: Stored, experts: bool, rows: Any) -> Constant | None:
+        """Returns the share of the read rate at which matrices are read; None: 1.
+
+        Args:
+            rows: of x, or the mean of pairs of an expert.
+        """
+        if stored.kind in FOUR_BIT_SHARE:
+            known = FOUR_BIT_SHARE[stored.kind][experts]
+            share = np.interp(np.log2(np.maximum(rows, 1)), np.log2([*known]), [*known.values()])
+            return Constant(share, EXTRAPOLATED, "products of packed weights")
+        shares: Mapping[str, Constant] = self.e4m3_share if stored.kind == "e4m3" else {}
         return shares.get("experts" if experts else "weights")
 
     def rate(self, dtype: str) -> Constant:

@@ -163,6 +163,7 @@ class Layer:
         flops: Number = None,
         kind: str = "weights",
         scaled: Number = 0,
+        each: Number = None,
     ) -> Phase:
         """Returns the cost of a GEMM of `rows` rows with `weights` weights on this rank.
 
@@ -170,9 +171,10 @@ class Layer:
             flops: None: 2 * rows * weights.
             kind: of the matrices, see `Options.stored`.
             scaled: rows of the matrices, which may have scales.
+            each: rows that each matrix multiplies; None: all.
         """
         hw = self.hardware
-        share = hw.share(self.options.stored(kind), kind == "experts")
+        share = hw.share(self.options.stored(kind), kind == "experts", rows if each is None else each)
         flops = 2.0 * rows * weights if flops is None else flops
         phase = self._roofline_phase(name, self.weight_bytes(kind, weights, scaled), flops, kernels, share)
         if not hw.product_s:
@@ -560,7 +562,10 @@ class Layer:
         ]
         read, scaled = touched * matrices, touched * scaled
         kernel_rows = np.minimum(self.all_rows, MAX_KERNEL_ROWS)
-        phases.append(self.kernel("experts", read, kernel_rows, kernels=2, flops=flops, kind="experts", scaled=scaled))
+        pairs = self.all_rows * m.top_k / m.experts
+        phases.append(
+            self.kernel("experts", read, kernel_rows, kernels=2, flops=flops, kind="experts", scaled=scaled, each=pairs)
+        )
         if m.shared_width:
             rows = np.where(dispatched, self.rows, self.all_rows)
             alike = self.options.stored("experts") == self.options.stored("shared_experts")

@@ -40,7 +40,7 @@ from kernels.packed_sm90 import E2M1_LIFT, INT4_LIFT, e2m1_factors, e2m1_to_bf16
 from kernels.scaled import PACKED_BLOCK, Matrix, ScaledMatrix
 from kernels.sm90 import SHARED
 
-MAX_PAIRS = 8192  # which each program looks through
+MAX_PAIRS = 16384  # which each program looks through
 MAX_EACH = 48  # pairs of each expert, by H200 timings
 MIN_WIDTH = 128  # columns of an expert
 

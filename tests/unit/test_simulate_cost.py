@@ -389,6 +389,16 @@ def test_numbers_in_e4m3_are_read_at_their_own_rate(model: str, phase: str, kind
     assert ours.seconds[0] - free.seconds[0] == pytest.approx(more, rel=1e-6, abs=1e-12)
 
 
+@pytest.mark.parametrize("kind", ["e2m1", "int4"])
+def test_four_bits_are_read_more_slowly_by_more_rows(kind: str) -> None:
+    """Each row of x takes its part of what converts the weights."""
+    stored = replace(E4M3, kind=kind)
+    for experts in (False, True):
+        shares = [H200.share(stored, experts, rows).value for rows in (1, 2, 16, 24, 32, 64, 128, 4096)]
+        assert shares == sorted(shares, reverse=True) and 0 < shares[-1] < shares[0] < 1
+        assert H200.share(stored, experts, np.array([1, 64])).value.tolist() == [shares[0], shares[5]]
+
+
 @pytest.mark.parametrize(
     "model, kv, tpa, kind",
     [
