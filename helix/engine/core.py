@@ -196,7 +196,7 @@ class Engine:
 
     def warmup(
         self, kinds: Iterable[DecodeGraphKey], later: Iterable[DecodeGraphKey] = (), mark: Mark = lambda phase: None,
-        *, chunks: bool = False,
+        *, chunks: bool = False, grammars: bool = False,
     ) -> None:  # fmt: skip
         """Compiles kernels and captures decode steps of every batch size before the first request; a collective.
 
@@ -206,6 +206,8 @@ class Engine:
                 step by about two launches.
             mark: called with the name of each phase when it ends.
             chunks: also capture the common sizes of prefill chunks.
+            grammars: also capture steps of `later` as they run for requests with a grammar, whose first tokens would
+                otherwise wait for captures.
         """
         runner, first = self.runner, self.runner.policy.from_tokens
         sparse = [False] if first is None else [True] if first == 0 else [False, True]
@@ -215,7 +217,8 @@ class Engine:
         )
         self._times = PrefillTime(doubling_depth(runner.model.spec))
         # Without these times, the first prompts would be prefilled in needlessly small chunks.
-        for tokens, seconds in warmup(runner, now, then, mark, chunks=chunks):
+        deferred = [kind for kind in then if grammars and kind.drafts == self.draft_sizes[0]]  # they take no drafts
+        for tokens, seconds in warmup(runner, now, then, mark, chunks=chunks, deferred=deferred):
             self._times.observe(self._times.work(0, tokens), seconds)
         self._reset()
 

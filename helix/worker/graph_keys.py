@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from helix.sampling_params import SamplingParams
@@ -48,6 +48,11 @@ class DecodeGraphKey:
             process_logits=any(s.needs_logits_processor for s in sampling),
             **more,
         )
+
+    @property
+    def up_to_logits(self) -> DecodeGraphKey:
+        """Key of the step's part up to its logits, which does not depend on sampling unless drafts are sampled."""
+        return self if self.drafts else replace(self, stochastic=False, filtered=False, process_logits=False)
 
 
 class ContextBucket(NamedTuple):

@@ -192,7 +192,7 @@ class ModelRunner:
         if self._pending_sample is not None:
             if scheduler_output.token_bitmasks:
                 self._get_logits_processor().set_bitmasks(scheduler_output.token_bitmasks)
-            record(self._captured(self._sample_pending, self._pending_sample.kind), pending=self._pending_sample)
+            record(self._sample_deferred(), pending=self._pending_sample)
             self._pending_sample = None
         if scheduler_output.released_slots:
             released = [self.state.release_event(slot) for slot in scheduler_output.released_slots]
@@ -219,11 +219,7 @@ class ModelRunner:
             limits = to_device(torch.tensor(scheduler_output.draft_limits), self.device)
             self.state.draft_limits[: len(limits)] = limits
         if scheduler_output.defers_sampling:
-            kind = self._in_chunks(scheduler_output.kind, scheduler_output.row_tokens)
-            computed = self._captured(self._compute, kind)
-            self._pending_sample = PendingSample(
-                scheduler_output, kind, computed, outputs[-1].end if outputs else begin, TimedEvent(self.device)
-            )
+            self._defer_sampling(scheduler_output, outputs[-1].end if outputs else begin)
             return outputs
         for _ in range(scheduler_output.decode_steps):
             record(self.decode(scheduler_output.kind, scheduler_output.row_tokens))
@@ -446,6 +442,23 @@ class ModelRunner:
         committed: Tensor = self._captured(self.step, self._in_chunks(kind, row_tokens))
         return committed
 
+    def decode_deferred(self, kind: DecodeGraphKey, row_tokens: int) -> None:
+        """Launches both parts of a decode step whose sampling is deferred; a collective, for warm-up."""
+        step = replace(SchedulerOutput.empty(), kind=kind, row_tokens=row_tokens)
+        self._defer_sampling(step, TimedEvent(self.device))
+        self._sample_deferred()
+        self._pending_sample = None
+
+    def _defer_sampling(self, scheduler_output: SchedulerOutput, begin: TimedEvent) -> None:
+        kind = self._in_chunks(scheduler_output.kind, scheduler_output.row_tokens)
+        computed = self._captured(self._compute, kind.up_to_logits)
+        self._pending_sample = PendingSample(scheduler_output, kind, computed, begin, TimedEvent(self.device))
+
+    def _sample_deferred(self) -> Tensor:
+        assert self._pending_sample is not None
+        tokens: Tensor = self._captured(self._sample_pending, self._pending_sample.kind)
+        return tokens
+
     def _in_chunks(self, kind: DecodeGraphKey, row_tokens: float) -> DecodeGraphKey:
         return replace(kind, chunks=self.chunks(kind.rows, row_tokens))
 
@@ -458,7 +471,7 @@ class ModelRunner:
         return self._complete(self._compute(kind), kind)
 
     def _sample_pending(self, kind: DecodeGraphKey) -> Tensor:
-        """Samples the pending step under the same graph key as its first part, whose tensors it reads."""
+        """Samples the pending step, whose first part is captured no later: a captured sampling reads its tensors."""
         assert self._pending_sample is not None
         return self._complete(self._pending_sample.step, kind)
 

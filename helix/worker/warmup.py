@@ -35,11 +35,20 @@ Mark = Callable[[str], None]
 
 @torch.inference_mode()
 def warmup(
-    runner: ModelRunner, kinds: Sequence[DecodeGraphKey], later: Sequence[DecodeGraphKey], mark: Mark, *, chunks: bool
+    runner: ModelRunner,
+    kinds: Sequence[DecodeGraphKey],
+    later: Sequence[DecodeGraphKey],
+    mark: Mark,
+    *,
+    chunks: bool,
+    deferred: Sequence[DecodeGraphKey] = (),
 ) -> list[tuple[int, float]]:
     """Compiles, times and captures what requests need, on a GPU; elsewhere runs a request.
 
-    Arguments as in `Engine.warmup`; the number of rows in `kinds` and `later` is ignored.
+    Arguments as in `Engine.warmup`; the number of rows in `kinds`, `later` and `deferred` is ignored.
+
+    Args:
+        deferred: steps of `later` to capture in two parts, as for requests with a grammar.
 
     Returns:
         (tokens, seconds) of captured chunks.
@@ -78,10 +87,12 @@ def warmup(
                 kind = DecodeGraphKey(rows, n, chunks=runner.chunks(rows))
                 runner.step_seconds[rows, n] = step_seconds(runner, kind, keep_graph=True)
         fill(runner, 0, 0)
-        for kind in kinds:
+        launches: list[tuple[Callable[[DecodeGraphKey, int], Any], DecodeGraphKey]]
+        launches = [*((runner.decode, kind) for kind in kinds), *((runner.decode_deferred, kind) for kind in deferred)]
+        for launch, kind in launches:
             for row_tokens in dict.fromkeys((longest, 0)) if runner.chunks(rows) > 1 else (0,):
                 for _ in range(2):  # eagerly, then captured; no slot is active, so no state changes
-                    runner.decode(replace(kind, rows=rows), row_tokens)
+                    launch(replace(kind, rows=rows), row_tokens)
     torch.cuda.synchronize()
     mark("capture")
     return seconds

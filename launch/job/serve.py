@@ -33,6 +33,7 @@ from helix.errors import RankError
 from helix.setup.buffers import max_slots
 from helix.setup.engine import build_engine
 from helix.setup.offload import short_chunk_warning
+from helix.tokenizer import has_tokenizer
 from helix.worker.graph_keys import DecodeGraphKey
 from helix.worker.kv_cache_spec import dtype_name
 from helix.worker.model_runner import ModelRunner
@@ -130,7 +131,8 @@ def _engine(task: Task) -> Engine:
             LOG.warning(warning)
     task.phases.mark("build")
     if comm.device.type == "cuda":
-        engine.warmup(graph_keys, PROCESSED_KEYS if serves else (), task.phases.mark, chunks=serves)
+        grammars = serves and has_tokenizer(config.model.path)
+        engine.warmup(graph_keys, PROCESSED_KEYS if serves else (), task.phases.mark, chunks=serves, grammars=grammars)
     if comm.rank == 0:
         if engine.runner.hopb == "best":
             LOG.info(describe_hopb(engine.runner))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +29,7 @@ from helix.worker.graph_keys import DecodeGraphKey
 from kernels.tokens.commit import Candidates
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.parity import build_model
+from tests.e2e.test_sampling_params import EveryThirdToken
 from tests.e2e.test_serve import KVP_2, alone, engine, resources_in_use
 from tests.sequences import generated, generated_ids, resize, updates_of
 
@@ -354,3 +355,39 @@ def test_steps_that_may_come_are_captured_later(monkeypatch: pytest.MonkeyPatch)
     assert marks == ["first_request", "capture"]
     ran = ran[-6:]  # behind those of the first request
     assert ran == [DecodeGraphKey(rows, 1) for rows in (1, 2, 3) for _ in range(2)]
+
+
+class CountingGraphs:
+    """In place of graphs: how often each key ran; the first two times take long on a GPU."""
+
+    def __init__(self) -> None:
+        self.runs = Counter[Hashable]()
+
+    def run(self, step: Callable[..., Any], *args: Hashable) -> Any:
+        self.runs[step.__name__, *args] += 1
+        return step(*args)
+
+    def has(self, step: Callable[..., Any], *args: Hashable) -> bool:
+        return True
+
+
+def test_nothing_is_captured_for_a_first_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both parts of its steps are there for every batch size and sampling, the first part once for all sampling."""
+    e, graphs = alone(max_batch=3), CountingGraphs()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    e.runner.graphs = graphs  # type: ignore[assignment]
+    for tensor in e.runner.cache.tensors:
+        tensor.zero_()
+    draws = [(False, False), (True, False), (True, True)]
+    plain = [DecodeGraphKey(0, 0, *of) for of in draws]
+    processed = [replace(key, process_logits=True) for key in plain]
+    e.warmup(plain, processed, grammars=True)
+    assert all(runs > 1 for (_, key), runs in graphs.runs.items() if key.rows == 3)
+    known = [key for key, runs in graphs.runs.items() if runs > 1]
+    counts = Counter(name for name, _ in known)
+    assert counts["_compute"] == 3 and counts["_sample_pending"] == 9
+    graphs.runs.clear()
+    for sampling in (SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_k=3)):
+        generated(e, [Request(i, PROMPT[i:], 4, sampling, matcher=EveryThirdToken()) for i in range(3)])
+    assert {name for name, _ in graphs.runs} == {"_compute", "_sample_pending"}
+    assert graphs.runs.keys() <= {*known}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 import sys
 from functools import partial
+from itertools import product
 from multiprocessing import get_context
 from typing import Any
 
@@ -34,6 +35,7 @@ from tests.kernels.precompile import NoGPU
 
 ROWS = (1, 2, 4, 8)
 CHUNKS = 24
+DRAWS = (False, False), (True, False), (True, True)  # stochastic, filtered
 met: set[tuple[str, str]] = set()  # in the warm-up
 new: set[tuple[str, str]] = set()  # afterwards
 
@@ -69,8 +71,9 @@ def chunk(engine: Engine, counts: list[int], begin: int) -> None:
         for i, end, count in zip(slots, ends, counts, strict=True)
     ]
     rows = min(1 << (len(counts) - 1).bit_length(), runner.sizes.slots)
-    draws = random.choice([{}, {"stochastic": True}, {"stochastic": True, "filtered": True}])
-    runner.execute(SchedulerOutput(0, (), (), tuple(admit), tuple(parts), 0, DecodeGraphKey(rows, **draws)))
+    stochastic, filtered = random.choice(DRAWS)
+    kind = DecodeGraphKey(rows, 0, stochastic, filtered, process_logits=random.random() < 0.3)
+    runner.execute(SchedulerOutput(0, (), (), tuple(admit), tuple(parts), 0, kind))
     runner.execute(SchedulerOutput.empty(tuple(slots)))
 
 
@@ -84,7 +87,7 @@ def body(world: LoopbackWorld, rank: int, family: str, layout: HelixLayout, pads
         max_length=460 if family != "demo" else 30_000, prefill_chunk=2048 if family == "demo" else 256,
     )  # fmt: skip
     engine.runner.pads_chunks = pads
-    kinds = [DecodeGraphKey(rows, stochastic=s, filtered=f) for rows in ROWS for s, f in ((0, 0), (1, 0), (1, 1))]
+    kinds = [DecodeGraphKey(rows, 0, *draws, process) for rows, draws, process in product(ROWS, DRAWS, (False, True))]
     precompile_kernels(engine.runner, chunk_shapes(engine.runner), kinds)
     serving = True
     random.seed(1)
@@ -98,9 +101,9 @@ def body(world: LoopbackWorld, rank: int, family: str, layout: HelixLayout, pads
         counts = [b - a for a, b in zip([0, *cuts], [*cuts, max(total, n)], strict=True)]
         deepest = engine.runner.sizes.length - max(counts) - 1
         chunk(engine, counts, random.choice([0, random.randint(0, deepest)]))
-    for rows in ROWS:
+    for rows, process in product(ROWS, (False, True)):
         fill(engine.runner, rows, 7)
-        engine.runner.step(DecodeGraphKey(rows))
+        engine.runner.step(DecodeGraphKey(rows, process_logits=process))
     JITFunction.run = launch
 
 
