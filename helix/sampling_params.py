@@ -191,9 +191,14 @@ class SamplingParams:
         return not self.is_greedy and (self.top_k > 0 or self.top_p < 1)
 
     @property
-    def changes_logits(self) -> bool:
+    def counts_tokens(self) -> bool:
+        """Whether logits change with the tokens of the prompt and the answer."""
         penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
-        return self.masked or bool(self.logit_bias) or self.min_tokens > 0 or penalties != (0, 0, 1)
+        return self.min_tokens > 0 or penalties != (0, 0, 1)
+
+    @property
+    def changes_logits(self) -> bool:
+        return self.masked or bool(self.logit_bias) or self.counts_tokens
 
     @cached_property  # the scheduler looks at it for each decision
     def needs_logits_processor(self) -> bool:

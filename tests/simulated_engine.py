@@ -335,8 +335,7 @@ class SimulatedEngine:
         text = [*served.request.prompt.tolist(), *served.drawn]
         assert a.length == len(text) and a.num_output_tokens == len(served.drawn), "it goes on where it was cut"
         grammar = served.request.matcher
-        looks = self.drafts or grammar is not None
-        assert a.token_ids.tolist() == (text if looks else []), "who looks back has all of it, others nothing"
+        assert a.token_ids.tolist() == (text if self.drafts else []), "who looks back has all of it, others nothing"
         assert (None if a.token_bitmask is None else a.token_bitmask.tolist()) == (
             grammar and [a.id, a.num_output_tokens]
         ), "another draw's mask"

@@ -310,7 +310,7 @@ class Scheduler:
                 request.id,
                 s.slot,
                 len(s.tokens),
-                s.tokens if self._runner.sizes.drafts or request.sampling.changes_logits else s.tokens[:0],
+                s.tokens if self._runner.sizes.drafts or request.sampling.counts_tokens else s.tokens[:0],
                 table.start,
                 table.pages.copy(),  # the table changes while the batch runs
                 s.reserved,

@@ -66,17 +66,20 @@ class LogitsProcessor(SequenceObserver):
         state.repetition[slot].fill_(params.repetition_penalty)
         state.frequency[slot].fill_(params.frequency_penalty)
         state.presence[slot].fill_(params.presence_penalty)
-        prompt, answer = np.split(np.asarray(tokens), [len(tokens) - admission.num_output_tokens])
-        state.min_end_position[slot].fill_(len(prompt) + params.min_tokens)
-        columns = len(self.columns)
-        seen = np.bincount(self._local_columns(answer), minlength=columns).astype(np.int32) * ONCE
-        seen[self._local_columns(prompt)] |= IN_PROMPT
-        seen[self._local_columns(np.array([*self._eos, *params.stop_token_ids], np.int64))] |= ENDS
-        state.seen[slot] = to_device(torch.from_numpy(seen), self._device)
-        bias = np.zeros(self.vocab, np.float32)
-        bias[list(params.logit_bias)] = list(params.logit_bias.values())
-        state.bias[slot] = to_device(torch.from_numpy(bias[self.columns.start : self.columns.stop]), self._device)
+        state.min_end_position[slot].zero_()
+        state.bias[slot].zero_()
         state.allowed[slot].fill_(-1)
+        if params.counts_tokens:  # else `seen` has no effect
+            prompt, answer = np.split(np.asarray(tokens), [len(tokens) - admission.num_output_tokens])
+            state.min_end_position[slot].fill_(len(prompt) + params.min_tokens)
+            seen = np.bincount(self._local_columns(answer), minlength=len(self.columns)).astype(np.int32) * ONCE
+            seen[self._local_columns(prompt)] |= IN_PROMPT
+            seen[self._local_columns(np.array([*self._eos, *params.stop_token_ids], np.int64))] |= ENDS
+            state.seen[slot] = to_device(torch.from_numpy(seen), self._device)
+        if params.logit_bias:
+            bias = np.zeros(self.vocab, np.float32)
+            bias[list(params.logit_bias)] = list(params.logit_bias.values())
+            state.bias[slot] = to_device(torch.from_numpy(bias[self.columns.start : self.columns.stop]), self._device)
         if admission.token_bitmask is not None:
             self.set_bitmasks({slot: admission.token_bitmask})
 

@@ -259,3 +259,18 @@ def test_nothing_waits_for_the_host() -> None:
         assert shaper.process(logits, ids, ids, ids).shape == (B, columns)
         shaper.record_logprobs(logits, ids, ids, comm)
     assert comm.calls == {"all_gather": 1} and comm.largest == B * WIDTH
+
+
+def test_a_grammar_alone_copies_its_mask_and_no_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first token would wait for that, at each admission on each rank."""
+    copied: list[int] = []
+    monkeypatch.setattr(
+        "helix.worker.logits_processor.to_device", lambda x, device: copied.append(x.numel()) or x.to(device)
+    )
+    processor = LogitsProcessor(SLOTS, 3200, range(3200), EOS, torch.device("cpu"))
+    mask = np.arange(100, dtype=np.int32)
+    for bias, wanted in (({}, [100, 1]), ({5: 1.0}, [3200, 100, 1])):
+        sampling = SamplingParams(masked=True, logit_bias=bias)
+        processor.admit(new_request(0, 1, NO_PAGES, 9, mask[:3], sampling=sampling, token_bitmask=mask))
+        assert copied == wanted
+        copied.clear()
