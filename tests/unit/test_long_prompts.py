@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from launch.client import schemas
@@ -58,6 +58,12 @@ def parsed(body: bytes) -> Any:
 @pytest.mark.filterwarnings("error")
 @settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(body=BODIES, cut=st.integers(0, 3))
+@example(body='{"prompt":[1, 02]}', cut=0)
+@example(body='{"prompt":[1,,2]}', cut=0)
+@example(body='{"prompt":[1 2,3]}', cut=0)
+@example(body='{"prompt":[4294967297,3]}', cut=0)
+@example(body='{"x":{"prompt":[1,2]},"prompt":[3,4]}', cut=0)
+@example(body='{"prompt":[1,2],"prompt":"y"}', cut=0)
 def test_any_body_is_read_as_before(monkeypatch: pytest.MonkeyPatch, body: str, cut: int) -> None:
     text = (body[: len(body) - cut] if cut else body).encode()
     with monkeypatch.context() as patch:
