@@ -6,7 +6,7 @@ first token, `itl` the gap between two chunks of a stream, `tpot` the mean time 
 can have several tokens: `over_step` is the mean `tpot` over the time of a step of `bench=decode`.
 
   streams    1 x 128K and 8 x 32K tokens of context, alone and with a prompt of 1K tokens each second
-  grammars   the same 8 streams, constrained by a JSON schema; the tokenizer is made up, of the model's vocabulary size
+  grammars   the same 8 streams, each with a new JSON schema; the tokenizer is made up, of the model's vocabulary size
   offline    offline throughput: requests of one size, all at once, on a server that has just started
   next turn  100 new tokens after 128K of context, and after 1M over two GPUs and more
 """
@@ -49,18 +49,17 @@ TINY = {
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6,
     "max_position_embeddings": 16384, "rope_theta": 10000.0,
 }  # fmt: skip
-ITEM = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 24},
+
+
+def response_format(number: int) -> dict[str, Any]:
+    """Returns a JSON schema that no other number has; it is longer than any answer."""
+    properties = {
+        "name": {"type": "string", "maxLength": 24 + number},
         "kind": {"enum": ["one", "two", "three"]},
         "sizes": {"type": "array", "items": {"type": "integer"}, "maxItems": 4},
-    },
-    "required": ["name", "kind", "sizes"],
-    "additionalProperties": False,
-}
-SCHEMA = {"type": "array", "items": ITEM, "minItems": 200}  # longer than any answer
-FORMAT = {"type": "json_schema", "json_schema": {"name": "items", "schema": SCHEMA}}
+    }
+    item = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    return {"type": "json_schema", "json_schema": {"schema": {"type": "array", "items": item, "minItems": 200}}}
 
 
 @dataclass
@@ -237,10 +236,12 @@ async def traces(
     async for one in offline(client, server, small):
         yield one
 
-    async def together(contexts: list[list[int]], arrivals: int = 0, **more: Any) -> Row:
+    async def together(contexts: list[list[int]], arrivals: int = 0, grammars: bool = False) -> Row:
         begin = time.perf_counter()
         others = [client.stream(client.tokens(K // small), 16, 0.3 + i) for i in range(arrivals)]
-        running = [client.stream(c + client.tokens(1), new, **more) for c in contexts]
+        more: list[dict[str, Any]]
+        more = [{"response_format": response_format(i)} if grammars else {} for i in range(len(contexts))]
+        running = [client.stream(c + client.tokens(1), new, **m) for c, m in zip(contexts, more, strict=True)]
         seen = (await asyncio.gather(*running, *others))[: len(contexts)]
         return row(seen, time.perf_counter() - begin, steps[len(contexts)])
 
@@ -250,10 +251,8 @@ async def traces(
         for context in contexts:
             await client.stream(context, 1)
         await together(contexts)  # compile whatever the first requests compile
-        kinds: list[tuple[str, int, dict[str, Any]]] = [("streams", 0, {}), ("streams", 4, {})]
-        kinds += [("grammars", 0, {"response_format": FORMAT})] * (batch > 1)
-        for trace, arrivals, more in kinds:
-            found = await together(contexts, arrivals, **more)
+        for trace, arrivals in (("streams", 0), ("streams", 4), *[("grammars", 0)] * (batch > 1)):
+            found = await together(contexts, arrivals, trace == "grammars")
             yield {"trace": trace, "batch": batch, "length": length, "arrivals": arrivals, **found}
     for context in [long, *[client.tokens(M // small)] * (ctx.ranks > 1)]:
         await client.stream(context, 1)
