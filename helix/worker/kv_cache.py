@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -230,17 +231,21 @@ class KVCache(SequenceObserver):
     def on_prefill(self, chunk: PrefillCommitted) -> None:
         for window in self.rings.keys() - {None}:
             pages = self.rings[window]
-            moved = [
-                (self._sizes.slots * pages + part.page + column - part.columns.start, part.row * pages + column % pages)
-                for part in chunk.parts
-                for column in part.columns[1:][-pages:]  # the first column is in the ring already
-            ]
-            if moved:
-                sources, to = (to_device(torch.tensor(x), self.device) for x in zip(*moved, strict=True))
+            page, size = self.placement.page_size, pages * self.placement.page_size  # in tokens
+            moved = []
+            for part in chunk.parts:
+                begin = part.columns[1:][-pages:].start * page  # the first column is in the ring already
+                # Without the rest of the last page: a prompt that skips tokens would leave it in the ring unwritten.
+                local = np.arange(begin, max(begin, part.end))
+                first = (self._sizes.slots * pages + part.page - part.columns.start) * page
+                moved.append(np.stack((first + local, part.row * size + local % size)))
+            if (both := np.concatenate(moved, 1)).size:
+                sources, to = to_device(torch.from_numpy(both), self.device)
                 for group in self.groups:
                     for spec in group.kv_cache_specs:
                         if spec.window == window:
-                            group.tensors[spec.name][:, to] = group.tensors[spec.name][:, sources]
+                            tokens = group.tensors[spec.name].flatten(1, 2)
+                            tokens[:, to] = tokens[:, sources]
         for prompt in chunk.prompts:
             if prompt.snapshot_index >= 0:
                 self._snap(prompt.slot, prompt.snapshot_index, prompt.evict_to)

@@ -20,6 +20,7 @@ from helix.models import DecoderSpec
 from helix.sampling_params import SamplingParams
 from helix.worker.kv_cache import KVCache, free_bytes, ring, slot_bytes, with_bounds, without_long_rings
 from helix.worker.kv_cache_spec import EngineSizes, KVCacheSpec, page_bytes
+from helix.worker.sequence_observer import PrefillCommitted
 from helix.worker.step import PLACEHOLDER_TOKEN_ID, DecodeState
 from kernels.tokens.commit import Candidates
 from launch.inputs.shapes import load_spec
@@ -294,3 +295,29 @@ def test_a_ring_holds_what_a_step_reads_and_writes(
             lo = place.local_length(max(position - window + 1, 0), start)
             hi = place.local_length(position + rows, start)
             assert hi == lo or (hi - 1) // page_size - lo // page_size < ring(place, window, rows)
+
+
+@example(0, 6, 1, 4, 4)  # half of the last page is not written
+@given(st.integers(0, 40), st.integers(1, 40), widths, blocks, page_sizes)
+def test_a_ring_gets_a_chunks_tokens_and_no_memory_that_the_chunk_did_not_write(
+    begin: int, count: int, kvp: int, block: int, page_size: int
+) -> None:
+    """A prompt that skips tokens after this chunk reads slots of its ring that no chunk has written."""
+    for rank in range(kvp):
+        place, sizes, window = placement(kvp, rank, block, page_size), EngineSizes(2, chunk=count), 7
+        specs = [(KVCacheSpec("keys", (), "float32", window=window),)]
+        cache = KVCache(specs, place, sizes, torch.device("cpu"))
+        s = DecodeState(2, place.stripes.pages_for(begin + count), place, torch.device("cpu"), rings=cache.rings)
+        keys, pages = cache.layer(0).keys.fill_(torch.nan), cache.rings[window]
+        request = new_request(1, 0, array([]), begin + count, array([]))
+        cache.admit(request)
+        s.admit(request)
+        prompts = [PromptChunk(1, begin, torch.zeros(count, dtype=torch.int64))]
+        step = s.prefill_step(prompts)
+        owned = step.slot_mappings[window] >= 0
+        keys.view(-1)[step.slot_mappings[window][owned]] = step.positions[owned].float()
+        cache.on_prefill(PrefillCommitted(prompts, s.prompts_span(prompts), s.parts(prompts)))
+        of_ring = keys[pages : 2 * pages].flatten()
+        assert of_ring.isfinite().all()
+        recent = step.positions[owned & (step.positions > begin + count - window)]
+        assert of_ring[place.layout.local_length(recent, rank, block, 0) % len(of_ring)].tolist() == recent.tolist()
