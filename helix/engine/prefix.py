@@ -148,10 +148,10 @@ class PrefixTree:
         done, size = self._tokens, 8 * self._tokens
         while done < limit:
             size = min(size, limit - done)
-            stored = self._stored_ids[node.pages[self.stripes.columns(done, done + size)]]
-            same = (stored == tokens[done : done + size].reshape(stored.shape)).all(axis=1)
+            pages = node.pages[self.stripes.columns(done, done + size)]
+            same = self._stored_ids.take(pages, axis=0).ravel() == tokens[done : done + size]
             if not same.all():
-                return done + int(same.argmin()) // self._pages * self._tokens
+                return done + int(same.argmin()) // self._tokens * self._tokens
             done += size
             size *= 2
         return done
