@@ -48,7 +48,7 @@ SCANNED = 1 << 20  # bytes per scanned piece
 IDS_BEGIN = re.compile(rb'"prompt"\s*:\s*\[')
 MIN_IDS_BYTES = 1 << 12  # of a prompt that is read without pydantic
 MAX_ID_DIGITS = 9  # below 2^31
-STAND_IN = 999_999_937  # stands for the prompt in what pydantic parses
+STAND_IN = b"999999937"  # stands for the prompt in what pydantic parses
 
 
 def _check_length(value: object) -> object:
@@ -480,13 +480,15 @@ def _parse_long_prompt(body: bytes) -> Completion | None:
     """
     found = IDS_BEGIN.search(body)
     end = -1 if found is None else body.find(b"]", found.end())
-    if found is None or end - found.end() < MIN_IDS_BYTES or (ids := _read_ids(body[found.end() : end])) is None:
+    if found is None or end - found.end() < MIN_IDS_BYTES or STAND_IN in body:
+        return None
+    if (ids := _read_ids(body[found.end() : end])) is None:
         return None
     try:
-        request = Completion.model_validate_json(b"%b%d%b" % (body[: found.end()], STAND_IN, body[end:]))
+        request = Completion.model_validate_json(body[: found.end()] + STAND_IN + body[end:])
     except ValidationError:
         return None
-    if not isinstance(request.prompt, np.ndarray) or request.prompt.tolist() != [STAND_IN]:
+    if not isinstance(request.prompt, np.ndarray) or request.prompt.tolist() != [int(STAND_IN)]:
         return None  # it was the prompt of another object
     request.prompt = ids
     return request

@@ -63,6 +63,7 @@ def parsed(body: bytes) -> Any:
 @example(body='{"prompt":[1 2,3]}', cut=0)
 @example(body='{"prompt":[4294967297,3]}', cut=0)
 @example(body='{"x":{"prompt":[1,2]},"prompt":[3,4]}', cut=0)
+@example(body='{"x":{"prompt":[1,2]},"prompt":[999999937]}', cut=0)
 @example(body='{"prompt":[1,2],"prompt":"y"}', cut=0)
 def test_any_body_is_read_as_before(monkeypatch: pytest.MonkeyPatch, body: str, cut: int) -> None:
     text = (body[: len(body) - cut] if cut else body).encode()
