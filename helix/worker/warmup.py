@@ -30,6 +30,8 @@ CHUNKS = 2, 4, 8  # numbers of HOP-B chunks that `auto` and `best` try
 MIN_GAIN = 0.01  # share of a step's time that HOP-B must save under `auto`
 SHORTER = 4  # ratio of successive context lengths at which HOP-B is timed
 
+# Of a captured step in two parts: of 512 rows, sampling takes GBs for 152K tokens, and its graphs keep them.
+DEFERRED_ROWS = 64
 Mark = Callable[[str], None]
 
 
@@ -48,7 +50,7 @@ def warmup(
     Arguments as in `Engine.warmup`; the number of rows in `kinds`, `later` and `deferred` is ignored.
 
     Args:
-        deferred: steps of `later` to capture in two parts, as for requests with a grammar.
+        deferred: steps of `later` to capture in two parts, as for requests with a grammar, up to DEFERRED_ROWS rows.
 
     Returns:
         (tokens, seconds) of captured chunks.
@@ -87,8 +89,11 @@ def warmup(
                 kind = DecodeGraphKey(rows, n, chunks=runner.chunks(rows))
                 runner.step_seconds[rows, n] = step_seconds(runner, kind, keep_graph=True)
         fill(runner, 0, 0)
-        launches: list[tuple[Callable[[DecodeGraphKey, int], Any], DecodeGraphKey]]
-        launches = [*((runner.decode, kind) for kind in kinds), *((runner.decode_deferred, kind) for kind in deferred)]
+        launches: list[tuple[Callable[[DecodeGraphKey, int], Any], DecodeGraphKey]] = [
+            (runner.decode, kind) for kind in kinds
+        ]
+        if rows <= DEFERRED_ROWS:
+            launches += ((runner.decode_deferred, kind) for kind in deferred)
         for launch, kind in launches:
             for row_tokens in dict.fromkeys((longest, 0)) if runner.chunks(rows) > 1 else (0,):
                 for _ in range(2):  # eagerly, then captured; no slot is active, so no state changes
