@@ -22,6 +22,7 @@ from time import sleep
 from typing import Any
 
 import numpy as np
+import torch
 
 from helix.attention.block_sparse import BlockSparseAttention
 from helix.config import Config
@@ -131,6 +132,7 @@ def _engine(task: Task) -> Engine:
             LOG.warning(warning)
     task.phases.mark("build")
     if comm.device.type == "cuda":
+        torch.set_num_threads(1)  # the host's arrays are small: to wake threads for one takes milliseconds
         grammars = serves and has_tokenizer(config.model.path)
         engine.warmup(graph_keys, PROCESSED_KEYS if serves else (), task.phases.mark, chunks=serves, grammars=grammars)
     if comm.rank == 0:
