@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import stat
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterator
@@ -14,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Lock, Thread
@@ -70,9 +71,11 @@ RANK_VARS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK
 PLAIN_KEYS = {DecodeGraphKey(), DecodeGraphKey(stochastic=True), DecodeGraphKey(stochastic=True, filtered=True)}
 PROCESSED_KEYS = {replace(kind, process_logits=True) for kind in PLAIN_KEYS}
 STATS_S = 1.0  # interval of stats messages
-BUFFER = 1 << 22  # bytes of the send buffer
+BUFFER = 1 << 22  # bytes of a client's send buffer
+SEND_S = 10  # a client that reads nothing for this time is disconnected
 PIECE = 1 << 20  # bytes read at a time
 MAX_BATCHED_ID = 1 << 31  # request ids below are sent in batched token frames
+BACKLOG = 64  # clients that connect before the model is loaded
 COMPILING = 2  # grammars compiled at a time
 
 
@@ -261,8 +264,67 @@ def engine_stats(engine: Engine) -> dict[str, float]:
     }
 
 
+class ClientSession:
+    """A client's connection to rank 0.
+
+    Attributes:
+        prefix: prefix of the engine's request ids for this client.
+        batch: alternating request ids and tokens to send in the next frame.
+    """
+
+    def __init__(self, peer: socket.socket, number: int) -> None:
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
+        # A client that stops reading must not block the engine, which serves others.
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_S, 0))
+        self.prefix = f"{number}:"
+        self.batch: list[int] = []
+        self._peer = peer
+        self._lock = Lock()
+        self._open = True
+
+    def send(self, message: Message) -> None:
+        self._write(encode(message))
+
+    def flush(self) -> None:
+        """Sends the collected tokens in one frame for all requests: a frame each would cost as much as sampling."""
+        if self.batch:
+            pairs, self.batch = self.batch, []
+            self._write(encode_tokens(pairs))
+
+    def messages(self) -> Iterator[Message]:
+        """Yields the client's messages until it disconnects or sends what is not a frame (ValueError)."""
+        decoder = FrameDecoder()
+        with suppress(OSError):
+            while data := self._peer.recv(PIECE):
+                yield from decoder.feed(data)
+
+    def close(self) -> None:
+        """Ends the connection; `messages` ends too."""
+        self._open = False
+        with suppress(OSError):
+            self._peer.shutdown(socket.SHUT_RDWR)
+
+    def release(self) -> None:
+        """Frees the socket, once no thread sends to it any more."""
+        self.close()
+        with self._lock:
+            self._peer.close()
+
+    def _write(self, frame: bytes) -> None:
+        with self._lock:
+            if self._open:
+                try:
+                    self._peer.sendall(frame)
+                except OSError as error:
+                    if isinstance(error, BlockingIOError):
+                        LOG.warning("a client of the ranks read nothing for %d s: disconnected", SEND_S)
+                    self.close()
+
+
 class EngineServer:
-    """Rank 0's end of the socket, for one client at a time; requests of a client that disconnects are aborted.
+    """Rank 0's end of the socket. It serves several clients; each gets the updates of its own requests.
+
+    Requests of a client that disconnects are aborted.
 
     Raises:
         RankError: the socket cannot be created.
@@ -272,15 +334,11 @@ class EngineServer:
         self._path = path
         self._inbox = inbox
         self._listener = _listen(path)
-        self._lock = Lock()
-        self._peer: socket.socket | None = None
+        self._sessions: list[ClientSession] = []
+        self._sessions_lock = Lock()
         self._closed = False
-        self._prefix = ""  # prefix of the engine's request ids for this client
-        self._request_ids: dict[str | int, int] = {}
-        self._batch: list[
-            int
-        ] = []  # alternating request ids and tokens to send in one frame, for the client with `_batch_prefix`
-        self._batch_prefix = ""
+        self._request_ids: dict[str | int, tuple[ClientSession, int]] = {}  # by the engine's ids
+        self._batched: set[ClientSession] = set()  # sessions with collected tokens; only the engine's thread uses it
         self._matchers: dict[str | int, GrammarMatcher] = {}
         self._grammars: GrammarMatcherFactory | None = None
         self._compile_pool = ThreadPoolExecutor(COMPILING, "grammars")  # other requests are read meanwhile
@@ -300,106 +358,104 @@ class EngineServer:
 
     def open(self, engine_info: EngineInfo, stats: Callable[[], dict[str, float]]) -> None:
         """Starts serving clients that connect, and sends them the result of `stats` every second."""
-        Thread(target=self._accept, args=(engine_info,), name="front end", daemon=True).start()
+        Thread(target=self._accept, args=(engine_info,), name="clients", daemon=True).start()
         Thread(target=self._send_stats, args=(stats,), name="stats", daemon=True).start()
 
     def fail(self, reason: str) -> None:
         self.flush()
-        self._send(Failed(reason), self._prefix)
+        self._broadcast(Failed(reason))
 
     def close(self) -> None:
-        """Closes and removes the socket and the client's connection; this process may live on."""
-        self._closed = True
+        """Closes and removes the socket and the clients' connections; this process may live on."""
+        with self._sessions_lock:
+            self._closed = True
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # `accept` returns
         self._listener.close()
-        with self._lock, suppress(OSError):
-            if self._peer is not None:
-                self._peer.shutdown(socket.SHUT_RDWR)
+        for session in self._all_sessions():
+            session.close()
         with suppress(OSError):
             self._path.unlink()
 
     def send_update(self, update: RequestUpdate) -> None:
         """Sends an update to the client that submitted the request; updates with only tokens wait for `flush`."""
-        name = self._request_ids.get(update.id)
-        if name is None:
+        if (entry := self._request_ids.get(update.id)) is None:
             return
+        session, number = entry
         tokens_only = update.finish_reason is None and not update.logprobs
-        if update.new_token_ids and tokens_only and name < MAX_BATCHED_ID:
-            if self._batch_prefix != (prefix := self._prefix):  # drop tokens for a previous client
-                self._batch_prefix, self._batch = prefix, []
-            if str(update.id).startswith(prefix):
-                for token in update.new_token_ids:
-                    self._batch += (name, token)
+        if update.new_token_ids and tokens_only and number < MAX_BATCHED_ID:
+            for token in update.new_token_ids:
+                session.batch += (number, token)
+            self._batched.add(session)
             return
-        self.flush()
+        session.flush()
         if update.finish_reason is not None:
             self._request_ids.pop(update.id, None)
             matcher = self._matchers.pop(update.id, None)
             if matcher is not None and matcher.error is not None and update.finish_reason in ("stop", "length"):
                 update.finish_reason, update.reason = "error", matcher.error
-        self._send(replace(update, id=name), update.id)
+        session.send(replace(update, id=number))
 
     def flush(self) -> None:
-        """Sends the collected tokens in one frame for all requests: a frame each would cost as much as sampling."""
-        if self._batch:
-            pairs, self._batch = self._batch, []
-            self._write(encode_tokens(pairs), self._batch_prefix)
+        """Sends the tokens of a step, one frame to each client."""
+        while self._batched:
+            self._batched.pop().flush()
+
+    def _all_sessions(self) -> list[ClientSession]:
+        with self._sessions_lock:
+            return [*self._sessions]
+
+    def _broadcast(self, message: Message) -> None:
+        for session in self._all_sessions():
+            session.send(message)
 
     def _send_stats(self, stats: Callable[[], dict[str, float]]) -> None:
         while not self._closed:
-            self._send(Stats(stats()), self._prefix)
+            self._broadcast(Stats(stats()))
             sleep(STATS_S)
 
-    def _send(self, message: Message, owner: str | int) -> None:
-        self._write(encode(message), owner)
-
-    def _write(self, frame: bytes, owner: str | int) -> None:
-        with self._lock:
-            if self._peer is not None and str(owner).startswith(self._prefix):
-                try:
-                    self._peer.sendall(frame)
-                except OSError:  # the client disconnected; `_read` notices
-                    self._peer = None
-
     def _accept(self, engine_info: EngineInfo) -> None:
-        connection = 0
-        while not self._closed:
+        for number in count(1):
             try:
                 peer, _ = self._listener.accept()
             except OSError:  # the listener was closed
                 return
-            with peer:
-                peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
-                connection += 1
-                try:
-                    with self._lock:
-                        self._peer, self._prefix = peer, f"{connection}:"
-                        peer.sendall(encode(engine_info))
-                    self._read(peer)
-                except OSError:  # the client disconnected
-                    pass
-                except ValueError as error:
-                    LOG.warning("serve.socket=%s: received data that is %s", self._path, error)
-                with self._lock:
-                    self._peer = None
-                for left in [*self._compiling_ids, *self._request_ids]:
-                    self._abort(left)
+            session = ClientSession(peer, number)
+            with self._sessions_lock:
+                if self._closed:
+                    session.release()
+                    return
+                session.send(engine_info)  # before any broadcast
+                self._sessions.append(session)
+            Thread(target=self._serve, args=(session,), name=f"client {number}", daemon=True).start()
 
-    def _read(self, peer: socket.socket) -> None:
-        decoder = FrameDecoder()
-        while data := peer.recv(PIECE):
-            for message in decoder.feed(data):
-                match message:
-                    case Request() if message.grammar is not None:
-                        self._compiling_ids.add(f"{self._prefix}{message.id}")
-                        self._compile_pool.submit(self._submit, message, self._prefix)
-                    case Request():
-                        self._submit(message, self._prefix)
-                    case MalformedMessage():
-                        self._refuse(message.id, message.reason, self._prefix)
-                    case Cancel():
-                        self._abort(f"{self._prefix}{message.id}")
-                    case Stop():
-                        self.stop()
+    def _serve(self, session: ClientSession) -> None:
+        """Reads a client's messages until it disconnects, then aborts its requests."""
+        try:
+            for message in session.messages():
+                self._handle(message, session)
+        except ValueError as error:
+            LOG.warning("serve.socket=%s: received data that is %s", self._path, error)
+        with self._sessions_lock:
+            self._sessions.remove(session)
+        session.release()
+        for left in [*self._compiling_ids, *self._request_ids]:
+            if str(left).startswith(session.prefix):
+                self._abort(left)
+
+    def _handle(self, message: Message, session: ClientSession) -> None:
+        match message:
+            case Request() if message.grammar is not None:
+                self._compiling_ids.add(f"{session.prefix}{message.id}")
+                self._compile_pool.submit(self._submit, message, session)
+            case Request():
+                self._submit(message, session)
+            case MalformedMessage():
+                self._refuse(message.id, message.reason, session)
+            case Cancel():
+                self._abort(f"{session.prefix}{message.id}")
+            case Stop():
+                self.stop()
 
     def stop(self) -> None:
         self._closed = True
@@ -414,28 +470,27 @@ class EngineServer:
             else:
                 self._inbox.abort(name)
 
-    def _submit(self, message: Request, prefix: str) -> None:
-        number, name = int(message.id), f"{prefix}{message.id}"
+    def _submit(self, message: Request, session: ClientSession) -> None:
+        number, name = int(message.id), f"{session.prefix}{message.id}"
         try:
             request, grammar = attach_matcher(replace(message, id=name), self._grammars)
         except BaseException as error:  # includes panics of llguidance: only this request fails
             self._compiling_ids.discard(name)
-            self._refuse(
-                number, str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}", name
-            )
+            reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            self._refuse(number, reason, session)
             return
         with self._submit_lock:
             if self._closed or (grammar is not None and name not in self._compiling_ids):
                 return
             self._compiling_ids.discard(name)
-            self._request_ids[name] = number
+            self._request_ids[name] = session, number
             if grammar is not None:
                 self._matchers[name] = grammar
-            self._send(Queued(number), name)
+            session.send(Queued(number))
             self._inbox.submit(request)
 
-    def _refuse(self, number: int, reason: str, owner: str) -> None:
-        self._send(RequestUpdate(number, finish_reason="error", reason=reason), owner)
+    def _refuse(self, number: int, reason: str, session: ClientSession) -> None:
+        session.send(RequestUpdate(number, finish_reason="error", reason=reason))
 
 
 def attach_matcher(request: Request, grammars: GrammarMatcherFactory | None) -> tuple[Request, GrammarMatcher | None]:
@@ -461,7 +516,7 @@ def _listen(path: Path) -> socket.socket:
         if path.exists() and stat.S_ISSOCK(path.stat().st_mode) and not _answers(path):
             path.unlink()
         listener.bind(str(path))
-        listener.listen(1)
+        listener.listen(BACKLOG)
     except OSError as error:
         raise RankError(f"serve.socket={path}: cannot listen: {error.strerror or error}") from error
     finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -50,9 +49,6 @@ class DyingEngineServer(EngineServer):
     def send_update(self, update: RequestUpdate) -> None:
         self._came.update(list(self._request_ids))  # copy at once: another thread adds to it
         if self._lives == 0:
-            with self._lock:
-                assert self._peer is not None
-                self._peer.shutdown(socket.SHUT_RDWR)
             self.close()
             raise Died
         super().send_update(update)

@@ -33,6 +33,7 @@ from launch.client.engine_messages import (
     encode_tokens,
 )
 from launch.client.grammar_compiler import MAX_GRAMMAR_BYTES
+from launch.job import serve
 from launch.job.serve import EngineServer
 from tests.serving.api_server import DEMO, READY
 
@@ -193,6 +194,57 @@ def test_tokens_of_a_step_are_one_message(rank: ServedInbox, frontend: FrontendS
     rank.link.flush()
     assert frontend.next() == RequestUpdate(1, new_token_ids=(12,))
     frontend.close()
+
+
+def test_each_front_end_gets_the_tokens_of_its_own_requests(rank: ServedInbox, frontend: FrontendSocket) -> None:
+    """Under the ids that it gave; one that leaves takes its own requests along, and all hear why the ranks failed."""
+    other = FrontendSocket(rank.path)
+    frontend.send(Request(1, IDS, 4))
+    other.send(Request(1, IDS, 4), Request(2, IDS, 4))
+    requests = {request.id: request for request in rank.requests(3)}
+    assert {*requests} == {"1:1", "2:1", "2:2"}
+    assert [type(one.next()) for one in (frontend, other, other)] == [Queued] * 3
+    for id, token in ("1:1", 5), ("2:1", 6), ("2:2", 7):
+        rank.link.send_update(RequestUpdate(id, new_token_ids=(token,)))
+    rank.link.send_update(RequestUpdate("2:2", new_token_ids=(8,), finish_reason="stop"))
+    rank.link.flush()
+    assert [other.next() for _ in range(3)] == [
+        RequestUpdate(1, new_token_ids=(6,)),
+        RequestUpdate(2, new_token_ids=(7,)),
+        RequestUpdate(2, new_token_ids=(8,), finish_reason="stop"),
+    ]
+    assert frontend.next() == RequestUpdate(1, new_token_ids=(5,))
+
+    other.close()
+    assert [abort.id for abort in rank.requests(1)] == ["2:1"]
+    rank.link.send_update(RequestUpdate("2:1", new_token_ids=(9,)))
+    rank.link.send_update(RequestUpdate("1:1", new_token_ids=(9,)))
+    rank.link.flush()
+    rank.link.send_update(RequestUpdate("2:1", finish_reason="abort"))
+    assert frontend.next() == RequestUpdate(1, new_token_ids=(9,))
+    again = FrontendSocket(rank.path)
+    rank.link.fail("planted")
+    assert isinstance(frontend.next(), Failed) and isinstance(again.next(), Failed)
+    again.close()
+
+
+def test_a_front_end_that_reads_nothing_does_not_stop_the_others(
+    rank: ServedInbox, frontend: FrontendSocket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(serve, "SEND_S", 1)
+    stuck = FrontendSocket(rank.path)
+    for one in (frontend, stuck):
+        one.send(Request(1, IDS, 4))
+        assert isinstance(one.next(), Queued)
+    rank.requests(2)
+    while "read nothing for 1 s" not in caplog.text:
+        rank.link.send_update(RequestUpdate("2:1", new_token_ids=(7,) * 100_000))
+        rank.link.flush()
+    assert [abort.id for abort in rank.requests(1)] == ["2:1"]
+    rank.link.send_update(RequestUpdate("1:1", new_token_ids=(5,)))
+    rank.link.flush()
+    assert frontend.next() == RequestUpdate(1, new_token_ids=(5,))
+    stuck.close()
 
 
 def test_who_left_before_it_was_served_is_nobody(tmp_path: Path) -> None:
