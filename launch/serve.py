@@ -45,11 +45,11 @@ def main(arguments: Sequence[str]) -> int:
         if config.serve.chat_template is not None:  # fail before the weights load, which takes minutes
             read_text(Path(config.serve.chat_template))
         server = import_module("launch.serving.server")  # slow: imports the whole HTTP stack
-        listener = import_module("launch.serving.http").listen(config.serve)
+        listeners = import_module("launch.serving.http").listen(config.serve)
     except ValueError as error:
         print_error(error)
         return 1
-    return int(server.run(config.serve, keys, listener, line.arguments))
+    return int(server.run(config.serve, keys, listeners, line.arguments))
 
 
 def _defaults(arguments: Sequence[str]) -> list[str]:

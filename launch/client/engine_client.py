@@ -27,6 +27,7 @@ from launch.client.engine_messages import (
     encode_parts,
 )
 from launch.client.errors import ApiError
+from launch.client.load_table import LoadTable
 
 PIECE = 1 << 20  # bytes read at a time
 MAX_CRASHES = 2  # job crashes during a generation before it counts as their cause
@@ -128,9 +129,13 @@ class EngineClient:
         engine_info: the job's `EngineInfo`, once the first job has sent it.
         stats: the job's latest gauges and counters.
         observer: observes all generations.
+        loads: the requests in flight, with those of the server's other processes.
+
+    Args:
+        max_waiting: maximum number of waiting generations, over all processes.
     """
 
-    def __init__(self, max_waiting: int, observer: Observer | None = None) -> None:
+    def __init__(self, max_waiting: int, observer: Observer | None = None, loads: LoadTable | None = None) -> None:
         self._state, self._why = "starting", "the model is loading"
         self.draining = False
         self.on_engine_info: Callable[[EngineInfo], None] = lambda engine_info: None
@@ -138,7 +143,9 @@ class EngineClient:
         self.generations: dict[str | int, Generation] = {}
         self.stats: dict[str, float] = {}
         self.observer = observer or Observer()
+        self.loads = loads or LoadTable()
         self._max_waiting = max_waiting
+        self._waiting_ids: set[str | int] = set()
         self._next_ids = itertools.count(1)
         self._writer: StreamWriter | None = None
         self._ready_event = asyncio.Event()
@@ -163,7 +170,7 @@ class EngineClient:
 
     @property
     def waiting(self) -> int:
-        return sum(generation.is_waiting for generation in self.generations.values())
+        return len(self._waiting_ids)
 
     def refuse_unless_ready(self) -> EngineInfo:
         """Returns the job's `EngineInfo`.
@@ -190,26 +197,28 @@ class EngineClient:
             ApiError: 503 or 429; 400 if a request is too large for a frame.
         """
         self.refuse_unless_ready()
-        # The cheap test comes first: the number of waiting requests needs a scan.
-        if len(self.generations) + len(requests) > self._max_waiting < self.waiting + len(requests):
-            raise ApiError(
-                429,
-                f"{self.waiting} requests are queued (serve.max_queue={self._max_waiting}): try again later",
-                code="queue_full",
-                retry_s=5,
-            )
         group = object()
         generations = [
             Generation(replace(request, id=next(self._next_ids)), group, name, on_update) for request in requests
         ]
+        # Count them first and then look: two processes that do so at once never exceed the limit together.
+        self._publish(len(generations))
         try:
+            if (waiting := self.loads.waiting) > self._max_waiting:
+                what = f"{waiting - len(generations)} requests are queued (serve.max_queue={self._max_waiting})"
+                raise ApiError(429, f"{what}: try again later", code="queue_full", retry_s=5)
             frames = [encode_parts(generation.request) for generation in generations]
-        except ValueError as error:
-            raise ApiError(400, str(error), code="too_large") from error
+        except Exception as error:
+            self._publish()
+            if isinstance(error, ValueError):
+                raise ApiError(400, str(error), code="too_large") from error
+            raise
         for generation, frame in zip(generations, frames, strict=True):
             self.generations[generation.request.id] = generation
+            self._waiting_ids.add(generation.request.id)
             self.observer.on_submit(generation)
             self._write(frame)
+        self._publish()
         return generations
 
     def abort(self, generation: Generation, finish_reason: str = "abort") -> None:
@@ -252,7 +261,7 @@ class EngineClient:
         finally:
             self._writer = None
             if self._state == "ready":
-                self._state, self._why = "restarting", why or "the connection to the ranks closed"
+                self._set_state("restarting", why or "the connection to the ranks closed")
             writer.close()
         return why
 
@@ -265,7 +274,7 @@ class EngineClient:
         Returns:
             A generation of the request that is not retried.
         """
-        self._state, self._why = "restarting", why
+        self._set_state("restarting", why)
         given_up = self._fail_suspects(why)
         for generation in self.generations.values():
             generation.stage = Stage.UNSENT
@@ -292,14 +301,14 @@ class EngineClient:
 
     def fail(self, why: str) -> None:
         """Ends all generations with an error: no job will come back."""
-        self._state, self._why = "failed", why
+        self._set_state("failed", why)
         for generation in [*self.generations.values()]:
             self._finish(generation, "error", why)
 
     def _resubmit(self, engine_info: EngineInfo, writer: StreamWriter) -> None:
         self.engine_info = engine_info
         self._writer = writer
-        self._state, self._why = "ready", ""
+        self._set_state("ready", "")
         self._ready_event.set()
         for generation in self.generations.values():
             generation.stage = Stage.SENT
@@ -341,7 +350,9 @@ class EngineClient:
         generation.on_update()
 
     def _mark_admitted(self, generation: Generation) -> None:
-        if generation.is_waiting:
+        if generation.request.id in self._waiting_ids:
+            self._waiting_ids.remove(generation.request.id)
+            self._publish()
             generation.admitted_time = time.monotonic()
             self.observer.on_admit(generation)
 
@@ -358,8 +369,18 @@ class EngineClient:
 
     def _finish(self, generation: Generation, finish_reason: str, reason: str | None) -> None:
         self.generations.pop(generation.request.id, None)
+        self._waiting_ids.discard(generation.request.id)
+        self._publish()
         self.observer.on_finish(generation, finish_reason)
         generation.end(finish_reason, reason)
+
+    def _set_state(self, state: str, why: str) -> None:
+        self._state, self._why = state, why
+        self._publish()
+
+    def _publish(self, more: int = 0) -> None:
+        """Writes this process's row of the load table, with `more` generations that wait."""
+        self.loads.write(self._state == "ready", len(self.generations) + more, len(self._waiting_ids) + more)
 
     def _send(self, message: Message) -> None:
         self._write(encode_parts(message))

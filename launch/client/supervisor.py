@@ -66,6 +66,7 @@ class Supervisor:
         log: file descriptor for the ranks' output, where their log is in JSON; None: inherit stdout and stderr.
 
     Attributes:
+        path: leads to the socket of the current job's ranks, for the server's other processes.
         settings_refused: whether the last job rejected its settings before it started ranks.
     """
 
@@ -80,6 +81,7 @@ class Supervisor:
         self._engine_client = engine_client
         self._serve = serve
         self._arguments = arguments
+        self.path = Path(serve.attach or directory / "ranks.sock")
         self._directory = directory
         self._log = log
         self._jobs = 0
@@ -124,7 +126,9 @@ class Supervisor:
 
     async def _job(self) -> str:
         self._jobs += 1
-        path = self._directory / f"{self._jobs}.sock"
+        path, link = self._directory / f"{self._jobs}.sock", self._directory / "link"  # ranks that die may still listen
+        link.symlink_to(path)
+        link.replace(self.path)
         log_format = {} if self._log is None else {FORMAT: "json"}
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, str(ENTRY), *self._arguments, f"serve.socket={path}"),
@@ -135,7 +139,7 @@ class Supervisor:
             start_new_session=True,  # control-C in a terminal reaches only this process: running requests can finish
         )
         ended = asyncio.create_task(process.wait())
-        working = asyncio.create_task(self._work(path))
+        working = asyncio.create_task(self._work())
         try:
             await asyncio.wait((ended, working), return_when=asyncio.FIRST_COMPLETED)
             why = working.result() if working.done() else ""
@@ -152,18 +156,18 @@ class Supervisor:
             await ended
 
     async def _attached(self) -> str:
-        why = await self._work(Path(str(self._serve.attach)))
+        why = await self._work()
         return why or "the connection to the ranks closed"
 
-    async def _work(self, path: Path) -> str:
-        """Exchanges messages with the ranks at a socket until they leave; returns why they left, if known.
+    async def _work(self) -> str:
+        """Exchanges messages with the ranks until they leave; returns why they left, if known.
 
         Raises:
             TimeoutError: the ranks hang.
         """
         while True:
             try:
-                reader, writer = await asyncio.open_unix_connection(path)
+                reader, writer = await asyncio.open_unix_connection(self.path)
                 break
             except OSError:
                 await asyncio.sleep(POLL_S)

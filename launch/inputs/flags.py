@@ -52,6 +52,7 @@ KEY_FLAG = Flag(("--api-key",), "KEY", API_KEY, "environment variable; serve.api
 SERVE_FLAGS = (
     Flag(("--host",), "ADDRESS", "serve.host"),
     Flag(("--port",), "N", "serve.port"),
+    Flag(("--api-server-count",), "N", "serve.processes"),
     KEY_FLAG,
     Flag(("--served-model-name",), "NAME", "serve.name"),
     Flag(("--chat-template",), "FILE", "serve.chat_template"),

@@ -54,7 +54,7 @@ class BlockAnswer:
         """Waits for the end and returns the complete answer; raises ApiError if generation failed."""
         async for _ in self._event_batches():
             pass
-        return self._collected()
+        return await self._collected()
 
     async def events(self) -> AsyncIterator[bytes]:
         try:
@@ -63,7 +63,7 @@ class BlockAnswer:
             async for events in self._event_batches():
                 for event in events:
                     yield self._encode(event)
-            for event in self._end_events():
+            async for event in self._end_events():
                 yield self._encode(event)
         except ApiError as error:
             yield self._encode(self._error_event(error))
@@ -97,7 +97,7 @@ class BlockAnswer:
         return f"event: {event['type']}\ndata: {ENCODER.encode(event)}\n\n".encode()
 
     @abstractmethod
-    def _collected(self) -> dict[str, Any]:
+    async def _collected(self) -> dict[str, Any]:
         """Returns the complete answer."""
 
     @abstractmethod
@@ -121,7 +121,7 @@ class BlockAnswer:
         """Yields the events that end a block."""
 
     @abstractmethod
-    def _end_events(self) -> Iterator[Event]:
+    def _end_events(self) -> AsyncIterator[Event]:
         """Yields the events after the last block."""
 
     @abstractmethod

@@ -212,16 +212,28 @@ def make_server(app: ASGIApp, serve: ServeConfig) -> Server:
     return Server(config)
 
 
-def listen(serve: ServeConfig) -> socket.socket:
-    """Opens the server's listening socket; raises ValueError if the address is not available."""
+def listen(serve: ServeConfig) -> list[socket.socket]:
+    """Opens a listening socket for each process of the server; the kernel spreads connections over them.
+
+    Raises:
+        ValueError: the address is not available.
+    """
     try:
         family = socket.getaddrinfo(serve.host, serve.port, type=socket.SOCK_STREAM)[0][0]
-        listener = socket.create_server((serve.host, serve.port), family=family, backlog=BACKLOG)
-        # Accepted connections inherit it. Not every event loop sets it; then a body after its headers waits 40 ms.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        listeners = [socket.create_server((serve.host, serve.port), family=family, backlog=BACKLOG)]
+        if serve.processes > 1:
+            # The first one has shown that no other server has the port: sockets that share it would not notice.
+            address = listeners.pop()
+            with address:
+                host, port = address.getsockname()[:2]
+            for _ in range(serve.processes):
+                listeners.append(socket.create_server((host, port), family=family, backlog=BACKLOG, reuse_port=True))
     except OSError as error:
         raise ValueError(
             f"serve.host={serve.host} serve.port={serve.port}: cannot listen: {error.strerror or error}"
         ) from error
-    listener.setblocking(False)
-    return listener
+    for listener in listeners:
+        # Accepted connections inherit it. Not every event loop sets it; then a body after its headers waits 40 ms.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        listener.setblocking(False)
+    return listeners

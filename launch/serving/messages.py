@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
@@ -322,7 +322,7 @@ class MessagesAnswer(BlockAnswer):
         reason = "stop_sequence" if stop is not None else ENDS[str(self.finish_reason)]
         return {"stop_reason": reason, "stop_sequence": stop}
 
-    def _collected(self) -> dict[str, Any]:
+    async def _collected(self) -> dict[str, Any]:
         content = [_content(block) for block in self.blocks]
         for block in content:
             if block["type"] == "thinking":
@@ -359,7 +359,7 @@ class MessagesAnswer(BlockAnswer):
             yield {"type": "content_block_delta", "index": block.index, "delta": signature}
         yield {"type": "content_block_stop", "index": block.index}
 
-    def _end_events(self) -> Iterator[Event]:
+    async def _end_events(self) -> AsyncIterator[Event]:
         yield {"type": "message_delta", "delta": self._end, "usage": self._usage()}
         yield {"type": "message_stop"}
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
@@ -39,18 +41,63 @@ OLDER = {
 }
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """What one process of a server has counted.
+
+    Attributes:
+        metrics: of its requests.
+        load: see `ServerMetrics.load`.
+    """
+
+    metrics: list[Metric]
+    load: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What all processes of a server have counted, and the metrics that the server has once."""
+
+    snapshots: list[Snapshot]
+    server: list[Metric]
+
+    @property
+    def load(self) -> dict[str, float]:
+        """The sum of the processes' loads."""
+        return {key: sum(one.load[key] for one in self.snapshots) for key in self.snapshots[0].load}
+
+    def text(self, model: str) -> bytes:
+        """Renders all metrics; those named `vllm:` have a label with the model's name."""
+        requests = sum_metrics([metric for one in self.snapshots for metric in one.metrics])
+        return generate_latest(_WithVllmNames([*requests, *self.server], model))
+
+
+def sum_metrics(metrics: Iterable[Metric]) -> list[Metric]:
+    """Adds the samples of metrics with the same name that have the same labels."""
+    summed: dict[str, tuple[Metric, dict[Any, Any]]] = {}
+    for metric in metrics:
+        total = Metric(metric.name, metric.documentation, metric.type)
+        samples = summed.setdefault(metric.name, (total, {}))[1]
+        for sample in metric.samples:
+            key = sample.name, *sorted(sample.labels.items())
+            samples[key] = sample._replace(value=sample.value + (samples[key].value if key in samples else 0))
+    for total, samples in summed.values():
+        total.samples = [*samples.values()]
+    return [total for total, _ in summed.values()]
+
+
 class Metrics:
-    """Counters, gauges and histograms of one server."""
+    """Counters, gauges and histograms of one process: those of its requests, and those that a server has once."""
 
     def __init__(self) -> None:
         disable_created_metrics()  # no extra timestamp per counter
-        self._registry = CollectorRegistry()
+        self.requests, self.server = CollectorRegistry(), CollectorRegistry()
 
         def histogram(name: str, what: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
-            return Histogram(f"helix:{name}", what, buckets=buckets, registry=self._registry)
+            return Histogram(f"helix:{name}", what, buckets=buckets, registry=self.requests)
 
-        def counter(name: str, what: str, *labels: str) -> Counter:
-            return Counter(f"helix:{name}", what, labels, registry=self._registry)
+        def counter(name: str, what: str, *labels: str, registry: CollectorRegistry | None = None) -> Counter:
+            return Counter(f"helix:{name}", what, labels, registry=registry or self.requests)
 
         self.first_token = histogram("time_to_first_token_seconds", "from a request to its first token")
         self.between_tokens = histogram("inter_token_latency_seconds", "between two tokens of a request", BETWEEN)
@@ -67,19 +114,20 @@ class Metrics:
         self.ended = counter("request_success", "finished requests, by finish reason", "finished_reason")
         for reason in ("stop", "length", "abort", "error"):
             self.ended.labels(reason)  # export it from the start, so that rates work
-        self.preemptions = counter("num_preemptions", "preemptions: a request's pages were freed for others")
-        self.drafts = counter("spec_decode_num_drafts", "drafts verified: one per request and step")
-        self.accepted_drafts = counter(
+        once = partial(counter, registry=self.server)
+        self.preemptions = once("num_preemptions", "preemptions: a request's pages were freed for others")
+        self.drafts = once("spec_decode_num_drafts", "drafts verified: one per request and step")
+        self.accepted_drafts = once(
             "spec_decode_num_accepted_tokens_per_pos", "accepted draft tokens, by position", "position"
         )
-        self.restarts = counter("restarts", "restarts of the ranks")
+        self.restarts = once("restarts", "restarts of the ranks")
         labels = ("block_size", "num_gpu_blocks")
-        self._cache = Gauge("helix:cache_config_info", "the cache's blocks", labels, registry=self._registry)
+        self._cache = Gauge("helix:cache_config_info", "the cache's blocks", labels, registry=self.server)
         labels = ("format", "tool_calls")
-        self._chat_format = Gauge("helix:chat_format_info", "the chat format", labels, registry=self._registry)
+        self._chat_format = Gauge("helix:chat_format_info", "the chat format", labels, registry=self.server)
 
-    def watch(self, name: str, what: str, value: Callable[[], float]) -> None:
-        Gauge(f"helix:{name}", what, registry=self._registry).set_function(value)
+    def watch(self, name: str, what: str, value: Callable[[], float], registry: CollectorRegistry) -> None:
+        Gauge(f"helix:{name}", what, registry=registry).set_function(value)
 
     def describe_cache(self, block_size: int, blocks: int) -> None:
         """Sets the KV cache's block size, in tokens, and number of blocks."""
@@ -90,10 +138,6 @@ class Metrics:
         """Sets the name of the chat format that answers are read in, and whether it has tool calls."""
         self._chat_format.clear()
         self._chat_format.labels(name or "none", str(reads_calls).lower()).set(1)
-
-    def text(self, model: str) -> bytes:
-        """Renders all metrics; those named `vllm:` have a label with the model's name."""
-        return generate_latest(_WithVllmNames(self._registry, model))
 
 
 class ServerMetrics(Observer):
@@ -111,15 +155,18 @@ class ServerMetrics(Observer):
         self._new_tokens, self._counted = 0, time.monotonic()  # tokens since the last stats message, and its time
         self._acceptance = AcceptanceMonitor()
         self.metrics = metrics = Metrics()
-        metrics.watch("num_requests_waiting", "requests in the queue", lambda: self.engine_client.waiting)
+        requests = metrics.requests
+        metrics.watch("num_requests_waiting", "requests in the queue", lambda: self.engine_client.waiting, requests)
         metrics.watch(
             "num_requests_running",
             "requests admitted and not finished",
             lambda: len(self.engine_client.generations) - self.engine_client.waiting,
+            requests,
         )
-        metrics.watch("kv_cache_usage_perc", "share of the pages that sequences hold, 0 to 1", self._usage)
+        server = metrics.server
+        metrics.watch("kv_cache_usage_perc", "share of the pages that sequences hold, 0 to 1", self._usage, server)
         for key, (name, what) in ENGINE.items():
-            metrics.watch(name, what, lambda key=key: self.engine_client.stats.get(key, 0))  # type: ignore[misc]
+            metrics.watch(name, what, lambda key=key: self.engine_client.stats.get(key, 0), server)  # type: ignore[misc]
 
     def on_submit(self, generation: Generation) -> None:
         self.metrics.prompt_tokens.inc(len(generation.request.prompt))
@@ -174,58 +221,72 @@ class ServerMetrics(Observer):
     def _usage(self) -> float:
         return self.engine_client.stats.get("pages_used", 0) / (self.engine_client.stats.get("pages", 0) or 1)
 
-    def loads(self) -> dict[str, Any]:
+    def snapshot(self) -> Snapshot:
+        """Returns what this process has counted."""
+        return Snapshot([*self.metrics.requests.collect()], self.load())
+
+    def load(self) -> dict[str, float]:
+        """Returns this process's requests, their prompt tokens in the queue, tokens per second, and prefix hits."""
+        generations = self.engine_client.generations.values()
+        return {
+            "running": len(generations) - self.engine_client.waiting,
+            "waiting": self.engine_client.waiting,
+            "waiting_tokens": sum(len(one.request.prompt) for one in generations if one.is_waiting),
+            "rate": self.rate,
+            "queried": self._queried,
+            "hits": self._hits,
+        }
+
+    def loads(self, total: Mapping[str, float]) -> dict[str, Any]:
         """Returns the load of the ranks, in the fields of SGLang's `/v1/loads` that routers read.
+
+        Args:
+            total: the sum of all processes' `load`.
 
         Raises:
             ApiError: 503, the ranks are not ready.
         """
         engine_client = self.engine_client
-        engine_info, waiting = engine_client.refuse_unless_ready(), engine_client.waiting
+        engine_info, running, waiting = engine_client.refuse_unless_ready(), total["running"], total["waiting"]
         page = engine_info.kv_tokens / engine_client.stats.get("pages", 1)  # tokens
         used, cached = (round(engine_client.stats.get(name, 0) * page) for name in ("pages_used", "pages_cached"))
-        running = len(engine_client.generations) - waiting
         load = {
             "dp_rank": 0,
             "num_running_reqs": running,
             "num_waiting_reqs": waiting,
             "num_total_reqs": running + waiting,
-            "num_waiting_uncached_tokens": sum(
-                len(generation.request.prompt)
-                for generation in engine_client.generations.values()
-                if generation.is_waiting
-            ),
+            "num_waiting_uncached_tokens": total["waiting_tokens"],
             "num_used_tokens": used,
             "num_cached_tokens": cached,  # not in use, but available for prefix hits
             "max_total_num_tokens": engine_info.kv_tokens,
             "max_running_requests": engine_info.max_batch,
             "token_usage": self._usage(),
             "utilization": running / engine_info.max_batch,
-            "gen_throughput": self.rate,
-            "cache_hit_rate": self._hits / max(1, self._queried),
+            "gen_throughput": total["rate"],
+            "cache_hit_rate": total["hits"] / max(1, total["queried"]),
         }
-        total = {
+        aggregate = {
             "total_running_reqs": running,
             "total_waiting_reqs": waiting,
             "total_reqs": running + waiting,
             "avg_token_usage": load["token_usage"],
-            "avg_throughput": self.rate,
+            "avg_throughput": total["rate"],
             "avg_utilization": load["utilization"],
         }
         now = datetime.now(UTC).isoformat()
-        return {"timestamp": now, "dp_rank_count": 1, "loads": [load], "aggregate": total}
+        return {"timestamp": now, "dp_rank_count": 1, "loads": [load], "aggregate": aggregate}
 
 
 class _WithVllmNames(CollectorRegistry):
-    """A registry's metrics under both prefixes: `helix:` and `vllm:`."""
+    """Metrics under both prefixes: `helix:` and `vllm:`."""
 
-    def __init__(self, registry: CollectorRegistry, model: str) -> None:
+    def __init__(self, metrics: Sequence[Metric], model: str) -> None:
         super().__init__()
-        self._source = registry
+        self._metrics = metrics
         self._model = model
 
     def collect(self) -> Iterator[Metric]:
-        for metric in self._source.collect():
+        for metric in self._metrics:
             yield metric
             name = metric.name.removeprefix("helix:")
             for alias in [] if name in OWN else [name, *([OLDER[name]] if name in OLDER else [])]:

@@ -90,6 +90,10 @@ class ResponseStore:
         while len(shelf.responses) > self._max_responses or shelf.size > self._max_bytes:
             shelf.release(shelf.responses.popitem(last=False)[1])
 
+    def get(self, owner: str | None, name: str) -> StoredResponse | None:
+        """Returns an answer if it is stored; that does not count as a use."""
+        return self._shelves[owner].responses.get(name) if owner in self._shelves else None
+
     def delete(self, owner: str | None, name: str) -> None:
         """Deletes an answer that is stored; those that continue it keep its items."""
         shelf = self._shelves[owner]

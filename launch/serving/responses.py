@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from launch.client.answer import Answer
@@ -181,7 +181,7 @@ class ResponsesAnswer(BlockAnswer):
         store: called at the end with the response.
     """
 
-    def __init__(self, answer: Answer, body: Responses, store: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, answer: Answer, body: Responses, store: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
         super().__init__(answer)
         self._body = body
         self._functions = body.functions
@@ -216,7 +216,7 @@ class ResponsesAnswer(BlockAnswer):
             **more,
         }
 
-    def _collected(self) -> dict[str, Any]:
+    async def _collected(self) -> dict[str, Any]:
         usage = self.answer.usage()
         output = [self._item(block, self._status(block)) for block in self.blocks]
         response = self._response(
@@ -232,7 +232,7 @@ class ResponsesAnswer(BlockAnswer):
             },
         )
         if self._body.store:
-            self._store(response)
+            await self._store(response)
         return response
 
     @property
@@ -318,8 +318,8 @@ class ResponsesAnswer(BlockAnswer):
         item = self._item(block, self._status(block))
         yield {"type": "response.output_item.done", "output_index": block.index, "item": item}
 
-    def _end_events(self) -> Iterator[Event]:
-        response = self._collected()
+    async def _end_events(self) -> AsyncIterator[Event]:
+        response = await self._collected()
         yield {"type": f"response.{response['status']}", "response": response}
 
     def _error_event(self, error: ApiError) -> Event:

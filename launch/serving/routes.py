@@ -32,6 +32,7 @@ from launch.client.engine_client import EngineClient
 from launch.client.engine_messages import EngineInfo
 from launch.client.errors import ApiError
 from launch.client.input_processor import tokenize_body
+from launch.client.load_table import LoadTable
 from launch.client.schema_base import Schema
 from launch.client.schemas import (
     MAX_IGNORED_NAMES,
@@ -53,9 +54,10 @@ from launch.serving.openai import OpenAIAnswer, to_json
 from launch.serving.openapi import document
 from launch.serving.request_executor import RECEIVE_S, RequestExecutor
 from launch.serving.response_items import ItemReference, ItemsQuery, ResponseQuery, Responses
-from launch.serving.response_store import ResponseStore, StoredResponse
+from launch.serving.response_store import ResponseStore
 from launch.serving.responses import ResponsesAnswer
 from launch.serving.security import ApiKeys
+from launch.serving.shared_state import FoundResponse, LocalState, NewResponse, SharedState
 from launch.serving.streams import ClientDisconnected, EventStream, while_connected
 
 MIB = 1 << 20
@@ -94,20 +96,37 @@ class Api:
 
     Attributes:
         executor: processes large requests in other processes; None until the first job is ready.
+        shared: what all processes of the server share.
+
+    Args:
+        shared: None: this process has it.
+        loads: the requests of all processes; None: this is the only one.
     """
 
-    def __init__(self, serve: ServeConfig, keys: ApiKeys) -> None:
-        self._metrics = ServerMetrics()
-        self.engine_client = self._metrics.engine_client = EngineClient(serve.max_queue, self._metrics)
+    def __init__(
+        self,
+        serve: ServeConfig,
+        keys: ApiKeys,
+        shared: SharedState | None = None,
+        loads: LoadTable | None = None,
+    ) -> None:
+        self.metrics = ServerMetrics()
+        self.engine_client = self.metrics.engine_client = EngineClient(serve.max_queue, self.metrics, loads)
         self.session = Session(serve, self.engine_client)
         self.executor: RequestExecutor | None = None
         self._serve = serve
         self._keys = keys
         self._started = int(time.time())
-        self._stored = ResponseStore(serve.stored_responses, serve.stored_mib * MIB)
-        watch = self._metrics.metrics.watch
-        watch("stored_responses", "answers of /v1/responses in memory", lambda: self._stored.count)
-        watch("stored_responses_bytes", "bytes of these, as JSON", lambda: self._stored.size)
+        self.shared = shared or self._local_state()
+
+    def _local_state(self) -> LocalState:
+        store, metrics = ResponseStore(self._serve.stored_responses, self._serve.stored_mib * MIB), self.metrics.metrics
+        watch = partial(metrics.watch, registry=metrics.server)
+        watch("stored_responses", "answers of /v1/responses in memory", lambda: store.count)
+        watch("stored_responses_bytes", "bytes of these, as JSON", lambda: store.size)
+        local = LocalState(store)
+        local.snapshot, local.server_metrics = self.metrics.snapshot, lambda: [*metrics.server.collect()]
+        return local
 
     def configure(self, engine_info: EngineInfo, loop: asyncio.AbstractEventLoop | None = None) -> None:
         """Loads what the first job's model needs: tokenizer, executor, grammar compiler.
@@ -120,7 +139,7 @@ class Api:
             ValueError: the tokenizer or the sampling defaults cannot be read.
         """
         self.session.load(engine_info.model)
-        self._metrics.metrics.describe_chat_format(self.session.detected.name, self.session.detected.reads_calls)
+        self.metrics.metrics.describe_chat_format(self.session.detected.name, self.session.detected.reads_calls)
         for *_, body in self._routes:
             if body is not None:
                 body.model_rebuild()  # build validators before the first request
@@ -200,44 +219,47 @@ class Api:
             body.reasoning.effort = None
             _ignore(body, "reasoning.effort")
         if (name := body.previous_response_id) is not None:
-            previous = self._stored.find(owner, name, "previous_response_id", name, SEND_ALL)
+            previous = await self.shared.find_response(owner, name, "previous_response_id", name, SEND_ALL)
         before = [] if previous is None else previous.conversation
-        referenced = {item.id: self._referenced(owner, item) for item in body.items if isinstance(item, ItemReference)}
+        references = [item for item in body.items if isinstance(item, ItemReference)]
+        referenced = {item.id: await self._referenced(owner, item) for item in references}
         size = request.state.size + sum(map(len, [*before, *referenced.values()]))
         chat, items = await executor.run(size, responses.convert, body, before, referenced)
 
-        def store(response: dict[str, Any]) -> None:
+        async def store(response: dict[str, Any]) -> None:
             output, rest = json.dumps(response["output"]), json.dumps(response | {"output": None})
-            self._stored.add(owner, response["id"], StoredResponse(previous, (items, output.encode()), rest.encode()))
+            new = NewResponse(response["id"], name, before, items, output.encode(), rest.encode())
+            await self.shared.add_response(owner, new)
 
         return await self._answer(request, chat, body, partial(ResponsesAnswer, body=body, store=store), size)
 
-    def _referenced(self, owner: str | None, reference: ItemReference) -> bytes:
+    async def _referenced(self, owner: str | None, reference: ItemReference) -> bytes:
         """Returns the output of the response that an item belongs to; raises ApiError 404 if it is not stored."""
         response = reference.id.partition("_")[2].rpartition("_")[0]  # of an id such as fc_RESPONSE_3
-        return self._stored.find(owner, f"resp_{response}", "item_reference", reference.id, SEND_ALL).items[-1]
+        found = await self.shared.find_response(owner, f"resp_{response}", "item_reference", reference.id, SEND_ALL)
+        return found.conversation[-1]
 
-    def _find_response(self, request: Request) -> StoredResponse:
+    async def _find_response(self, request: Request) -> FoundResponse:
         name = request.path_params["id"]
-        return self._stored.find(request.state.owner, name, "response_id", name)
+        return await self.shared.find_response(request.state.owner, name, "response_id", name, "")
 
     async def _response(self, request: Request) -> ASGIApp:
         """Returns a stored response."""
-        stored, query = self._find_response(request), validate_body(ResponseQuery, {**request.query_params})
+        stored, query = await self._find_response(request), validate_body(ResponseQuery, {**request.query_params})
         if query.stream:
             raise ApiError(400, "stream=true: events of responses are not stored; leave stream out", param="stream")
-        content = stored.response.replace(b'"output": null', b'"output": ' + stored.items[-1], 1)
+        content = stored.response.replace(b'"output": null', b'"output": ' + stored.conversation[-1], 1)
         return Response(content, headers=_ignored_header(query, query, ()), media_type="application/json")
 
     async def _delete_response(self, request: Request) -> ASGIApp:
         """Deletes a stored response; those that continue it keep its items."""
-        self._find_response(request)
-        self._stored.delete(request.state.owner, name := request.path_params["id"])
+        await self._find_response(request)
+        await self.shared.delete_response(request.state.owner, name := request.path_params["id"])
         return JSONResponse({"id": name, "object": "response", "deleted": True})
 
     async def _input_items(self, request: Request) -> ASGIApp:
         """Lists the items of a stored response's conversation, up to its own output."""
-        items, executor = self._find_response(request).conversation[:-1], self._executor_for(None)
+        items, executor = (await self._find_response(request)).conversation[:-1], self._executor_for(None)
         page = validate_body(ItemsQuery, {**request.query_params})
         work = responses.list_items, request.path_params["id"], items, page
         listed = await executor.run(sum(map(len, items)), *work)
@@ -338,8 +360,9 @@ class Api:
         return JSONResponse({"prompt": await executor.run(ids.nbytes, executor.tokenizer.decode, ids)})
 
     async def _scrape(self, request: Request) -> ASGIApp:
-        """Returns the metrics in Prometheus's format."""
-        return Response(self._metrics.metrics.text(self.session.name), media_type="text/plain; version=0.0.4")
+        """Returns the metrics of all processes of the server in Prometheus's format."""
+        text = (await self.shared.collect()).text(self.session.name)
+        return Response(text, media_type="text/plain; version=0.0.4")
 
     async def _version(self, request: Request) -> ASGIApp:
         """Returns the version."""
@@ -347,7 +370,7 @@ class Api:
 
     async def _loads(self, request: Request) -> ASGIApp:
         """Returns the load of the ranks, as SGLang does for routers."""
-        return JSONResponse(self._metrics.loads())
+        return JSONResponse(self.metrics.loads((await self.shared.collect()).load))
 
     async def _openapi(self, request: Request) -> ASGIApp:
         """Returns this OpenAPI document."""
@@ -358,8 +381,10 @@ class Api:
         return JSONResponse(document(version("helix-runtime"), routes, self._keys.required))
 
     async def _health(self, request: Request) -> ASGIApp:
-        """Returns 200 while all ranks serve, else 503."""
+        """Returns 200 while all ranks and all processes of the server serve, else 503."""
         state, why = self.engine_client.state, self.engine_client.why
+        if state == "ready" and not self.engine_client.loads.all_ready:
+            state, why = "starting", "another process of the server is starting"
         return JSONResponse({"state": state, "reason": why}, 200 if state == "ready" else 503)
 
     async def _page(self, request: Request) -> ASGIApp:

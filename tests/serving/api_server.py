@@ -185,7 +185,7 @@ async def api_server(directory: Path, job: Any = None, **settings: Any) -> Async
     api = Api(serve, ApiKeys(serve.api_keys))
     engine_client = api.engine_client
     engine_client.on_engine_info = api.configure
-    listener = listen(serve)
+    (listener,) = listen(serve)
     server = make_server(api.app(), serve)
     supervisor = Supervisor(engine_client, serve, [], directory)
     await job.listen(path)

@@ -433,9 +433,9 @@ async def test_a_stored_response_is_read_and_deleted(agent: Agent) -> None:
     assert len((await client.responses.input_items.list(third["id"])).data) == 8
     answer = await api_server.client.delete(f"{RESPONSES}/{second['id']}")
     assert answer.json() == {"id": second["id"], "object": "response", "deleted": True}
-    assert api_server.api._stored.count == 1 and api_server.api._stored.size > 0
+    assert api_server.api.shared.store.count == 1 and api_server.api.shared.store.size > 0
     await client.responses.delete(third["id"])
-    assert api_server.api._stored.count == api_server.api._stored.size == 0
+    assert api_server.api.shared.store.count == api_server.api.shared.store.size == 0
 
 
 async def test_only_the_owner_finds_a_stored_response_and_only_for_a_while(agent: Agent, tmp_path: Path) -> None:
@@ -449,7 +449,7 @@ async def test_only_the_owner_finds_a_stored_response_and_only_for_a_while(agent
         for path in ("", "/input_items")[: 1 + (ask == api_server.get)]:
             headers = {"x-api-key": "key-2"}
             assert (await ask(f"{RESPONSES}/{first['id']}{path}", headers=headers)).status_code == 404
-    assert api_server.api._stored.count == 2
+    assert api_server.api.shared.store.count == 2
     await respond(api_server, input="x", key="key-1")
     gone = await respond(api_server, 404, input="x", key="key-1", previous_response_id=first["id"])
     assert gone["error"]["code"] == "response_not_found" and gone["error"]["param"] == "previous_response_id"
@@ -468,7 +468,7 @@ async def test_a_response_that_fails_is_not_stored(agent: Agent) -> None:
     api_server.job.script = fail
     assert (await api_server.post(RESPONSES, {"input": "x"})).status_code == 500
     assert (await api_server.post(RESPONSES, {"input": "x", "stream": True})).status_code == 200
-    assert api_server.api._stored.count == api_server.api._stored.size == 0
+    assert api_server.api.shared.store.count == api_server.api.shared.store.size == 0
 
 
 def chain(node: StoredResponse | None) -> Iterator[StoredResponse]:

@@ -27,8 +27,8 @@ Connect = Callable[[ApiServer, str, Any], Awaitable[Connection]]
 async def narrow(monkeypatch: pytest.MonkeyPatch) -> Connect:
     """`await narrow(front, path, body)` is a connection with the smallest buffers, which are soon full."""
 
-    def listening(serve: ServeConfig) -> socket.socket:
-        (made := listen(serve)).setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    def listening(serve: ServeConfig) -> list[socket.socket]:
+        (made := listen(serve))[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         return made
 
     async def connect(api_server: ApiServer, path: str, body: Any) -> Connection:

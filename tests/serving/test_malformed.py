@@ -140,7 +140,7 @@ def test_whatever_a_body_holds_is_read_or_refused_by_name(data: st.DataObject) -
 
 def test_an_answer_does_not_wait_for_the_clients_acknowledgement() -> None:
     """Headers and body are two pieces; clients acknowledge the first after 40 ms, where the second does not come."""
-    with listen(ServeConfig(port=0)) as listener, socket.create_connection(listener.getsockname()):
+    with listen(ServeConfig(port=0))[0] as listener, socket.create_connection(listener.getsockname()):
         accepted, _ = listener.accept()
         with accepted:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

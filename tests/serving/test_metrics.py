@@ -131,7 +131,7 @@ async def test_every_documented_metric_moves(serve: Serve) -> None:
         return values
 
     api_server = await serve(FakeJob(silent))
-    api_server.api._stored.add(None, "resp_1", StoredResponse(None, (b"[]",)))
+    api_server.api.shared.store.add(None, "resp_1", StoredResponse(None, (b"[]",)))
     request = asyncio.create_task(api_server.post(COMPLETIONS, {"prompt": [1, 2, 3], "max_tokens": 4}))
     await until(lambda: api_server.job.submits)
     assert (await look())["num_requests_waiting"] == 1
