@@ -314,8 +314,8 @@ class ServeConfig:
             ends them after its last prompt.
         host: address to listen on.
         port: port to listen on; 0: any free port.
-        processes: how many processes answer HTTP at `port`; the kernel spreads connections over them. One serves some
-            25,000 tokens per second.
+        processes: how many processes answer HTTP at `port`; the kernel spreads connections over them. One serves
+            20,000 to 25,000 tokens per second.
         name: the model's name in the API; unset: the name of its directory.
         aliases: other names under which clients may ask for the model; `*` stands for any text, as in claude-*.
         chat_template: file with the chat template, also for prompt files and from Python; unset: the model's own.

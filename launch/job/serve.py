@@ -72,7 +72,7 @@ PLAIN_KEYS = {DecodeGraphKey(), DecodeGraphKey(stochastic=True), DecodeGraphKey(
 PROCESSED_KEYS = {replace(kind, process_logits=True) for kind in PLAIN_KEYS}
 STATS_S = 1.0  # interval of stats messages
 BUFFER = 1 << 22  # bytes of a client's send buffer
-SEND_S = 10  # a client that reads nothing for this time is disconnected
+SEND_S = 10  # a client among several that reads nothing for this time is disconnected
 PIECE = 1 << 20  # bytes read at a time
 MAX_BATCHED_ID = 1 << 31  # request ids below are sent in batched token frames
 BACKLOG = 64  # clients that connect before the model is loaded
@@ -270,15 +270,19 @@ class ClientSession:
     Attributes:
         prefix: prefix of the engine's request ids for this client.
         batch: alternating request ids and tokens to send in the next frame.
+
+    Args:
+        is_alone: whether there are no other clients. The engine waits for a single one that does not read, and
+            disconnects one that would stop it for others.
     """
 
-    def __init__(self, peer: socket.socket, number: int) -> None:
+    def __init__(self, peer: socket.socket, number: int, is_alone: Callable[[], bool]) -> None:
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
-        # A client that stops reading must not block the engine, which serves others.
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_S, 0))
         self.prefix = f"{number}:"
         self.batch: list[int] = []
         self._peer = peer
+        self._is_alone = is_alone
         self._lock = Lock()
         self._open = True
 
@@ -311,13 +315,16 @@ class ClientSession:
             self._peer.close()
 
     def _write(self, frame: bytes) -> None:
+        left = memoryview(frame)
         with self._lock:
-            if self._open:
+            while left and self._open:
                 try:
-                    self._peer.sendall(frame)
-                except OSError as error:
-                    if isinstance(error, BlockingIOError):
+                    left = left[self._peer.send(left) :]
+                except BlockingIOError:
+                    if not self._is_alone():
                         LOG.warning("a client of the ranks read nothing for %d s: disconnected", SEND_S)
+                        self.close()
+                except OSError:  # the client disconnected
                     self.close()
 
 
@@ -420,7 +427,7 @@ class EngineServer:
                 peer, _ = self._listener.accept()
             except OSError:  # the listener was closed
                 return
-            session = ClientSession(peer, number)
+            session = ClientSession(peer, number, lambda: len(self._sessions) < 2)
             with self._sessions_lock:
                 if self._closed:
                     session.release()

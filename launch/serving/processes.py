@@ -31,7 +31,6 @@ from helix.packages import rank_environment
 from launch.client.engine_messages import EngineInfo
 from launch.client.load_table import LoadTable
 from launch.client.supervisor import LAUNCHER, WINDOW_S, JobFailed, Supervisor
-from launch.job import lifeline
 from launch.serving.http import Server, make_server
 from launch.serving.metrics import Snapshot, sum_metrics
 from launch.serving.routes import Api
@@ -110,6 +109,7 @@ class Processes:
 
     def refuse(self) -> None:
         """Frees the port; open connections continue."""
+        self._draining = True
         for listener in self._listeners:
             listener.close()
 
@@ -154,7 +154,7 @@ class Processes:
         with there:
             fds = there.fileno(), self._listeners[row - 1].fileno(), self._table
             peer.process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "launch.serving.processes", *map(str, fds)),
+                *(sys.executable, "-m", "launch.serve_process", *map(str, fds)),
                 pass_fds=fds,
                 env=os.environ | rank_environment() | {LAUNCHER: str(os.getpid())},
                 stdin=DEVNULL,
@@ -165,6 +165,8 @@ class Processes:
             setup = pickle.dumps((self._serve, self._keys, row))
             writer.write(SIZE.pack(len(setup)) + setup)
             peer.channel = Channel(reader, writer, self._methods)
+            if self._draining:  # it does not know that
+                peer.process.kill()
             watch = asyncio.create_task(self._watch(peer.channel, peer, row))
             await peer.channel.serve()
             watch.cancel()
@@ -296,8 +298,3 @@ def main(control: int, listener: int, table: int) -> int:
     """Runs one of the other processes until the first one closes the channel; arguments are file descriptors."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(socket.socket(fileno=control), socket.socket(fileno=listener), table))
-
-
-if __name__ == "__main__":
-    lifeline.begin(serves=True)
-    sys.exit(main(*map(int, sys.argv[1:])))

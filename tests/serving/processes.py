@@ -1,10 +1,10 @@
-"""Measures how fast one and two front-end processes pass on a step of many streams.
+"""Measures how fast the front-end processes of a server pass on a step of many streams.
 
-    python -m tests.serving.processes [streams=256] [record=FILE]
+    python -m tests.serving.processes [streams=256] [processes=1,2,1,2] [record=FILE]
 
 Scripted ranks send a token to each stream and the next ones once all clients have received theirs, as events of chat
 completions would come from an engine whose step takes no time. Ranks and clients share this process, which is the same
-work with one front end and with two.
+work with any number of front ends.
 """
 
 from __future__ import annotations
@@ -64,18 +64,20 @@ def measured(directory: Path, processes: int, streams: int) -> dict[str, Any]:
         while len(names) < streams:
             assert inbox.wait(60)
             names += [message.id for message in inbox.drain()]
-        fronts = [pid for pid in server.members() if b"launch.serv" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        others = [pid for pid in server.members() if b"serve_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        fronts = [server.process.pid, *others]
+        assert len(fronts) == processes
         times = list[float]()
         for step in range(1, STEPS + WARMUP + 1):
             if step == WARMUP + 1:
-                spent = sum(worked_s(fronts))
+                spent, own = sum(worked_s(fronts)), time.process_time()
             begin = time.perf_counter()
             for name in names:
                 link.send_update(RequestUpdate(name, new_token_ids=(100 + step,)))
             link.flush()
             clients.read(step * streams)
             times.append(time.perf_counter() - begin)
-        us = (sum(worked_s(fronts)) - spent) / (STEPS * streams) * 1e6
+        used = {"front": sum(worked_s(fronts)) - spent, "rest": time.process_time() - own}
         clients.close()
     finally:
         server.kill()
@@ -83,14 +85,14 @@ def measured(directory: Path, processes: int, streams: int) -> dict[str, Any]:
     steps = sorted(times[WARMUP:])
     row = {"processes": processes, "streams": streams, "step_p50_ms": round(steps[STEPS // 2] * 1e3, 2)}
     row |= {"step_p90_ms": round(steps[STEPS * 9 // 10] * 1e3, 2), "tokens_per_s": round(STEPS * streams / sum(steps))}
-    return row | {"front_us_per_token": round(us, 1)}
+    return row | {f"{name}_us_per_token": round(of / (STEPS * streams) * 1e6, 1) for name, of in used.items()}
 
 
-def main(streams: str = "256", record: str | None = None) -> int:
-    """Prints and records a row for one and for two processes, in turns."""
-    for processes in (1, 2, 1, 2):
+def main(streams: str = "256", processes: str = "1,2,1,2", record: str | None = None) -> int:
+    """Prints and records a row for each number of processes."""
+    for count in map(int, processes.split(",")):
         with tempfile.TemporaryDirectory(prefix="helix-processes-") as directory:
-            row = measured(Path(directory), processes, int(streams))
+            row = measured(Path(directory), count, int(streams))
         print(row)
         append_row(record, "front-end-processes", row)
     return 0
