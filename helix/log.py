@@ -17,8 +17,9 @@ from datetime import datetime
 from typing import Any, TextIO
 
 LEVEL, FORMAT = "HELIX_LOG_LEVEL", "HELIX_LOG_FORMAT"  # environment variables; the ranks inherit them
+NUMBERS = {"rank": "RANK", "process": "HELIX_PROCESS"}  # variables that number a process of a job or of a server
 LEVELS, FORMATS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"), ("text", "json")
-PREFIX = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} [A-Z]+ (rank \d+ )?[\w.]+: ")
+PREFIX = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} [A-Z]+ ((rank|process) \d+ )?[\w.]+: ")
 STDOUT_CLOSED = "stdout is a pipe whose reader has closed it"
 
 
@@ -40,7 +41,7 @@ class _Json(logging.Formatter):
         found: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds"),
             "level": record.levelname,
-            "rank": int(os.environ["RANK"]) if "RANK" in os.environ else None,
+            **_numbers(),
             "logger": record.name,
             "message": record.getMessage(),
             **getattr(record, "fields", {}),
@@ -48,6 +49,10 @@ class _Json(logging.Formatter):
         if record.exc_info:
             found["exception"] = self.formatException(record.exc_info)
         return json.dumps({key: value for key, value in found.items() if value is not None})
+
+
+def _numbers() -> dict[str, int]:
+    return {kind: int(os.environ[name]) for kind, name in NUMBERS.items() if name in os.environ}
 
 
 def print_error(error: object) -> None:
@@ -58,8 +63,8 @@ def print_error(error: object) -> None:
 def configure() -> None:
     """Sends this process's log to stderr; ends the process if an environment variable has a wrong value."""
     level, style = _variable(LEVEL, LEVELS, "INFO"), _variable(FORMAT, FORMATS, "text")
-    rank = f"rank {os.environ['RANK']} " if "RANK" in os.environ else ""
-    line = f"{{asctime}}.{{msecs:03.0f}} {{levelname}} {rank}{{name}}: {{message}}"
+    who = "".join(f"{kind} {number} " for kind, number in _numbers().items())
+    line = f"{{asctime}}.{{msecs:03.0f}} {{levelname}} {who}{{name}}: {{message}}"
     handler = _Stderr()
     handler.setFormatter(_Json() if style == "json" else logging.Formatter(line, "%Y-%m-%d %H:%M:%S", style="{"))
     logging.root.handlers[:] = [handler]  # a forked rank replaces its launcher's

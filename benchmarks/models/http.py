@@ -9,12 +9,15 @@ can have several tokens: `over_step` is the mean `tpot` over the time of a step 
   grammars   the same 8 streams, each with a new JSON schema; the tokenizer is made up, of the model's vocabulary size
   offline    offline throughput: requests of one size, all at once, on a server that has just started
   next turn  100 new tokens after 128K of context, and after 1M over two GPUs and more
+
+`helix bench serve-processes`: 256 streams on servers whose `serve.processes` is 1, 2 and 4.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import os
 import random
 import string
@@ -23,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +48,7 @@ SMALLER = 256  # without a GPU, contexts are shorter by this factor
 START_S = 300.0  # for the server to become ready
 ENDING_S = 60.0
 ANSWER_S = 600.0
+CLIENTS, REPEATS = 4, 2  # client processes, and runs of each number of the server's
 TINY = {
     "architectures": ["Qwen2ForCausalLM"], "vocab_size": 4096, "hidden_size": 64, "intermediate_size": 96,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6,
@@ -82,10 +87,10 @@ class HTTPClient:
         JobError: a request fails.
     """
 
-    def __init__(self, url: str, vocab: int) -> None:
+    def __init__(self, url: str, vocab: int, seed: int = 1) -> None:
         parts = urlsplit(url)
         self._host, self._port = str(parts.hostname), int(parts.port or 80)
-        self._rng = np.random.default_rng(1)
+        self._rng = np.random.default_rng(seed)
         self._vocab = vocab
 
     def tokens(self, count: int) -> list[int]:
@@ -122,16 +127,25 @@ class ServerProcess(NamedTuple):
     """A running server.
 
     Attributes:
-        pid: of its front end, which speaks HTTP; the ranks are separate processes.
+        pid: of its first process that answers HTTP, whose children are the others and the ranks.
     """
 
     url: str
     pid: int
 
+    def front_ends(self) -> list[int]:
+        """Returns the pids of all processes that answer HTTP (Linux)."""
+        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        others = [pid for pid in children if b"launch.serving.processes" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return [self.pid, *map(int, others)]
+
     def cpu_s(self) -> float:
-        """Returns the CPU seconds that the front end has used (Linux)."""
-        fields = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        """Returns the CPU seconds that these processes have used."""
+        ticks = 0
+        for pid in self.front_ends():
+            fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager
@@ -262,26 +276,92 @@ async def traces(
         yield {"trace": "next turn", "batch": 1, "length": len(context), "arrivals": 0, **found}
 
 
-def measure(ctx: BenchContext) -> Iterator[Row]:
-    """Measures the time of a step in a separate job, then yields the rows of all traces."""
-    small = 1 if ctx.gpu else SMALLER
-    points = {1: 128 * K // small, 8: 32 * K // small}
+@dataclass(frozen=True)
+class Setup:
+    """What the servers of a benchmark serve.
+
+    Attributes:
+        model: settings of the ranks.
+        steps: seconds of a decode step, by number of sequences.
+        about: columns of all rows.
+    """
+
+    model: list[str]
+    vocab: int
+    steps: dict[int, float]
+    about: Row
+
+
+@contextmanager
+def prepared(ctx: BenchContext, layout: str, points: dict[int, int]) -> Iterator[Setup]:
+    """Writes the model, and measures the time of its steps in a separate job.
+
+    Args:
+        points: tokens of context, by number of sequences.
+    """
     config = compose_config(["model=qwen2.5-7b"]).model.config if ctx.gpu else TINY
     assert config is not None
-    vocab = int(str(config["vocab_size"]))
     with tempfile.TemporaryDirectory() as directory:
         write_model(Path(directory), config)
-        model = [f"model.path={directory}", "model.load=random", f"layout.kvp={ctx.ranks}"]
+        model = [f"model.path={directory}", "model.load=random", f"layout.{layout}={ctx.ranks}"]
         model += ["model.dtype=bfloat16"] if ctx.gpu else ["kv.tokens=32768", "decode.max_batch=16"]
         timed = [f"bench.points=[{','.join(f'{b}x{n}' for b, n in points.items())}]", "bench=decode"]
         done = jobs.measure(ctx.ranks, [*model, *timed, f"bench.steps={32 if ctx.gpu else 3}"])
         steps = {p["batch"]: p["ttl_p50_us"] / 1e6 for p in done["points"]}
-        about = {"model": "qwen2.5-7b" if ctx.gpu else "tiny", "layout": f"helix kvp={ctx.ranks}"}
-        with serving(model) as server, asyncio.Runner() as loop:
-            rows = traces(HTTPClient(server.url, vocab - 1), server, ctx, steps)
+        about = {"model": "qwen2.5-7b" if ctx.gpu else "tiny", "layout": f"helix {layout}={ctx.ranks}"}
+        yield Setup(model, int(str(config["vocab_size"])) - 1, steps, about)
 
-            async def following() -> Row | None:
-                return await anext(rows, None)
 
-            while (one := loop.run(following())) is not None:
-                yield about | one
+def _stream_share(url: str, vocab: int, seed: int, count: int, length: int, new: int) -> list[HTTPTiming]:
+    """Sends the requests of one client process, all at once."""
+    client = HTTPClient(url, vocab, seed)
+
+    async def all_streams() -> list[HTTPTiming]:
+        return await asyncio.gather(*(client.stream(client.tokens(length), new) for _ in range(count)))
+
+    return asyncio.run(all_streams())
+
+
+def processes(ctx: BenchContext) -> Iterator[Row]:
+    """Yields rows of many streams on servers with 1, 2 and 4 processes.
+
+    Several processes are the clients: a single one would need more time for a token than the server does.
+    """
+    count, length, new = (256, 512, 128) if ctx.gpu else (8, 64, 32)
+    cores = len(os.sched_getaffinity(0))
+    with (
+        prepared(ctx, "tpa", {count: length + new // 2}) as setup,
+        ProcessPoolExecutor(CLIENTS, multiprocessing.get_context("spawn")) as clients,
+    ):
+        for number in (1, 2, 4):
+            with serving([*setup.model, f"serve.processes={number}"]) as server:
+                for run in range(REPEATS + 1):  # the first one compiles
+                    seeds, share = range(CLIENTS * run, CLIENTS * (run + 1)), count // CLIENTS
+                    begin, cpu_s = time.perf_counter(), server.cpu_s()
+                    shares = [
+                        clients.submit(_stream_share, server.url, setup.vocab, seed, share, length, new)
+                        for seed in seeds
+                    ]
+                    seen = [timing for one in shares for timing in one.result(ANSWER_S)]
+                    seconds, cpu_s = time.perf_counter() - begin, server.cpu_s() - cpu_s
+                    if run:
+                        found = row(seen, seconds, setup.steps[count]) | {"front_us": 1e6 * cpu_s / (count * new)}
+                        about = setup.about | {"cores": cores, "processes": number, "run": run}
+                        yield about | {"batch": count, "length": length, "new": new, "seconds": seconds} | found
+
+
+def measure(ctx: BenchContext) -> Iterator[Row]:
+    """Yields the rows of all traces."""
+    small = 1 if ctx.gpu else SMALLER
+    with (
+        prepared(ctx, "kvp", {1: 128 * K // small, 8: 32 * K // small}) as setup,
+        serving(setup.model) as server,
+        asyncio.Runner() as loop,
+    ):
+        rows = traces(HTTPClient(server.url, setup.vocab), server, ctx, setup.steps)
+
+        async def following() -> Row | None:
+            return await anext(rows, None)
+
+        while (one := loop.run(following())) is not None:
+            yield setup.about | one

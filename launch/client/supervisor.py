@@ -176,7 +176,8 @@ class Supervisor:
         try:
             while not serving.done():
                 await asyncio.wait((serving,), timeout=BEAT_S)
-                busy = engine_client.connected and (bool(engine_client.generations) or self._stopping)
+                # This process alone restarts ranks that hang, also while only others have requests.
+                busy = engine_client.connected and (bool(engine_client.loads.in_flight) or self._stopping)
                 if silence.check(busy, engine_client.stats) > (min(hang_s, SHUTDOWN_S) if self._stopping else hang_s):
                     raise TimeoutError(f"the ranks made no progress for serve.hang_s={hang_s:g} s")
             return await serving

@@ -225,9 +225,9 @@ def listen(serve: ServeConfig) -> list[socket.socket]:
             # The first one has shown that no other server has the port: sockets that share it would not notice.
             address = listeners.pop()
             with address:
-                host, port = address.getsockname()[:2]
+                free = serve.host, address.getsockname()[1]
             for _ in range(serve.processes):
-                listeners.append(socket.create_server((host, port), family=family, backlog=BACKLOG, reuse_port=True))
+                listeners.append(socket.create_server(free, family=family, backlog=BACKLOG, reuse_port=True))
     except OSError as error:
         raise ValueError(
             f"serve.host={serve.host} serve.port={serve.port}: cannot listen: {error.strerror or error}"

@@ -143,12 +143,16 @@ class Metrics:
 class ServerMetrics(Observer):
     """Metrics of a server's requests and of its engine.
 
+    Args:
+        is_first: whether this is the server's first process, which warns of what the engine counts.
+
     Attributes:
         engine_client: set once it exists.
         rate: tokens per second between the job's last two stats messages.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_first: bool = True) -> None:
+        self._is_first = is_first
         self.engine_client: EngineClient
         self.rate = 0.0
         self._queried = self._hits = 0  # prompt tokens looked up in the prefix cache, and found there
@@ -207,7 +211,8 @@ class ServerMetrics(Observer):
         metrics, now = self.metrics, time.monotonic()
         metrics.preemptions.inc(increase("preemptions"))
         metrics.drafts.inc(tried := increase("drafts"))
-        if (fallen := self._acceptance.add(tried, increase("drafts_accepted_0"), now)) is not None:
+        fallen = self._acceptance.add(tried, increase("drafts_accepted_0"), now)
+        if fallen is not None and self._is_first:
             LOG.warning(fallen)
         for key in (key for key in stats if key.startswith("drafts_accepted_")):
             metrics.accepted_drafts.labels(key.removeprefix("drafts_accepted_")).inc(increase(key))

@@ -26,11 +26,12 @@ from typing import Any
 import uvloop
 
 from helix.config import ServeConfig
-from helix.log import print_error
+from helix.log import NUMBERS, print_error
 from helix.packages import rank_environment
 from launch.client.engine_messages import EngineInfo
 from launch.client.load_table import LoadTable
 from launch.client.supervisor import LAUNCHER, WINDOW_S, JobFailed, Supervisor
+from launch.job import lifeline
 from launch.serving.http import Server, make_server
 from launch.serving.metrics import Snapshot, sum_metrics
 from launch.serving.routes import Api
@@ -63,6 +64,7 @@ class Processes:
     """The other processes of a server; restarts one that dies.
 
     Args:
+        api: of the first process.
         listeners: their sockets. They stay open here: connections that wait for a process that died reach the next.
         ranks: leads to the socket of the ranks.
         table: file of the load table.
@@ -72,20 +74,21 @@ class Processes:
         self,
         serve: ServeConfig,
         keys: ApiKeys,
+        api: Api,
         listeners: Sequence[socket.socket],
         ranks: Path,
-        shared: LocalState,
-        loads: LoadTable,
         table: int,
     ) -> None:
-        self._serve, self._keys, self._listeners = replace(serve, attach=str(ranks)), keys, listeners
-        self._shared, self._loads, self._table = shared, loads, table
+        self._serve, self._listeners, self._table = serve, listeners, table
+        self._loads = api.engine_client.loads
+        self._setup = replace(serve, attach=str(ranks)), keys, api.started
         self._peers = [Peer() for _ in listeners]
         self._failures: deque[float] = deque()
         self._draining = self._stopping = False
         names = "find_response", "add_response", "delete_response", "collect"
-        self._methods = {name: getattr(shared, name) for name in names}
-        shared.others = self._snapshots
+        self._methods = {name: getattr(api.shared, name) for name in names}
+        assert isinstance(api.shared, LocalState)
+        api.shared.others = self._snapshots
 
     async def run(self) -> None:
         """Keeps the processes running until `stop`.
@@ -154,15 +157,15 @@ class Processes:
         with there:
             fds = there.fileno(), self._listeners[row - 1].fileno(), self._table
             peer.process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "launch.serve_process", *map(str, fds)),
+                *(sys.executable, "-m", "launch.serving.processes", *map(str, fds)),
                 pass_fds=fds,
-                env=os.environ | rank_environment() | {LAUNCHER: str(os.getpid())},
+                env=os.environ | rank_environment() | {LAUNCHER: str(os.getpid()), NUMBERS["process"]: str(row)},
                 stdin=DEVNULL,
                 start_new_session=True,  # control-C in a terminal reaches only the first process
             )
         try:
             reader, writer = await asyncio.open_connection(sock=here)
-            setup = pickle.dumps((self._serve, self._keys, row))
+            setup = pickle.dumps((*self._setup, row))
             writer.write(SIZE.pack(len(setup)) + setup)
             peer.channel = Channel(reader, writer, self._methods)
             if self._draining:  # it does not know that
@@ -202,7 +205,7 @@ class Processes:
         async def ask(peer: Peer) -> list[Snapshot]:
             if peer.channel is not None:
                 with suppress(TimeoutError, ConnectionError):
-                    peer.last = await peer.channel.call("snapshot")
+                    peer.last = await peer.channel.call("snapshot", timeout_s=BEAT_S)
             return [one for one in (peer.past, peer.last) if one is not None]
 
         found = await asyncio.gather(*map(ask, self._peers))
@@ -262,10 +265,11 @@ async def _serve(control: socket.socket, listener: socket.socket, table: int) ->
         loop.add_signal_handler(number, lambda: None)
     reader, writer = await asyncio.open_connection(sock=control)
     (size,) = SIZE.unpack(await reader.readexactly(SIZE.size))
-    serve, keys, row = pickle.loads(await reader.readexactly(size))
+    serve, keys, started, row = pickle.loads(await reader.readexactly(size))
     channel_methods: dict[str, Any] = {}
     channel = Channel(reader, writer, channel_methods)
     api = Api(serve, keys, RemoteState(channel), LoadTable(serve.processes, table, row))
+    api.started = started
 
     def on_ready(engine_info: EngineInfo) -> None:
         api.configure(engine_info, loop)
@@ -298,3 +302,8 @@ def main(control: int, listener: int, table: int) -> int:
     """Runs one of the other processes until the first one closes the channel; arguments are file descriptors."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(socket.socket(fileno=control), socket.socket(fileno=listener), table))
+
+
+if __name__ == "__main__":
+    lifeline.begin(serves=True)
+    sys.exit(main(*map(int, sys.argv[1:])))

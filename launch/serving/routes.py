@@ -97,6 +97,7 @@ class Api:
     Attributes:
         executor: processes large requests in other processes; None until the first job is ready.
         shared: what all processes of the server share.
+        started: when the server started, in Unix seconds.
 
     Args:
         shared: None: this process has it.
@@ -110,13 +111,13 @@ class Api:
         shared: SharedState | None = None,
         loads: LoadTable | None = None,
     ) -> None:
-        self.metrics = ServerMetrics()
+        self.metrics = ServerMetrics(is_first=shared is None)
         self.engine_client = self.metrics.engine_client = EngineClient(serve.max_queue, self.metrics, loads)
         self.session = Session(serve, self.engine_client)
         self.executor: RequestExecutor | None = None
         self._serve = serve
         self._keys = keys
-        self._started = int(time.time())
+        self.started = int(time.time())
         self.shared = shared or self._local_state()
 
     def _local_state(self) -> LocalState:
@@ -333,9 +334,9 @@ class Api:
     def _describe_model(self, name: str) -> dict[str, Any]:
         """Describes the model under a name, in the fields of OpenAI, vLLM (`root`) and Anthropic."""
         engine_info = self.engine_client.engine_info
-        described = {"id": name, "object": "model", "created": self._started, "owned_by": "helix"}
+        described = {"id": name, "object": "model", "created": self.started, "owned_by": "helix"}
         described |= {"root": self.session.name, "type": "model", "display_name": self.session.name}
-        described |= {"created_at": datetime.fromtimestamp(self._started, UTC).isoformat().replace("+00:00", "Z")}
+        described |= {"created_at": datetime.fromtimestamp(self.started, UTC).isoformat().replace("+00:00", "Z")}
         if engine_info is None or self.executor is None:
             return described
         detected, length, chat = self.session.detected, engine_info.max_length, self.session.tokenizer.has_template

@@ -30,7 +30,6 @@ from launch.serving.http import make_server
 from launch.serving.processes import Processes, close_server
 from launch.serving.routes import Api
 from launch.serving.security import ApiKeys
-from launch.serving.shared_state import LocalState
 
 LOG = logging.getLogger(f"helix.{__name__}")
 POLL_S = 0.1  # interval of polling requests while draining
@@ -54,15 +53,13 @@ async def _serve(
 ) -> int:
     table = os.open(directory / "loads", os.O_RDWR | os.O_CREAT)
     os.truncate(table, LoadTable.size(serve.processes))
-    loads = LoadTable(serve.processes, table)
-    api = Api(serve, keys, loads=loads)
+    api = Api(serve, keys, loads=LoadTable(serve.processes, table))
     engine_client = api.engine_client
     loop = asyncio.get_running_loop()
     engine_client.on_engine_info = lambda engine_info: _on_ready(api, engine_info, loop)
     server = make_server(api.app(), serve)
     supervisor = Supervisor(engine_client, serve, arguments, directory)
-    assert isinstance(api.shared, LocalState)
-    processes = Processes(serve, keys, listeners[1:], supervisor.path, api.shared, loads, table)
+    processes = Processes(serve, keys, api, listeners[1:], supervisor.path, table)
     stop, force_stop = asyncio.Event(), asyncio.Event()
     freed = set[asyncio.Task[Any]]()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import itertools
 import logging
 import pickle
@@ -171,7 +170,7 @@ class Channel:
         try:
             while True:
                 (size,) = SIZE.unpack(await self._reader.readexactly(SIZE.size))
-                number, method, content = pickle.load(io.BytesIO(await self._reader.readexactly(size)))
+                number, method, content = pickle.loads(await self._reader.readexactly(size))
                 if method is not None:
                     task = asyncio.create_task(self._answer(number, method, content))
                     self._tasks.add(task)

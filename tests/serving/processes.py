@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.models.http import ServerProcess
 from helix.engine.inbox import Inbox
 from helix.engine.request import RequestUpdate
 from launch.job.serve import EngineServer
@@ -64,8 +65,7 @@ def measured(directory: Path, processes: int, streams: int) -> dict[str, Any]:
         while len(names) < streams:
             assert inbox.wait(60)
             names += [message.id for message in inbox.drain()]
-        others = [pid for pid in server.members() if b"serve_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        fronts = [server.process.pid, *others]
+        fronts = ServerProcess(server.url, server.process.pid).front_ends()
         assert len(fronts) == processes
         times = list[float]()
         for step in range(1, STEPS + WARMUP + 1):

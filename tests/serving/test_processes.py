@@ -14,10 +14,13 @@ from typing import Any
 import httpx
 import pytest
 
+from benchmarks.models.http import ServerProcess
+from helix.config import ServeConfig
 from helix.engine.inbox import Abort, Inbox
 from helix.engine.request import Request, RequestUpdate
 from launch.inputs.flags import API_KEY
 from launch.job.serve import EngineServer
+from launch.serving.http import listen
 from tests.serving.api_server import DEADLINE_S, READY, metrics_of
 from tests.serving.test_server import Server
 
@@ -31,14 +34,16 @@ class ScriptedRanks:
     Attributes:
         requests: all, by the engine's ids, which begin with the number of the process's connection.
         aborted: ids of those that were given up.
+        hang: whether they make no progress.
     """
 
     def __init__(self, path: Path) -> None:
         self.link = EngineServer(path, inbox := Inbox())
         self.requests: dict[str, Request] = {}
         self.aborted: list[str] = []
+        self.hang = False
         self._inbox = inbox
-        self.link.open(READY, lambda: {"pages": 9, "preemptions": 5, "progress": time.monotonic()})
+        self.link.open(READY, lambda: {"pages": 9, "preemptions": 5, "progress": time.monotonic() * (not self.hang)})
         Thread(target=self._run, daemon=True).start()
 
     def finish(self, name: str) -> None:
@@ -103,9 +108,8 @@ class Fleet:
 
     def other(self) -> int:
         """Returns the pid of the second process."""
-        pids = [pid for pid in self.server.members() if b"launch.serve_process" in command(pid)]
-        assert len(pids) == 1, pids
-        return pids[0]
+        _, other = ServerProcess(self.server.url, self.server.process.pid).front_ends()
+        return other
 
     def close(self) -> None:
         self.server.kill()
@@ -115,10 +119,6 @@ class Fleet:
 
 def body(kind: int) -> dict[str, Any]:
     return {"prompt": [kind, 7], "max_tokens": 2}
-
-
-def command(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def until(holds: Callable[[], Any]) -> None:
@@ -163,6 +163,8 @@ def test_requests_spread_and_what_is_counted_is_of_all(start: Start) -> None:
         (load,) = client.get("/v1/loads").json()["loads"]
         assert (load["num_running_reqs"], load["num_waiting_reqs"]) == (2, 0)
         assert client.get("/health").status_code == 200
+    models = [client.get("/v1/models").json() for client in fleet.ends]
+    assert models[0] == models[1]
     for lines, name in held:
         fleet.ranks.finish(name)
         assert [*lines][-2:] == ["data: [DONE]", ""]
@@ -258,6 +260,26 @@ def test_a_process_that_hangs_is_replaced(start: Start) -> None:
     fleet.server.wait_for(fleet.server.log, "restarting it")
     fleet.server.until_health(200)
     assert fleet.other() != pid
+
+
+def test_ranks_that_hang_are_noticed_while_only_another_process_has_requests(start: Start) -> None:
+    """The first process alone can restart them."""
+    fleet = start("serve.hang_s=3")
+    fleet.start(fleet.ends[1], HELD)
+    fleet.ranks.hang = True
+    fleet.server.wait_for(fleet.server.log, " process 1 helix.launch.client.supervisor: the ranks made no progress")
+    fleet.server.wait_for(fleet.server.log, "WARNING helix.launch.client.supervisor: the ranks made no progress")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_processes_share_a_port_that_no_other_server_has(host: str) -> None:
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(one) for one in listen(ServeConfig(host=host, port=0, processes=3))]
+        port = listeners[0].getsockname()[1]
+        assert [one.getsockname()[:2] for one in listeners] == [(host, port)] * 3
+        for processes in (1, 2):
+            with pytest.raises(ValueError, match="cannot listen: Address already in use"):
+                listen(ServeConfig(host=host, port=port, processes=processes))
 
 
 def test_no_process_outlives_the_first(start: Start) -> None:

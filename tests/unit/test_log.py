@@ -31,7 +31,9 @@ def logged(**variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", LOGS], capture_output=True, text=True, env=variables)
 
 
-@pytest.mark.parametrize(("variables", "rank"), [({}, ""), ({"RANK": "3"}, "rank 3 ")])
+@pytest.mark.parametrize(
+    ("variables", "rank"), [({}, ""), ({"RANK": "3"}, "rank 3 "), ({"HELIX_PROCESS": "1"}, "process 1 ")]
+)
 def test_text_has_time_level_rank_and_logger(variables: dict[str, str], rank: str) -> None:
     lines = logged(**variables).stderr.splitlines()
     assert [line[23:] for line in lines[:4]] == [
