@@ -41,6 +41,9 @@ OLDER = {
 }
 
 
+BUSY_S, BUSY_SHARE = 10.0, 0.9  # when a process is the bound
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """What one process of a server has counted.
@@ -140,11 +143,34 @@ class Metrics:
         self._chat_format.labels(name or "none", str(reads_calls).lower()).set(1)
 
 
+class BusyMonitor:
+    """Notices that the event loop of a process takes a whole core: streams then wait for it and not for the ranks."""
+
+    def __init__(self) -> None:
+        self._begin: tuple[float, float] | None = None
+        self._warned = False
+
+    def add(self, cpu_s: float, now: float) -> str | None:
+        """Adds the CPU seconds of the event loop's thread up to the time `now` in seconds.
+
+        Returns:
+            A warning, once, after BUSY_S with more than BUSY_SHARE of a core.
+        """
+        begin_cpu_s, begin = self._begin = self._begin or (cpu_s, now)
+        if (seconds := now - begin) < BUSY_S:
+            return None
+        self._begin, share = (cpu_s, now), (cpu_s - begin_cpu_s) / seconds
+        if share < BUSY_SHARE or self._warned:
+            return None
+        self._warned = True
+        return f"HTTP takes {share:.0%} of a core in this process, so streams wait for it: raise serve.processes"
+
+
 class ServerMetrics(Observer):
     """Metrics of a server's requests and of its engine.
 
     Args:
-        is_first: whether this is the server's first process, which warns of what the engine counts.
+        is_first: whether this is the server's first process, which logs warnings for all.
 
     Attributes:
         engine_client: set once it exists.
@@ -157,7 +183,7 @@ class ServerMetrics(Observer):
         self.rate = 0.0
         self._queried = self._hits = 0  # prompt tokens looked up in the prefix cache, and found there
         self._new_tokens, self._counted = 0, time.monotonic()  # tokens since the last stats message, and its time
-        self._acceptance = AcceptanceMonitor()
+        self._acceptance, self._busy = AcceptanceMonitor(), BusyMonitor()
         self.metrics = metrics = Metrics()
         requests = metrics.requests
         metrics.watch("num_requests_waiting", "requests in the queue", lambda: self.engine_client.waiting, requests)
@@ -211,9 +237,12 @@ class ServerMetrics(Observer):
         metrics, now = self.metrics, time.monotonic()
         metrics.preemptions.inc(increase("preemptions"))
         metrics.drafts.inc(tried := increase("drafts"))
-        fallen = self._acceptance.add(tried, increase("drafts_accepted_0"), now)
-        if fallen is not None and self._is_first:
-            LOG.warning(fallen)
+        warnings = (
+            self._acceptance.add(tried, increase("drafts_accepted_0"), now),
+            self._busy.add(time.thread_time(), now),
+        )
+        for warning in filter(None, warnings if self._is_first else ()):
+            LOG.warning(warning)
         for key in (key for key in stats if key.startswith("drafts_accepted_")):
             metrics.accepted_drafts.labels(key.removeprefix("drafts_accepted_")).inc(increase(key))
         if self.engine_client.engine_info is not None and (pages := int(stats.get("pages", 0))):

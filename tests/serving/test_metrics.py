@@ -14,6 +14,7 @@ from helix.engine.request import Request, RequestUpdate
 from launch.client.engine_messages import Queued, Stats
 from launch.serving import acceptance
 from launch.serving.acceptance import AcceptanceMonitor
+from launch.serving.metrics import BusyMonitor
 from launch.serving.response_store import StoredResponse
 from launch.serving.routes import Api
 from launch.serving.security import ApiKeys
@@ -205,6 +206,17 @@ def test_no_fall_is_told(after: float, tried: int, every_s: float) -> None:
     watch = AcceptanceMonitor()
     for i in range(60):
         assert watch.add(tried, tried * (0.9 if i < 30 else after), every_s * i) is None
+
+
+def test_a_process_that_takes_a_core_is_told_once() -> None:
+    """Not before ten seconds, and not for a peak within them."""
+    monitor = BusyMonitor()
+    cpu_s, received = 0.0, []
+    for second in range(60):
+        received.append(monitor.add(cpu_s, float(second)))
+        cpu_s += 0.95 if 5 <= second < 10 or second >= 20 else 0.5
+    assert [second for second, line in enumerate(received) if line] == [30]
+    assert received[30] == "HTTP takes 95% of a core in this process, so streams wait for it: raise serve.processes"
 
 
 def test_a_server_tells_it(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -222,6 +222,17 @@ def test_a_signal_lets_the_requests_of_all_processes_end(start: Start) -> None:
     assert ended.code == 0 and "WARNING" not in ended.output, ended.output
 
 
+def test_a_process_that_dies_does_not_hold_up_a_drain(start: Start) -> None:
+    fleet = start("serve.drain_s=300")
+    fleet.start(fleet.ends[1], HELD)
+    other = fleet.other()
+    fleet.server.process.send_signal(signal.SIGTERM)
+    fleet.server.wait_for(fleet.server.log, "draining: 1 running request has up to 300 s to finish")
+    os.kill(other, signal.SIGKILL)
+    ended = fleet.server.wait(60)
+    assert ended.code == 0 and "process 1 of the server was killed by SIGKILL: its requests are lost\n" in ended.output
+
+
 def test_a_process_that_dies_loses_its_streams_alone(start: Start) -> None:
     """Another takes its place, with what it had counted."""
     fleet = start()
@@ -256,7 +267,7 @@ def test_processes_that_die_too_often_end_the_server_with_the_cause(start: Start
 def test_a_process_that_hangs_is_replaced(start: Start) -> None:
     fleet = start("serve.hang_s=1")
     os.kill(pid := fleet.other(), signal.SIGSTOP)
-    fleet.server.wait_for(fleet.server.log, "process 1 of the server did not respond for 1 s")
+    fleet.server.wait_for(fleet.server.log, "process 1 of the server did not respond for 1 s", 60)
     fleet.server.wait_for(fleet.server.log, "restarting it")
     fleet.server.until_health(200)
     assert fleet.other() != pid
@@ -267,8 +278,8 @@ def test_ranks_that_hang_are_noticed_while_only_another_process_has_requests(sta
     fleet = start("serve.hang_s=3")
     fleet.start(fleet.ends[1], HELD)
     fleet.ranks.hang = True
-    fleet.server.wait_for(fleet.server.log, " process 1 helix.launch.client.supervisor: the ranks made no progress")
-    fleet.server.wait_for(fleet.server.log, "WARNING helix.launch.client.supervisor: the ranks made no progress")
+    fleet.server.wait_for(fleet.server.log, " process 1 helix.launch.client.supervisor: the ranks made no progress", 60)
+    fleet.server.wait_for(fleet.server.log, "WARNING helix.launch.client.supervisor: the ranks made no progress", 60)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
