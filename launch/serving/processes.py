@@ -300,6 +300,8 @@ async def _serve(control: socket.socket, listener: socket.socket, table: int) ->
 
 def main(control: int, listener: int, table: int) -> int:
     """Runs one of the other processes until the first one closes the channel; arguments are file descriptors."""
+    for fd in (control, listener, table):
+        os.set_inheritable(fd, False)  # its workers would keep the port
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(socket.socket(fileno=control), socket.socket(fileno=listener), table))
 

@@ -187,8 +187,9 @@ def test_a_signal_lets_running_requests_end(tmp_path: Path) -> None:
     assert sum(1 for _ in stream) and server.wait(120).code == 0
 
 
-def test_control_c_frees_the_port_and_a_second_one_does_not_wait(tmp_path: Path) -> None:
-    server = Server(tmp_path)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_control_c_frees_the_port_and_a_second_one_does_not_wait(tmp_path: Path, processes: int) -> None:
+    server = Server(tmp_path, f"serve.processes={processes}")
     stream = server.complete("def f", max_tokens=5000, stream=True, extra_body={"ignore_eos": True})
     next(stream)
     server.process.send_signal(signal.SIGINT)
@@ -200,6 +201,30 @@ def test_control_c_frees_the_port_and_a_second_one_does_not_wait(tmp_path: Path)
     assert ended.code == 0 and "1 request was cut off" in ended.output, ended
     with pytest.raises(APIError, match="the server has shut down"):
         list(stream)
+
+
+def test_several_processes_outlive_a_rank(tmp_path: Path) -> None:
+    """Four connections, which the kernel spreads over two processes; each process connects to the new ranks."""
+    server, texts = Server(tmp_path, "serve.processes=2"), [""] * 4
+    expected = server.complete("def f", max_tokens=80).choices[0].text
+    streams = [server.complete("def f", max_tokens=80, stream=True) for _ in texts]
+
+    def read(number: int) -> None:
+        for piece in streams[number]:
+            texts[number] += piece.choices[0].text
+
+    texts[:] = [next(stream).choices[0].text for stream in streams]
+    readers = [threading.Thread(target=read, args=(number,)) for number, _ in enumerate(streams)]
+    for reader in readers:
+        reader.start()
+    os.kill(server.rank(0), signal.SIGKILL)
+    server.until_health(503)
+    server.until_health(200)
+    for reader in readers:
+        reader.join(120)
+        assert not reader.is_alive()
+    assert texts == [expected] * 4
+    server.kill()
 
 
 def test_a_front_end_that_dies_takes_the_ranks_along(tmp_path: Path) -> None:
