@@ -7,6 +7,7 @@ copying the wrong page, or reading one that was overwritten, is noticed.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -26,6 +27,7 @@ from helix.engine.scheduler import MAX_CHUNK_S, MIN_CHUNK, SchedulePolicy, Sched
 from helix.engine.scheduler_output import NewRequest, SchedulerOutput, StepPlan
 from helix.kv_placement import Stripes
 from helix.layout import HelixLayout
+from helix.worker.graph_keys import SHARED_PREFIXES
 from helix.worker.kv_cache_spec import EngineSizes
 from helix.worker.model_runner import ModelRunner
 
@@ -127,6 +129,7 @@ def runner(
     sparse_from: int | None = None,
     lacking: float = 0.0,
     chunk_sizes: tuple[int, ...] = (),
+    min_shared_pages: float = math.inf,
 ) -> ModelRunner:
     """Returns what a scheduler reads of a runner."""
     found = SimpleNamespace(
@@ -136,6 +139,7 @@ def runner(
         policy=SimpleNamespace(from_tokens=sparse_from),
         recomputed_tokens=lacking,
         chunk_sizes=chunk_sizes,
+        min_shared_pages=min_shared_pages,
     )
     return cast(ModelRunner, found)
 
@@ -200,7 +204,7 @@ class SimulatedEngine:
         self.served: dict[int, SimulatedRequest] = {}
         self.in_flight: deque[InFlightBatch] = deque()
         self.now = self.device_s = self.owed_s = self.paused_s = self.longest_s = 0.0
-        self.steps = self.decisions = 0
+        self.steps = self.decisions = self.shared_reads = 0
 
     # ---- the caller
 
@@ -367,6 +371,7 @@ class SimulatedEngine:
     def step(self, decision: SchedulerOutput) -> list[tuple[int, SimulatedRow, int]]:
         """Runs a step up to its logits; returns its rows, with accepted drafts."""
         self.steps += 1
+        self.check_shared_prefixes(decision)
         rows = []
         for slot, row in self.rows.items():
             left = row.admission.limit - row.length
@@ -429,6 +434,31 @@ class SimulatedEngine:
             page = np.array(row.table)[slot // self.stripes.page_size]
             held = self.memory[self.home(row.admission.slot), page, rank, slot % self.stripes.page_size]
             assert held.tolist() == row.chain[: row.length], "keys of other tokens"
+
+    def check_shared_prefixes(self, decision: SchedulerOutput) -> None:
+        """Checks the keys that a step reads once, in the first slot's pages, for each sequence that shares them."""
+        ends: dict[int, int] = {}
+        of_rank = [0] * len(self.tables)
+        for prefix in decision.shared_prefixes:
+            reader = self.rows[prefix.slots[0]]
+            of_rank[self.home(prefix.slots[0])] += 1
+            assert len({self.home(slot) for slot in prefix.slots}) == 1 < len(prefix.slots), "another rank's pages"
+            columns = np.arange(prefix.begin, prefix.end)
+            for slot in prefix.slots:
+                row = self.rows[slot]
+                assert row.drawn and row.admission.start == reader.admission.start
+                assert ends.get(slot, 0) == prefix.begin < prefix.end, "a gap, or keys that are read twice"
+                ends[slot] = prefix.end
+                at = np.arange(self.stripes.tokens_in(len(columns))) + self.stripes.tokens_in(prefix.begin)
+                assert at[-1] < row.length, "keys of the future"
+                slots = self.layout.token_slot(at, self.stripes.append_block)
+                rank = self.layout.token_owner(at, self.stripes.append_block, row.admission.start)
+                column = slots // self.stripes.page_size
+                assert (column >= prefix.begin).all() and (column < prefix.end).all(), "parts of stripes"
+                held = self.memory[self.home(slot), np.array(reader.table)[column], rank, slots % self.stripes.page_size]
+                assert held.tolist() == row.chain[at[0] : at[-1] + 1], "keys of other tokens are shared"
+        assert decision.kind.shared_prefixes == next(n for n in SHARED_PREFIXES if n >= max(of_rank))
+        self.shared_reads += sum(len(p.slots) - 1 for p in decision.shared_prefixes)
 
     @property
     def waiting_s(self) -> float:

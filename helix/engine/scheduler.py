@@ -22,8 +22,9 @@ from helix.engine.block_tables import BlockTable, BlockTables
 from helix.engine.prefill_time import PrefillTime
 from helix.engine.request import Request
 from helix.engine.request_state import PendingTableUpdate, PendingTokens, RequestState
-from helix.engine.scheduler_output import NewRequest, PrefillChunk, SchedulerOutput, StepPlan
-from helix.worker.graph_keys import DecodeGraphKey
+from helix.engine.scheduler_output import NewRequest, PrefillChunk, SchedulerOutput, SharedPrefix, StepPlan
+from helix.engine.shared_prefix import shared_prefixes
+from helix.worker.graph_keys import SHARED_PREFIXES, DecodeGraphKey
 from helix.worker.model_runner import ModelRunner
 
 MIN_CHUNK = 32  # tokens: a shorter chunk takes as long
@@ -121,6 +122,8 @@ class Scheduler:
         self._prefill_stall_s = 0.0  # seconds of prefill since the last step of decoding sequences
         self._may_admit_more = False  # LOOK_AHEAD kept the last batch from considering all waiting requests
         self._number = self._submitted = 0
+        self._prefix_tables: list[tuple[int, BlockTable, int]] = []  # those of which `_prefixes` are
+        self._prefixes: list[tuple[SharedPrefix, ...]] = []
         self.running: dict[int, RequestState] = {}
         self.preemptions = 0
 
@@ -254,6 +257,9 @@ class Scheduler:
         for s in decoding:
             assert s.slot is not None
             pending.setdefault(s.slot, PendingTokens(s)).expect(steps, max_new, int(steps * plan.tokens))
+        # Sparse steps read all keys of shorter sequences, so their tokens do not depend on the batch.
+        sparse = sparse_from is not None and any(s.num_tokens + s.max_new > sparse_from for s in decoding)
+        prefixes = self._shared_prefixes(decoding) if steps and not sparse else []
         tables = tuple(write for change in writes if (write := change.to_update()) is not None)
         if not (retire or tables or admit or prefill or steps or has_deferred):
             return None
@@ -270,13 +276,14 @@ class Scheduler:
                 [s.request.sampling for s in self.running.values()],
                 rows=rows,
                 drafts=plan.drafts,
-                # Sparse steps read all keys of shorter sequences, so their tokens do not depend on the batch.
-                sparse=sparse_from is not None and any(s.num_tokens + s.max_new > sparse_from for s in decoding),
+                sparse=sparse,
+                shared_prefixes=next(n for n in SHARED_PREFIXES if n >= max(map(len, prefixes), default=0)),
             ),
             row_tokens=sum(s.num_tokens + s.max_new for s in decoding) // max(rows, 1),
             draft_limits=plan.draft_limits,
             defers_sampling=self._deferred_tokens > 0,
             token_bitmasks=masks,
+            shared_prefixes=tuple(prefix for of_rank in prefixes for prefix in of_rank),
         )
 
     # ---- slots and pages
@@ -358,6 +365,24 @@ class Scheduler:
         # many rows as the fullest one.
         hits = {dp_rank: hit if 2 * hit >= len(s.tokens) else 0 for dp_rank, hit in hits.items()}
         return sorted(dp_ranks, key=lambda dp_rank: (-hits[dp_rank], -len(free[dp_rank]), dp_rank))
+
+    def _shared_prefixes(self, decoding: Sequence[RequestState]) -> list[tuple[SharedPrefix, ...]]:
+        """Returns the shared prefixes of decoding sequences, by DP rank; found again when tables have changed."""
+        min_pages, dp_ranks = self._runner.min_shared_pages, len(self._dp_tables)
+        if math.isinf(min_pages):
+            return []
+        tables = [
+            (s.slot, s.block_table, s.block_table.num_inserted_tokens)
+            for s in decoding
+            if s.slot is not None and s.block_table is not None
+        ]
+        if tables != self._prefix_tables:
+            self._prefix_tables = tables
+            by_rank: list[dict[int, np.ndarray]] = [{} for _ in range(dp_ranks)]
+            for slot, table, tokens in tables:
+                by_rank[slot % dp_ranks][slot] = table.pages[self._stripes.columns(0, tokens)]
+            self._prefixes = [shared_prefixes(pages, min_pages) for pages in by_rank]
+        return self._prefixes
 
     def _tables(self, s: RequestState) -> BlockTables:
         assert s.slot is not None

@@ -83,6 +83,20 @@ class PrefillChunk:
     logprob_token_ids: np.ndarray = field(default_factory=lambda: NO_PAGES)
 
 
+@dataclass(frozen=True)
+class SharedPrefix:
+    """Pages that several decoding sequences share, and that a step reads once for all of them.
+
+    Attributes:
+        slots: of the sequences, ascending.
+        begin, end: columns `[begin, end)` of their block tables, whole stripes.
+    """
+
+    slots: tuple[int, ...]
+    begin: int
+    end: int
+
+
 _AtSlot = TypeVar("_AtSlot", NewRequest, BlockTableUpdate, PrefillChunk)
 
 
@@ -118,6 +132,7 @@ class SchedulerOutput:
         num_tokens_across_dp: in mode dp, prefill tokens of each rank; empty: the same number on all ranks.
         capture_graph: no request is served: capture a prefill size that ran eagerly.
         max_logprob_tokens: in mode dp, the maximum over ranks of scored prompt tokens; else 0.
+        shared_prefixes: of the decode steps, at most `kind.shared_prefixes` on each DP rank.
     """
 
     number: int
@@ -134,6 +149,7 @@ class SchedulerOutput:
     num_tokens_across_dp: tuple[int, ...] = ()
     capture_graph: bool = False
     max_logprob_tokens: int = 0
+    shared_prefixes: tuple[SharedPrefix, ...] = ()
 
     @classmethod
     def empty(cls, retire: tuple[int, ...] = (), capture_graph: bool = False) -> SchedulerOutput:
@@ -164,4 +180,9 @@ class SchedulerOutput:
             token_bitmasks={slot // ranks: mask for slot, mask in self.token_bitmasks.items() if slot % ranks == rank},
             num_tokens_across_dp=tuple(counts) if self.prefill_chunks else (),
             max_logprob_tokens=max(scored),
+            shared_prefixes=tuple(
+                replace(prefix, slots=tuple(slot // ranks for slot in prefix.slots))
+                for prefix in self.shared_prefixes
+                if prefix.slots[0] % ranks == rank
+            ),
         )

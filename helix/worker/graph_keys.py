@@ -15,6 +15,7 @@ SEQUENCES = 2, 34  # of a captured chunk, padding included: one prompt, or all t
 LAUNCHED = 1024  # tokens up to which launches bound a chunk, so that padding is free
 PADDING = 8  # longer chunks are padded by at most 1/8 of their tokens
 DEEP = 16 << 10  # keys of a sequence from which on attention uses other kernels
+SHARED_PREFIXES = 0, 1, 2, 4  # of a decode step; fewer are padded with empty ones
 ALIGNED = 16  # tokens: kernels are specialized for multiples
 
 
@@ -29,6 +30,7 @@ class DecodeGraphKey:
         process_logits: any sequence changes its logits or requests log-probabilities.
         sparse: attention reads a selection of keys: any sequence is long enough.
         chunks: batch chunks whose attention overlaps the exchange of the chunk before (HOP-B).
+        shared_prefixes: how many shared prefixes attention reads once for all their sequences, of SHARED_PREFIXES.
     """
 
     rows: int = 0
@@ -38,6 +40,7 @@ class DecodeGraphKey:
     process_logits: bool = False
     sparse: bool = False
     chunks: int = 1
+    shared_prefixes: int = 0
 
     @classmethod
     def of(cls, sampling: Collection[SamplingParams], **more: Any) -> DecodeGraphKey:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from typing import Any
 
@@ -39,6 +40,7 @@ class AnyRequests(RuleBasedStateMachine):
         drafts=st.sampled_from([0, 0, 3]),
         patience_s=st.sampled_from([0.0, 0.05, 30.0]),
         chunk_sizes=st.sampled_from([(), (8, 12, 16, 24, 32)]),
+        min_shared_pages=st.sampled_from([1, 1, 4, math.inf]),
         goal=st.sampled_from(["latency", "balance", "throughput"]),
         bounds=st.sampled_from([{}, {"stall_s": 0.002, "decode_share": 0.7}, {"stall_s": 0.05}, {"decode_share": 0.1}]),
     )
@@ -109,7 +111,9 @@ TestAnyRequests = AnyRequests.TestCase
 def test_a_thousand_requests_with_aborts_leave_nothing() -> None:
     """Over four ranks, at most two decisions under way; conversations come back, a third of all requests is aborted."""
     rng = np.random.default_rng(0)
-    engine = SimulatedEngine(60, kvp=4, append_block=4, page_size=4, max_batch=8, lookahead_tokens=6, run_steps=3)
+    engine = SimulatedEngine(
+        60, kvp=4, append_block=4, page_size=4, max_batch=8, lookahead_tokens=6, run_steps=3, min_shared_pages=2
+    )
     systems = [words(80, seed) for seed in range(3)]
     while len(engine.served) < 1000:
         for _ in range(rng.integers(0, 4)):
@@ -123,6 +127,7 @@ def test_a_thousand_requests_with_aborts_leave_nothing() -> None:
         engine.advance()
     engine.drain()
     assert engine.scheduler.preemptions > 50, "the cache was never full"
+    assert engine.shared_reads > 50, "no prefix was read once for several"
     computed = sum(s.computed for s in engine.served.values())
     assert computed < 0.7 * sum(len(s.request.prompt) for s in engine.served.values())
     engine.check_nothing_is_left()
