@@ -128,6 +128,9 @@ class AttentionConfig:
         choice: local (each kvp rank selects its share of num_blocks from its own blocks) or global (one selection over
             all ranks: the same blocks on every layout, at the cost of one more exchange per layer).
         from_tokens: shorter sequences read all keys.
+        shared_prefix: decode steps read a prefix that sequences share in the prefix cache once for all of them, with
+            exact attention and keys on the GPU. auto: where it saves reads worth the launches; always: any shared page;
+            none: each sequence reads its own.
     """
 
     policy: Literal["dense", "block_sparse"] | ImportPath = "dense"
@@ -139,6 +142,7 @@ class AttentionConfig:
     local_blocks: Annotated[int, Range(1, 1 << 20)] = 4
     choice: Literal["local", "global"] = "local"
     from_tokens: Annotated[int, Range(0, 1 << 40)] = 32768
+    shared_prefix: Literal["auto", "always", "none"] = "auto"
 
     @property
     def parts(self) -> int:

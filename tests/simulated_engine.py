@@ -455,7 +455,9 @@ class SimulatedEngine:
                 rank = self.layout.token_owner(at, self.stripes.append_block, row.admission.start)
                 column = slots // self.stripes.page_size
                 assert (column >= prefix.begin).all() and (column < prefix.end).all(), "parts of stripes"
-                held = self.memory[self.home(slot), np.array(reader.table)[column], rank, slots % self.stripes.page_size]
+                held = self.memory[
+                    self.home(slot), np.array(reader.table)[column], rank, slots % self.stripes.page_size
+                ]
                 assert held.tolist() == row.chain[at[0] : at[-1] + 1], "keys of other tokens are shared"
         assert decision.kind.shared_prefixes == next(n for n in SHARED_PREFIXES if n >= max(of_rank))
         self.shared_reads += sum(len(p.slots) - 1 for p in decision.shared_prefixes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from helix.attention.base import AttentionPolicy, LayerAttention
@@ -12,10 +13,13 @@ from helix.worker.kv_cache import LayerCache
 from helix.worker.step import Step
 from kernels.attention.flash_decode import decode_parts
 from kernels.attention.flash_prefill import flash_prefill
+from kernels.attention.merge_states import merge_states
 from kernels.attention.split_kv import PartialAttention
 from kernels.mla.decode import decode_parts as mla_decode_parts
 from kernels.mla.prefill import mla_prefill
 from kernels.paged_keys import PagedKeys
+
+PREFIX_ROWS = 128  # query rows per KV head that read a tile of a shared prefix: the most that kernels attend at once
 
 
 class DenseAttention(AttentionPolicy):
@@ -31,24 +35,75 @@ class DenseAttention(AttentionPolicy):
             slots, *bounds = selected
             keys = cache.selected_latents(layer.latent, slots, bounds[0], bounds[1], layer.scale)
             return attend_selected(q, keys, prefill=step.cu_q is not None, sms=layer.sms(q.device), lane=layer.chunk)
-        tables = step.pages(layer.window)
-        latents = layer.latent is not None
-
-        def paged(lo: Tensor, hi: Tensor) -> PagedKeys:
-            if layer.latent is None:
-                return cache.paged(tables, lo, hi, layer.scale, layer.sinks)
-            return cache.paged_latents(layer.latent, tables, lo, hi, layer.scale)
+        tables, latent = step.pages(layer.window), layer.latent
 
         if step.cu_q is not None:
-            prefill = mla_prefill if latents else flash_prefill
+            keys = _paged(cache, layer, tables, lo, hi, layer.sinks)
+            prefill = flash_prefill if latent is None else mla_prefill
             max_k = step.max_k if layer.window is None else min(step.max_k, layer.window + step.max_q)
-            return PartialAttention(*prefill(q, paged(lo, hi), step.cu_q, step.max_q, max_k))
+            return PartialAttention(*prefill(q, keys, step.cu_q, step.max_q, max_k))
         batch_shape = (len(step.slots), -1)
-        keys = paged(lo.view(batch_shape), hi.view(batch_shape))
-        q, sms, chunk = q.unflatten(0, batch_shape), layer.sms(q.device), layer.chunk
-        if latents:
-            return mla_decode_parts(q, keys, sms=sms, early=True, lane=chunk)
-        return decode_parts(q, keys, sms=sms, early=True, lane=chunk, ready=chunk > 0)
+        lo, hi, rows = lo.view(batch_shape), hi.view(batch_shape), q.unflatten(0, batch_shape)
+        if step.prefix_tables is None or layer.window is not None:
+            return _decode(rows, _paged(cache, layer, tables, lo, hi, layer.sinks), layer, ready=layer.chunk > 0)
+        lo = step.prefix_keys[2].view(batch_shape)
+        out, lse = attend_prefixes(q, cache, step, layer)
+        to = {"out": out[0].unflatten(0, batch_shape), "lse": lse[0].unflatten(0, batch_shape)}
+        _decode(rows, _paged(cache, layer, tables, lo, hi, layer.sinks), layer, **to).merge_states()
+        return PartialAttention(*merge_states(out, lse, return_lse=True))
+
+
+def _paged(
+    cache: LayerCache, layer: LayerAttention, tables: Tensor, lo: Tensor, hi: Tensor, sinks: Tensor | None
+) -> PagedKeys:
+    if layer.latent is None:
+        return cache.paged(tables, lo, hi, layer.scale, sinks)
+    return cache.paged_latents(layer.latent, tables, lo, hi, layer.scale)
+
+
+def _decode(
+    q: Tensor,
+    keys: PagedKeys,
+    layer: LayerAttention,
+    ready: bool = False,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> PartialAttention:
+    sms, lane = layer.sms(q.device), layer.chunk
+    if layer.latent is None:
+        return decode_parts(q, keys, out=out, lse=lse, sms=sms, early=True, lane=lane, ready=ready)
+    return mla_decode_parts(q, keys, out=out, lse=lse, sms=sms, early=True, lane=lane)
+
+
+def attend_prefixes(q: Tensor, cache: LayerCache, step: Step, layer: LayerAttention) -> tuple[Tensor, Tensor]:
+    """Attends queries [N, Hq, D] of a decode step to G shared prefixes, each of which is read once.
+
+    Every query counts as one of each prefix's. Those whose sequences do not share it read none of its keys, as on an
+    empty shard, so that rows need no order, and shapes depend on the number of prefixes only.
+
+    Returns:
+        Partial outputs [1 + G, N, Hq, D or R] in q's dtype, and LSEs [1 + G, N, Hq] fp32, to merge; the first is not
+        written: it is for the keys in a sequence's own pages.
+    """
+    tables, (lo, hi, _), (N, heads, width) = step.prefix_tables, step.prefix_keys, q.shape
+    assert tables is not None
+    group = heads // (cache.keys.shape[2] if layer.latent is None else 1)
+    tiles = -(-N // max(1, PREFIX_ROWS // group))
+    each = -(-N // tiles)  # queries of a tile, which the kernels attend as a sequence
+    more = tiles * each - N
+
+    def tiled(x: Tensor) -> Tensor:  # [1 or G, N, ...] -> [G * tiles, each, ...]
+        x = F.pad(x, (0, 0) * (x.dim() - 2) + (0, more)) if more else x
+        return x.expand(len(tables), *x.shape[1:]).reshape(-1, each, *x.shape[2:])
+
+    out = q.new_empty(1 + len(tables), tiles * each, heads, layer.latent or width)
+    lse = q.new_empty(out.shape[:3], dtype=torch.float32)
+    pages = tables[:, None].expand(-1, tiles, -1).flatten(0, 1)
+    keys = _paged(cache, layer, pages, tiled(lo.T), tiled(hi.T), None)
+    _decode(
+        tiled(q[None]), keys, layer, out=out[1:].reshape(-1, each, *out.shape[2:]), lse=lse[1:].reshape(-1, each, heads)
+    ).merge_states()
+    return out[:, :N], lse[:, :N]
 
 
 def attend_selected(q: Tensor, keys: PagedKeys, *, prefill: bool, sms: int, lane: int) -> PartialAttention:

@@ -28,6 +28,7 @@ from helix.worker.kv_cache_spec import (
     MAX_RING_TOKENS,
     EngineSizes,
     KVCacheSpec,
+    page_bytes,
     recomputed_tokens,
     token_bytes,
 )
@@ -183,6 +184,11 @@ class KVCache(SequenceObserver):
             end = begin + math.prod(shape) * ITEMSIZE[spec.dtype]
             group.on_host[spec.name] = numbers[:, begin:end].view(getattr(torch, spec.dtype)).view(len(numbers), *shape)
             begin = end
+
+    @property
+    def layer_page_bytes(self) -> float:
+        """Bytes of a page in the layer that stores the most; infinite if no layer has pages."""
+        return max((page_bytes(g.kv_cache_specs, self.placement.page_size) for g in self.groups), default=0) or math.inf
 
     def layer(self, index: int, prefill: bool = False) -> LayerCache:
         group, position = self._layer_positions[index]

@@ -52,6 +52,8 @@ from helix.worker.transfers import to_device
 from kernels.tokens.best_token import best_of_ranks
 from kernels.tokens.commit import Candidates
 
+MIN_SHARED_BYTES = 40e6  # reads of a layer that shared prefixes must save: their launches take as long
+
 
 @dataclass(frozen=True)
 class ComputedStep:
@@ -89,6 +91,7 @@ class ModelRunner:
         policy: selects the keys that queries read in `sparse` steps; None: all steps are dense.
         hopb: batch chunks whose attention overlaps the exchange of the chunk before: none, a number, auto or best; see
             `chunks`.
+        shared_prefix: whether decode attention reads pages that sequences share once: auto, always or none.
 
     Attributes:
         logits_hook: if set, called on every rank before sampling with (slots [n], positions [n] of the tokens to
@@ -112,6 +115,7 @@ class ModelRunner:
         policy: AttentionPolicy | None = None,
         drafter: Drafter | None = None,
         hopb: str = "none",
+        shared_prefix: str = "auto",
     ) -> None:
         self.model, self.cache, self.sizes = model, cache, sizes
         self.comm, self.attn_group, self.device = model.comm, model.attn_group, cache.device
@@ -119,7 +123,7 @@ class ModelRunner:
         self.dense = DenseAttention()
         self.policy = policy or self.dense
         self.drafter = drafter or NoDrafts()
-        self.hopb = hopb
+        self.hopb, self.shared_prefix = hopb, shared_prefix
         self.logits_hook: Callable[[Tensor, Tensor, Tensor], None] | None = None
         comm, layout, limit = self.comm, self.layout, sizes.length + sizes.drafts
         max_pages = self.placement.stripes.pages_for(limit)
@@ -212,6 +216,7 @@ class ModelRunner:
             slot_tokens = self._by_slot(*self._prefill(scheduler_output.prefill_chunks, scheduler_output, scores))
             record(*slot_tokens, scored=None if scores is None else scores.all_ranks())
         if scheduler_output.decode_steps:
+            self.state.set_prefixes(scheduler_output.shared_prefixes)
             if scheduler_output.kind.drafts and not self._drafting:
                 self.drafter.catch_up(self.state)
             self._drafting = scheduler_output.kind.drafts > 0
@@ -239,6 +244,13 @@ class ModelRunner:
     def is_computed(self) -> bool:
         """Whether the device waits for the next batch: the logits whose sampling is deferred are ready."""
         return self._pending_sample is not None and self._pending_sample.computed.reached
+
+    @property
+    def min_shared_pages(self) -> float:
+        """Minimum page reads of a layer that a shared prefix must save; infinite: all sequences read their own."""
+        if self.shared_prefix == "none" or None in self.cache.rings:  # with KV offload steps read pages of rings
+            return math.inf
+        return 1 if self.shared_prefix == "always" else MIN_SHARED_BYTES / self.cache.layer_page_bytes
 
     def sparse_at(self, tokens: int) -> bool:
         return self.policy.from_tokens is not None and tokens >= self.policy.from_tokens
@@ -483,7 +495,7 @@ class ModelRunner:
             draft = replace(draft, tokens=self.state.within_limits(draft.tokens))
         tokens = None if draft is None else draft.tokens
         self.mark("verify")
-        step = self.state.decode_step(kind.rows, tokens, kind.chunks)
+        step = self.state.decode_step(kind.rows, tokens, kind.chunks, kind.shared_prefixes)
         policy = self.policy if kind.sparse else self.dense
         if kind.drafts:
             policy = self.drafter.verify_policy or policy

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from comm.dual_batch_overlap import MicroBatch
 from helix.config import MAX_QUERIES
-from helix.engine.scheduler_output import BlockTableUpdate, NewRequest
+from helix.engine.scheduler_output import BlockTableUpdate, NewRequest, SharedPrefix
 from helix.kv_placement import ChunkPart, KVPlacement, PromptChunk
-from helix.worker.graph_keys import PrefillGraphKey
+from helix.worker.graph_keys import SHARED_PREFIXES, PrefillGraphKey
 from helix.worker.sampling import SamplingState
 from helix.worker.sequence_observer import RequestReleased, SequenceObserver, Span
 from helix.worker.transfers import to_device
@@ -26,7 +26,8 @@ from kernels.tokens.commit import PLACEHOLDER_TOKEN_ID, Candidates, commit
 
 __all__ = ["PLACEHOLDER_TOKEN_ID", "SELECTED", "DecodeState", "Step"]
 
-SELECTED = "selected"  # key in `Step.shared` of the tokens that an indexer selected, see `Step.selected`
+# Keys in `Step.shared` of the tokens that an indexer selected, and of the keys in shared prefixes.
+SELECTED, PREFIX_KEYS = "selected", "prefix keys"
 
 CACHED, NEW = 1, 2  # tokens of a prefill step that are in pages already, or not; 0 is padding
 
@@ -95,6 +96,7 @@ class Step:
         staged: GPU pages of a prefill step's new tokens, with KV offload.
         selects: indexers select tokens; if False, they only add keys, or do nothing after `with_selection`.
         num_tokens_across_dp: in mode dp, prefill tokens of each rank; empty: the same number on all ranks.
+        prefix_tables: pages [G, P] int32 of prefixes that several sequences of a decode step share; None: no such.
     """
 
     placement: KVPlacement
@@ -118,6 +120,7 @@ class Step:
     staged: StagedChunk | None = None
     selects: bool = True
     num_tokens_across_dp: tuple[int, ...] = ()
+    prefix_tables: Tensor | None = None
 
     def pages(self, window: int | None) -> Tensor:
         """Returns the pages [n, P] int32 that layers with this window read: their ring's, if there is one."""
@@ -145,6 +148,16 @@ class Step:
         Cache slots [N, width] int32 on this rank in local order, and the valid columns [lo, hi) [N] int32.
         """
         return self.shared.get(SELECTED)
+
+    @property
+    def prefix_keys(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The local keys that each token reads in layers without a window, with shared prefixes.
+
+        lo, hi: the keys `[lo, hi)` int32 [N, G] that it reads in each of `prefix_tables`; none unless its sequence is
+        one of those that share the prefix. start: the first key int32 [N] that it reads in its own pages.
+        """
+        lo, hi, start = self.shared[PREFIX_KEYS]
+        return lo, hi, start
 
     def with_selection(self, selection: tuple[Tensor, ...]) -> Step:
         """Returns this step with an earlier selection of tokens, see `selected`, for all layers."""
@@ -257,6 +270,8 @@ class DecodeState(SequenceObserver):
         history: all tokens of each sequence, the last one included [B, L] int32.
         block_tables: pages on this rank [B, P] int32.
         append_tables: by window, pages for new tokens of decode steps [B, P] int32.
+        prefix_slots: for each shared prefix, the slot whose pages are read [G] int64.
+        prefix_keys: the local keys `[lo, hi)` that each slot reads there [2, G, B] int32; none: 0, 0.
     """
 
     def __init__(
@@ -284,6 +299,9 @@ class DecodeState(SequenceObserver):
         for window, pages in self.rings.items():
             self.append_tables[window] = (self._slots[:, None] * pages + columns % pages).int()
         self._starts = [0] * max_batch
+        self.prefix_slots = torch.zeros(SHARED_PREFIXES[-1], dtype=torch.int64, device=device)
+        self.prefix_keys = torch.zeros(2, SHARED_PREFIXES[-1], max_batch, dtype=torch.int32, device=device)
+        self._prefixes: tuple[SharedPrefix, ...] = ()
         self.history = torch.zeros(max_batch, history, dtype=torch.int32, device=device)
         self.sampling = SamplingState.create(max_batch, device)
 
@@ -307,6 +325,19 @@ class DecodeState(SequenceObserver):
         entries = np.stack([np.concatenate(offsets), np.concatenate([t.pages for t in tables])])
         at, pages = to_device(torch.from_numpy(entries), self.block_tables.device)
         self.block_tables.view(-1).index_copy_(0, at, pages.int())
+
+    def set_prefixes(self, prefixes: tuple[SharedPrefix, ...]) -> None:
+        """Sets the shared prefixes of the following decode steps."""
+        if prefixes == self._prefixes:
+            return
+        slots, keys = (torch.zeros_like(x, device="cpu") for x in (self.prefix_slots, self.prefix_keys))
+        for i, prefix in enumerate(prefixes):
+            slots[i] = prefix.slots[0]
+            keys[0, i, list(prefix.slots)] = prefix.begin * self.placement.page_size
+            keys[1, i, list(prefix.slots)] = prefix.end * self.placement.page_size
+        self.prefix_slots.copy_(to_device(slots, self.prefix_slots.device))
+        self.prefix_keys.copy_(to_device(keys, self.prefix_keys.device))
+        self._prefixes = prefixes
 
     def activate(self, rows: Tensor, tokens: Tensor, lengths: Tensor) -> None:
         """Starts decoding in `rows` [n] int64 with their first tokens, after prompts of `lengths` tokens."""
@@ -349,11 +380,12 @@ class DecodeState(SequenceObserver):
         """Returns the last tokens [rows] int64 of decoding rows, -1 for others; penalties have not counted them yet."""
         return torch.where(self.active[:rows], self.tokens[:rows], -1)
 
-    def decode_step(self, rows: int, drafts: Tensor | None = None, chunks: int = 1) -> Step:
+    def decode_step(self, rows: int, drafts: Tensor | None = None, chunks: int = 1, prefixes: int = 0) -> Step:
         """Creates the step that appends the last token of each of the first `rows` rows and predicts the next.
 
         Args:
             drafts: [rows, n] possible next tokens, which are appended and continued as well; -1 is padding.
+            prefixes: number of shared prefixes, of those set by `set_prefixes`.
         """
         lengths, starts, active = self.lengths[:rows], self.starts[:rows], self.active[:rows]
         tokens, positions, owner = self.tokens[:rows], lengths, None
@@ -364,6 +396,11 @@ class DecodeState(SequenceObserver):
             tokens = torch.cat((tokens[:, None], drafts), 1).flatten()
             positions = (lengths[:, None] + offsets).flatten()
             starts, active = starts[owner], active[owner] & (tokens >= 0)
+        shared: dict[Hashable, tuple[Tensor, ...]] = {}
+        if prefixes:
+            keys = self.prefix_keys[:, :prefixes, :rows]
+            keys = torch.where(active, keys if owner is None else keys[:, :, owner], 0)
+            shared[PREFIX_KEYS] = *keys.mT, keys[1].amax(0)
         return Step(
             self.placement,
             tokens=tokens,
@@ -379,6 +416,8 @@ class DecodeState(SequenceObserver):
             cu_q=None,
             max_q=len(tokens) // rows,
             chunks=chunks,
+            shared=shared,
+            prefix_tables=self.block_tables[self.prefix_slots[:prefixes]] if prefixes else None,
         )
 
     def draft_steps(self, rows: int, count: int) -> DraftSteps:

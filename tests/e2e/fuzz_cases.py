@@ -272,6 +272,7 @@ def settings_of(
         "schedule.max_prefill_stall_ms": rng.choice((2.0, 50.0)),
         "speculation.drafter": "none",
         "kv.dtype": "auto",
+        "attention.shared_prefix": "always",
     }
     if spec is not None and spec.full and rng.random() < 0.35:
         settings["kv.dtype"] = "fp8" if spec.attention.latent is not None else rng.choice(("fp8", "fp8", "k16v8"))

@@ -80,6 +80,7 @@ CODE_PATHS: dict[str, dict[str, Any]] = {
     "expanded": {"helix.worker.model_runner.min_rows_to_expand": _always(0.01)},
     "in pieces": {"helix.layers.mla.MAX_EXPANDED_BYTES": 1 << 12},
     "key by key": {"helix.layers.mla.MAX_EXPANDED_BYTES": 1},
+    "shared": {},
     "few scores": {"helix.layers.indexer.MAX_SCORES": 1},
 }
 COUNTED = {
@@ -87,6 +88,7 @@ COUNTED = {
     "dealt": "helix.models.decoder.shard_rows",
     "expanded": "helix.layers.mla.MLA._attend_expanded",
     "padded": "helix.worker.step.DecodeState.packed",
+    "shared": "helix.attention.dense.attend_prefixes",
 }
 Tamper = Callable[[Engine], None]
 

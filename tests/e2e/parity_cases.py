@@ -60,6 +60,7 @@ REQUEST_KINDS: dict[str, tuple[tuple[int, ...], int]] = {
     "sampled": ((17, 60, 7, 90, 15), 16),
     "texts": ((300, 2000, 8000), 24),  # on GPUs
     "served": ((21, 58, 40), 20),  # too few pages, and an abort; later requests continue ended ones
+    "shared": ((5, 40, 9, 23, 31), 14),  # after one system prompt, every second after a document, too
 }
 
 
@@ -69,8 +70,11 @@ def requests_of(kind: str, vocab: int) -> tuple[tuple[CaseRequest, ...], ...]:
     rng = random.Random(11)
     lengths, new = REQUEST_KINDS[kind]
     first = []
+    system, document = ([rng.randrange(1, vocab) for _ in range(n)] if kind == "shared" else [] for n in (70, 90))
+    prefixes = (*system,), (*system, *document)
     for i, length in enumerate(lengths):
         tokens = tuple(rng.randrange(1, vocab) for _ in range(length))
+        tokens = prefixes[i % 2] + tokens
         sampling = SAMPLED[i] if kind == "sampled" else GREEDY
         first.append(CaseRequest(f"r{i}", tokens, new if i or len(lengths) < 5 else new // 2, sampling))
     if kind == "served":
@@ -141,6 +145,7 @@ def settings_of(row: dict[str, Any]) -> Settings:
         "schedule.decode_share": 0.0,
         "schedule.lookahead_tokens": 1 if row.get("requests") == "served" else 16,
         "speculation.drafter": "none",
+        "attention.shared_prefix": "always",
     }
     settings |= _drafts(row["drafter"]) if "drafter" in row else {}
     settings |= _blocks(row["blocks"], page) if "blocks" in row else {}

@@ -49,9 +49,7 @@ def test_a_sequence_may_end_where_others_go_on() -> None:
     assert runs(tables_of([1, 2, 3], [1, 2], [1, 2, 3, 4], []), 1) == [((0, 1, 2), 0, 2), ((0, 2), 2, 3)]
 
 
-@given(
-    st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=9), st.sampled_from([1, 2, 3, 5]), st.integers(1, 12)
-)
+@given(st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=9), st.sampled_from([1, 2, 3, 5]), st.integers(1, 12))
 def test_shared_pages_are_read_by_all_who_have_them(paths: list[list[int]], min_pages: int, limit: int) -> None:
     """Against the tree of all prefixes: a page number stands for the choices up to it."""
     numbers: dict[tuple[int, ...], int] = {}
