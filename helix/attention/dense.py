@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from helix.attention.base import AttentionPolicy, LayerAttention
+from helix.config import MAX_QUERIES
 from helix.worker.kv_cache import LayerCache
 from helix.worker.step import Step
 from kernels.attention.flash_decode import decode_parts
@@ -88,7 +89,7 @@ def attend_prefixes(q: Tensor, cache: LayerCache, step: Step, layer: LayerAttent
     tables, (lo, hi, _), (N, heads, width) = step.prefix_tables, step.prefix_keys, q.shape
     assert tables is not None
     group = heads // (cache.keys.shape[2] if layer.latent is None else 1)
-    tiles = -(-N // max(1, PREFIX_ROWS // group))
+    tiles = -(-N // min(max(1, PREFIX_ROWS // group), MAX_QUERIES))
     each = -(-N // tiles)  # queries of a tile, which the kernels attend as a sequence
     more = tiles * each - N
 

@@ -218,7 +218,7 @@ def build_engine(
         drafter=make_drafter(config.speculation, draft, model, cache, sizes),
         # A global selection communicates inside attention, which chunks would split.
         hopb="none" if global_selection else config.hopb.chunks,
-        shared_prefix=config.attention.shared_prefix,
+        shared_prefix=config.attention.shared_prefix if kv.prefix_cache else "none",
     )
     return Engine(
         runner,

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from helix.layers.attention import ShardedAttention
 from helix.sampling_params import SamplingParams
 from helix.worker.clock import time_each
 from helix.worker.cuda_graphs import StepGraphs
-from helix.worker.graph_keys import DEEP, SEQUENCES, DecodeGraphKey
+from helix.worker.graph_keys import DEEP, SEQUENCES, SHARED_PREFIXES, DecodeGraphKey
 from helix.worker.model_runner import ModelRunner
 from kernels.attention.split_kv import PartialAttention
 from kernels.precompile import precompile
@@ -63,7 +63,7 @@ def warmup(
             for rows, kind in product(sizes, [*kinds, *later])
             for n in tried_chunks(runner, rows)
         )
-        precompile_kernels(runner, chunk_shapes(runner), steps)
+        precompile_kernels(runner, chunk_shapes(runner), chain(steps, prefix_steps(runner, sizes, drafts)))
         mark("compile")
     run_request(runner)
     mark("first_request")
@@ -127,6 +127,15 @@ def chunk_shapes(runner: ModelRunner) -> Iterator[tuple[int, int, int]]:
     for n, depth in product(several, [0, min(deep, room - 1)]):
         if not runner.drafter.has_own_pages or n * stripes.pages_for(depth + 1) <= runner.sizes.pages:
             yield n, 1, depth
+
+
+def prefix_steps(runner: ModelRunner, sizes: Sequence[int], drafts: Sequence[int]) -> Iterator[DecodeGraphKey]:
+    """Yields steps of `sizes` rows with shared prefixes, if any can save enough: n sequences have at most n - 1."""
+    if runner.min_shared_pages > (runner.sizes.slots - 1) * runner.cache.pages:
+        return
+    for rows, n, prefixes in product(sizes, drafts, SHARED_PREFIXES[1:]):
+        if 1 < rows >= prefixes:
+            yield from (DecodeGraphKey(rows, n, chunks=c, shared_prefixes=prefixes) for c in tried_chunks(runner, rows))
 
 
 def _room(runner: ModelRunner) -> int:

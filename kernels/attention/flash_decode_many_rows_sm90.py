@@ -163,7 +163,7 @@ def _attend(
     key_scores, score_table, score_page, score_table_b = collecting
     lo, hi, lo_b, lo_t, hi_b, hi_t, _ = bounds
     dtype: gl.constexpr = q.dtype.element_ty
-    schedule = schedule_of(bounds, 1, T, BLOCK_B, EARLY, HEADS)
+    schedule = schedule_of(bounds, 1, T, BLOCK_B, EARLY, HEADS, ALL=False)
     seq, _, _, fulls_from, fulls_to, _, _, begin, end, run = schedule
     # One row per query token and head of the group: heads of a group read the same keys.
     row = side * SIDE + gl.arange(0, SIDE, layout=ROW_LAYOUT)
@@ -267,6 +267,10 @@ def _attend(
             mbarrier.arrive(free.index(stage))
             stage, phase = next_stage(stage, phase, STAGES)
 
+        # Drop what rows that read no key, which may be NaN, accumulated from unmasked tiles.
+        reads = row_lo < row_hi
+        total = gl.where(reads, total, 0.0)
+        acc = gl.where(gl.convert_layout(reads, gl.SliceLayout(1, SUMS))[:, None], acc, 0.0)
         empty = total == 0.0
         log2 = gl.where(empty, float("-inf"), peak + gl.log2(total))
         factor = 1.0 / gl.where(empty, 1.0, total)

@@ -21,12 +21,13 @@ def block_of(sequences: int) -> int:
 @gluon.jit
 def schedule_of(
     bounds, TILES_M: gl.constexpr, T: gl.constexpr, BLOCK_B: gl.constexpr, EARLY: gl.constexpr,
-    HEADS: gl.constexpr = 1, TILE_N: gl.constexpr = TILE,
+    HEADS: gl.constexpr = 1, TILE_N: gl.constexpr = TILE, ALL: gl.constexpr = True,
 ):  # fmt: skip
     """Computes `kernels.attention.split_kv.schedule` with HEADS items per sequence, and this program's run.
 
-    Also returns [full_from, full_to), the keys that all queries of a sequence read (no mask). If EARLY, bounds and
-    block table are older than the predecessor, and the caller waits for it after this call.
+    Also returns [full_from, full_to), the keys that all queries of a sequence read (no mask); not ALL: all queries that
+    read any key, and the caller drops what it computes for the others. If EARLY, bounds and block table are older than
+    the predecessor, and the caller waits for it after this call.
     """
     lo, hi, lo_b, lo_t, hi_b, hi_t, B = bounds
     if not EARLY:
@@ -40,8 +41,8 @@ def schedule_of(
         last = gl.load(hi + seq * hi_b + token * hi_t, mask=seq < B, other=0)
         stops = gl.maximum(stops, gl.where(first < last, last, 0))
         starts = gl.minimum(starts, gl.where(first < last, first, none))
-        full_from = gl.maximum(full_from, first)
-        full_to = gl.minimum(full_to, last)
+        full_from = gl.maximum(full_from, first if ALL else gl.where(first < last, first, 0))
+        full_to = gl.minimum(full_to, last if ALL else gl.where(first < last, last, none))
     starts = gl.minimum(starts, stops)
     # At least one tile, so that sequences without keys get written too.
     tiles = gl.where(seq < B, gl.maximum((stops + TILE_N - 1) // TILE_N - starts // TILE_N, 1), 0)

@@ -22,7 +22,7 @@ from helix.layout import HelixLayout
 from helix.sampling_params import SamplingParams
 from helix.speculation import DraftBudget, SuffixDrafter
 from helix.worker.graph_keys import DecodeGraphKey
-from helix.worker.warmup import chunk_shapes, fill, precompile_kernels
+from helix.worker.warmup import chunk_shapes, fill, precompile_kernels, prefix_steps
 from kernels import dispatch
 from kernels.precompile import on_compilation, precompile
 from tests.e2e.checkpoints import DEMO, checkpoint, oracle
@@ -74,6 +74,9 @@ def test_nothing_is_launched_and_nothing_remains(
         replace(draw, rows=rows, drafts=drafts, sparse=sparsely, process_logits=shaped)
         for rows, drafts, draw, sparsely, shaped in product((1, 4), e.draft_sizes, draws, sparse, (False, True))
     ]
+    e.runner.shared_prefix = "always"
+    steps += prefix_steps(e.runner, (1, 2, 4), e.draft_sizes)
+    assert {kind.shared_prefixes for kind in steps} == {0, 1, 2, 4}
     sampling = SamplingParams(temperature=1.0, top_k=3, presence_penalty=1.0)
     short = [Request("plain", (1, 2), 3), Request("shaped", (1, 2), 3, sampling)]
     with monkeypatch.context() as patch:
