@@ -86,6 +86,7 @@ FOREIGN_FLAGS = {
     "--enable-chunked-prefill": "prefill is always chunked: decode.prefill_chunk=N",
     "--enable-prefix-caching": "prefix caching is on by default: kv.prefix_cache=true",
     "--no-enable-prefix-caching": "use kv.prefix_cache=false",
+    "--no-disable-cascade-attn": "attention.shared_prefix=auto reads shared prefixes once where it pays",
     "--block-size": "use kv.page_size=N",
     "--num-gpu-blocks-override": "use kv.tokens=N, the total of all ranks",
     "--swap-space": "nothing is swapped: preempted sequences are recomputed",
