@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from helix.attention.base import AttentionPolicy, LayerAttention
 from helix.config import MAX_QUERIES
 from helix.worker.kv_cache import LayerCache
-from helix.worker.step import Step
+from helix.worker.step import PrefixKeys, Step, tiled
 from kernels.attention.flash_decode import decode_parts
 from kernels.attention.flash_prefill import flash_prefill
 from kernels.attention.merge_states import merge_states
@@ -45,12 +44,14 @@ class DenseAttention(AttentionPolicy):
             return PartialAttention(*prefill(q, keys, step.cu_q, step.max_q, max_k))
         batch_shape = (len(step.slots), -1)
         lo, hi, rows = lo.view(batch_shape), hi.view(batch_shape), q.unflatten(0, batch_shape)
-        if step.prefix_tables is None or layer.window is not None:
+        if step.prefixes is None or layer.window is not None:
             return _decode(rows, _paged(cache, layer, tables, lo, hi, layer.sinks), layer, ready=layer.chunk > 0)
-        lo = step.prefix_keys[2].view(batch_shape)
-        out, lse = attend_prefixes(q, cache, step, layer)
+        first = step.first * rows.shape[1]
+        at = slice(first, first + len(q))
+        out, lse = attend_prefixes(q, cache, step.prefixes, at, layer)
+        own = _paged(cache, layer, tables, step.prefixes.start[at].view(batch_shape), hi, layer.sinks)
         to = {"out": out[0].unflatten(0, batch_shape), "lse": lse[0].unflatten(0, batch_shape)}
-        _decode(rows, _paged(cache, layer, tables, lo, hi, layer.sinks), layer, **to).merge_states()
+        _decode(rows, own, layer, **to).merge_states()
         return PartialAttention(*merge_states(out, lse, return_lse=True))
 
 
@@ -76,8 +77,10 @@ def _decode(
     return mla_decode_parts(q, keys, out=out, lse=lse, sms=sms, early=True, lane=lane)
 
 
-def attend_prefixes(q: Tensor, cache: LayerCache, step: Step, layer: LayerAttention) -> tuple[Tensor, Tensor]:
-    """Attends queries [N, Hq, D] of a decode step to G shared prefixes, each of which is read once.
+def attend_prefixes(
+    q: Tensor, cache: LayerCache, prefixes: PrefixKeys, rows: slice, layer: LayerAttention
+) -> tuple[Tensor, Tensor]:
+    """Attends queries [N, Hq, D] of a decode step's `rows` to G shared prefixes, each of which is read once.
 
     Every query counts as one of each prefix's. Those whose sequences do not share it read none of its keys, as on an
     empty shard, so that rows need no order, and shapes depend on the number of prefixes only.
@@ -86,24 +89,16 @@ def attend_prefixes(q: Tensor, cache: LayerCache, step: Step, layer: LayerAttent
         Partial outputs [1 + G, N, Hq, D or R] in q's dtype, and LSEs [1 + G, N, Hq] fp32, to merge; the first is not
         written: it is for the keys in a sequence's own pages.
     """
-    tables, (lo, hi, _), (N, heads, width) = step.prefix_tables, step.prefix_keys, q.shape
-    assert tables is not None
+    count, (N, heads, width) = len(prefixes.tables), q.shape
     group = heads // (cache.keys.shape[2] if layer.latent is None else 1)
     tiles = -(-N // min(max(1, PREFIX_ROWS // group), MAX_QUERIES))
     each = -(-N // tiles)  # queries of a tile, which the kernels attend as a sequence
-    more = tiles * each - N
-
-    def tiled(x: Tensor) -> Tensor:  # [1 or G, N, ...] -> [G * tiles, each, ...]
-        x = F.pad(x, (0, 0) * (x.dim() - 2) + (0, more)) if more else x
-        return x.expand(len(tables), *x.shape[1:]).reshape(-1, each, *x.shape[2:])
-
-    out = q.new_empty(1 + len(tables), tiles * each, heads, layer.latent or width)
+    out = q.new_empty(1 + count, tiles * each, heads, layer.latent or width)
     lse = q.new_empty(out.shape[:3], dtype=torch.float32)
-    pages = tables[:, None].expand(-1, tiles, -1).flatten(0, 1)
-    keys = _paged(cache, layer, pages, tiled(lo.T), tiled(hi.T), None)
-    _decode(
-        tiled(q[None]), keys, layer, out=out[1:].reshape(-1, each, *out.shape[2:]), lse=lse[1:].reshape(-1, each, heads)
-    ).merge_states()
+    keys = _paged(cache, layer, *prefixes.tiles(rows, tiles), None)
+    # Bounds are made before the queries: the kernel may read them while the queries are copied.
+    queries = tiled(q.expand(count, -1, -1, -1), tiles)
+    _decode(queries, keys, layer, out=tiled(out[1:], tiles), lse=tiled(lse[1:], tiles)).merge_states()
     return out[:, :N], lse[:, :N]
 
 

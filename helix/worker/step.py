@@ -24,10 +24,9 @@ from helix.worker.sequence_observer import RequestReleased, SequenceObserver, Sp
 from helix.worker.transfers import to_device
 from kernels.tokens.commit import PLACEHOLDER_TOKEN_ID, Candidates, commit
 
-__all__ = ["PLACEHOLDER_TOKEN_ID", "SELECTED", "DecodeState", "Step"]
+__all__ = ["PLACEHOLDER_TOKEN_ID", "SELECTED", "DecodeState", "Step", "tiled"]
 
-# Keys in `Step.shared` of the tokens that an indexer selected, and of the keys in shared prefixes.
-SELECTED, PREFIX_KEYS = "selected", "prefix keys"
+SELECTED = "selected"  # key in `Step.shared` of the tokens that an indexer selected, see `Step.selected`
 
 CACHED, NEW = 1, 2  # tokens of a prefill step that are in pages already, or not; 0 is padding
 
@@ -71,6 +70,41 @@ class RowShard:
     gathered: dict[tuple[str, int], tuple[Tensor, torch.cuda.Event | None]]
 
 
+@dataclass(frozen=True)
+class PrefixKeys:
+    """Local keys that the N tokens of a decode step read in G shared prefixes, in layers without a window.
+
+    Attributes:
+        tables: pages [G, P] int32 of the prefixes.
+        lo, hi: the keys `[lo, hi)` that each token reads there [G, N] int32; none unless its sequence shares it.
+        start: the first key that each token reads in its sequence's own pages [N] int32.
+        made: results of `tiles`.
+    """
+
+    tables: Tensor
+    lo: Tensor
+    hi: Tensor
+    start: Tensor
+    made: dict[tuple[int, int, int], tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
+
+    def tiles(self, rows: slice, tiles: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns pages [G * tiles, P] and bounds [G * tiles, n] of tokens `rows`; made once for all layers."""
+        key = rows.start, rows.stop, tiles
+        if key not in self.made:
+            pages = self.tables[:, None].expand(-1, tiles, -1).flatten(0, 1)
+            lo, hi = (tiled(x[:, rows], tiles) for x in (self.lo, self.hi))
+            self.made[key] = pages, lo, hi
+        return self.made[key]
+
+
+def tiled(x: Tensor, tiles: int) -> Tensor:
+    """Cuts x [G, N, ...] into [G * tiles, ceil(N / tiles), ...], padded with zeros."""
+    each = -(-x.shape[1] // tiles)
+    more = each * tiles - x.shape[1]
+    x = F.pad(x, (0, 0) * (x.dim() - 2) + (0, more)) if more else x
+    return x.reshape(-1, each, *x.shape[2:])
+
+
 @dataclass
 class Step:
     """The N tokens of one forward pass.
@@ -96,7 +130,7 @@ class Step:
         staged: GPU pages of a prefill step's new tokens, with KV offload.
         selects: indexers select tokens; if False, they only add keys, or do nothing after `with_selection`.
         num_tokens_across_dp: in mode dp, prefill tokens of each rank; empty: the same number on all ranks.
-        prefix_tables: pages [G, P] int32 of prefixes that several sequences of a decode step share; None: no such.
+        prefixes: of all tokens of a decode step, the keys in prefixes that sequences share; None: each reads its own.
     """
 
     placement: KVPlacement
@@ -120,7 +154,7 @@ class Step:
     staged: StagedChunk | None = None
     selects: bool = True
     num_tokens_across_dp: tuple[int, ...] = ()
-    prefix_tables: Tensor | None = None
+    prefixes: PrefixKeys | None = None
 
     def pages(self, window: int | None) -> Tensor:
         """Returns the pages [n, P] int32 that layers with this window read: their ring's, if there is one."""
@@ -148,16 +182,6 @@ class Step:
         Cache slots [N, width] int32 on this rank in local order, and the valid columns [lo, hi) [N] int32.
         """
         return self.shared.get(SELECTED)
-
-    @property
-    def prefix_keys(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The local keys that each token reads in layers without a window, with shared prefixes.
-
-        lo, hi: the keys `[lo, hi)` int32 [N, G] that it reads in each of `prefix_tables`; none unless its sequence is
-        one of those that share the prefix. start: the first key int32 [N] that it reads in its own pages.
-        """
-        lo, hi, start = self.shared[PREFIX_KEYS]
-        return lo, hi, start
 
     def with_selection(self, selection: tuple[Tensor, ...]) -> Step:
         """Returns this step with an earlier selection of tokens, see `selected`, for all layers."""
@@ -396,11 +420,12 @@ class DecodeState(SequenceObserver):
             tokens = torch.cat((tokens[:, None], drafts), 1).flatten()
             positions = (lengths[:, None] + offsets).flatten()
             starts, active = starts[owner], active[owner] & (tokens >= 0)
-        shared: dict[Hashable, tuple[Tensor, ...]] = {}
+        prefix_keys: PrefixKeys | None = None
         if prefixes:
             keys = self.prefix_keys[:, :prefixes, :rows]
             keys = torch.where(active, keys if owner is None else keys[:, :, owner], 0)
-            shared[PREFIX_KEYS] = *keys.mT, keys[1].amax(0)
+            tables = self.block_tables[self.prefix_slots[:prefixes]]
+            prefix_keys = PrefixKeys(tables, keys[0], keys[1], keys[1].amax(0))
         return Step(
             self.placement,
             tokens=tokens,
@@ -416,8 +441,7 @@ class DecodeState(SequenceObserver):
             cu_q=None,
             max_q=len(tokens) // rows,
             chunks=chunks,
-            shared=shared,
-            prefix_tables=self.block_tables[self.prefix_slots[:prefixes]] if prefixes else None,
+            prefixes=prefix_keys,
         )
 
     def draft_steps(self, rows: int, count: int) -> DraftSteps:
