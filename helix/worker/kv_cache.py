@@ -186,9 +186,9 @@ class KVCache(SequenceObserver):
             begin = end
 
     @property
-    def layer_page_bytes(self) -> float:
-        """Bytes of a page in the layer that stores the most; infinite if no layer has pages."""
-        return max((page_bytes(g.kv_cache_specs, self.placement.page_size) for g in self.groups), default=0) or math.inf
+    def layer_page_bytes(self) -> int:
+        """Bytes of a page in the layer that stores the most; 0 if all layers have rings or states."""
+        return max((page_bytes(g.kv_cache_specs, self.placement.page_size) for g in self.groups), default=0)
 
     def layer(self, index: int, prefill: bool = False) -> LayerCache:
         group, position = self._layer_positions[index]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from helix.attention.base import AttentionPolicy
-from helix.attention.dense import DenseAttention
+from helix.attention.dense import PREFIX_ROWS, DenseAttention
 from helix.engine.scheduler_output import NewRequest, PrefillChunk, SchedulerOutput
 from helix.kv_placement import PromptChunk
 from helix.layers.mla import min_rows_to_expand
@@ -250,7 +250,14 @@ class ModelRunner:
         """Minimum page reads of a layer that a shared prefix must save; infinite: all sequences read their own."""
         if self.shared_prefix == "none" or None in self.cache.rings:  # with KV offload steps read pages of rings
             return math.inf
-        return 1 if self.shared_prefix == "always" else MIN_SHARED_BYTES / self.cache.layer_page_bytes
+        if self.shared_prefix == "always":
+            return 1
+        spec, page_bytes = self.model.spec.attention, self.cache.layer_page_bytes
+        if isinstance(spec, MLASpec):
+            heads = -(-spec.q_heads // self.layout.tpa)
+            if spec.topk is not None or 2 * heads > PREFIX_ROWS:  # each query reads its own, or fills a tile alone
+                return math.inf
+        return MIN_SHARED_BYTES / page_bytes if page_bytes else math.inf
 
     def sparse_at(self, tokens: int) -> bool:
         return self.policy.from_tokens is not None and tokens >= self.policy.from_tokens

@@ -9,7 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from comm.loopback import LoopbackWorld
 from helix.engine.shared_prefix import shared_prefixes
+from helix.layout import HelixLayout
+from helix.worker.model_runner import MIN_SHARED_BYTES
+from tests.e2e.checkpoints import checkpoint
+from tests.e2e.parity import build_engine
 
 Tables = dict[int, np.ndarray]
 
@@ -66,3 +71,20 @@ def test_shared_pages_are_read_by_all_who_have_them(paths: list[list[int]], min_
     if min_pages == 1 and limit == 12:
         read = sum(len(t) - ends[slot] for slot, t in tables.items()) + sum(end - begin for _, begin, end in found)
         assert len(found) == limit or read == len(numbers), "each page is read once"
+
+
+@pytest.mark.parametrize(
+    "family, setting, pages",
+    [
+        ("qwen2", "auto", MIN_SHARED_BYTES / (16 * 2 * 16 * 4)),  # pages of 16 tokens, 16 fp32 keys and values
+        ("qwen2", "always", 1),
+        ("qwen2", "none", math.inf),
+        ("mixtral", "auto", math.inf),  # a window in every layer
+        ("glm-5", "auto", math.inf),  # selected tokens
+    ],
+)
+def test_the_reads_that_launches_are_worth(family: str, setting: str, pages: float) -> None:
+    engine = build_engine(checkpoint(family), HelixLayout.create(), LoopbackWorld(1).communicator(0, [0]), 16)
+    engine.runner.shared_prefix = setting
+    assert engine.runner.min_shared_pages == pytest.approx(pages)
+    engine.close()
