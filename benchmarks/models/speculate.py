@@ -38,8 +38,8 @@ MEASURED = [
 ]  # fmt: skip
 PARTS = {
     "draft": r"^_(replay|find_in_(history|pool)|propose|draft_ranges|select_tokens)_kernel",
-    "attention": r"^_(kv_append|flash_decode((_fp8|_many)_sm90)?|merge_splits|mla_\w+|gated_delta_step)_kernel"
-    r"|^_(angles|local_bounds|slot_mapping|index_append|index_scores|count_(digits|listed)|list_(between|local_topk))_kernel"
+    "attention": r"^_(kv_append|flash_decode((_fp8|_many)_sm90)?|mla_\w+|gated_delta_step)_kernel"
+    r"|^_(merge_splits|merge_prefixes|angles|local_bounds|slot_mapping|index_append|index_scores|count_(digits|listed)|list_(between|local_topk))_kernel"
     r"|^_write_(topk|listed)_kernel"
     r"|^_(select_(blocks|pages)|keep_best|repeat_blocks|block_ranges|fold_blocks|resolve|copy_blocks|write_back)_kernel",
     "exchange": r"^_((merge_states_)?exchange|merge_states(_pack)?|pack_states)_kernel|ncclDevKernel_SendRecv",

@@ -13,7 +13,7 @@ from helix.worker.kv_cache import LayerCache
 from helix.worker.step import PrefixKeys, Step, tiled
 from kernels.attention.flash_decode import decode_parts
 from kernels.attention.flash_prefill import flash_prefill
-from kernels.attention.merge_states import merge_states
+from kernels.attention.merge_prefixes import merge_prefixes
 from kernels.attention.split_kv import PartialAttention
 from kernels.mla.decode import decode_parts as mla_decode_parts
 from kernels.mla.prefill import mla_prefill
@@ -48,11 +48,9 @@ class DenseAttention(AttentionPolicy):
             return _decode(rows, _paged(cache, layer, tables, lo, hi, layer.sinks), layer, ready=layer.chunk > 0)
         first = step.first * rows.shape[1]
         at = slice(first, first + len(q))
-        out, lse = attend_prefixes(q, cache, step.prefixes, at, layer)
         own = _paged(cache, layer, tables, step.prefixes.start[at].view(batch_shape), hi, layer.sinks)
-        to = {"out": out[0].unflatten(0, batch_shape), "lse": lse[0].unflatten(0, batch_shape)}
-        _decode(rows, own, layer, **to).merge_states()
-        return PartialAttention(*merge_states(out, lse, return_lse=True))
+        shared = attend_prefixes(q, cache, step.prefixes, at, layer)
+        return merge_prefixes(_decode(rows, own, layer), shared, len(step.prefixes.tables))
 
 
 def _paged(
@@ -63,43 +61,32 @@ def _paged(
     return cache.paged_latents(layer.latent, tables, lo, hi, layer.scale)
 
 
-def _decode(
-    q: Tensor,
-    keys: PagedKeys,
-    layer: LayerAttention,
-    ready: bool = False,
-    out: Tensor | None = None,
-    lse: Tensor | None = None,
-) -> PartialAttention:
+def _decode(q: Tensor, keys: PagedKeys, layer: LayerAttention, ready: bool = False) -> PartialAttention:
     sms, lane = layer.sms(q.device), layer.chunk
     if layer.latent is None:
-        return decode_parts(q, keys, out=out, lse=lse, sms=sms, early=True, lane=lane, ready=ready)
-    return mla_decode_parts(q, keys, out=out, lse=lse, sms=sms, early=True, lane=lane)
+        return decode_parts(q, keys, sms=sms, early=True, lane=lane, ready=ready)
+    return mla_decode_parts(q, keys, sms=sms, early=True, lane=lane)
 
 
 def attend_prefixes(
     q: Tensor, cache: LayerCache, prefixes: PrefixKeys, rows: slice, layer: LayerAttention
-) -> tuple[Tensor, Tensor]:
+) -> PartialAttention:
     """Attends queries [N, Hq, D] of a decode step's `rows` to G shared prefixes, each of which is read once.
 
     Every query counts as one of each prefix's. Those whose sequences do not share it read none of its keys, as on an
     empty shard, so that rows need no order, and shapes depend on the number of prefixes only.
 
     Returns:
-        Partial outputs [1 + G, N, Hq, D or R] in q's dtype, and LSEs [1 + G, N, Hq] fp32, to merge; the first is not
-        written: it is for the keys in a sequence's own pages.
+        Partial outputs [G * tiles, n, Hq, D or R], for each prefix the N queries and padding.
     """
-    count, (N, heads, width) = len(prefixes.tables), q.shape
+    count, (N, heads, _) = len(prefixes.tables), q.shape
     group = heads // (cache.keys.shape[2] if layer.latent is None else 1)
-    tiles = -(-N // min(max(1, PREFIX_ROWS // group), MAX_QUERIES))
-    each = -(-N // tiles)  # queries of a tile, which the kernels attend as a sequence
-    out = q.new_empty(1 + count, tiles * each, heads, layer.latent or width)
-    lse = q.new_empty(out.shape[:3], dtype=torch.float32)
+    tiles = -(-N // min(max(1, PREFIX_ROWS // group), MAX_QUERIES))  # each of them is attended as a sequence
+    tiles = next((n for n in range(tiles, 2 * tiles) if N % n == 0), tiles)  # padding would copy the queries
     keys = _paged(cache, layer, *prefixes.tiles(rows, tiles), None)
     # Bounds are made before the queries: the kernel may read them while the queries are copied.
     queries = tiled(q.expand(count, -1, -1, -1), tiles)
-    _decode(queries, keys, layer, out=tiled(out[1:], tiles), lse=tiled(lse[1:], tiles)).merge_states()
-    return out[:, :N], lse[:, :N]
+    return _decode(queries, keys, replace(layer, chunk=-1))  # another workspace than that of a sequence's own keys
 
 
 def attend_selected(q: Tensor, keys: PagedKeys, *, prefill: bool, sms: int, lane: int) -> PartialAttention:

@@ -23,8 +23,8 @@ def tile_shape(rows: int, max_rows: int, D: int, dtype: torch.dtype, more: int =
     block_d = max(16, triton.next_power_of_2(D))  # minimum of tl.dot
     max_rows = 32 if dtype == torch.float32 else max_rows
     block_m = min(max_rows, max(16, triton.next_power_of_2(rows)))
-    # 16 KiB of keys, and of values
-    block_n = max(16, min(128 if block_m == 128 else 64, 16384 // (block_d * dtype.itemsize)))
+    # 16 KiB of keys, and of values; e4m3 keys of short heads would spill at 128 keys.
+    block_n = max(16, min(128 if block_m == 128 and more < 2 else 64, 16384 // (block_d * dtype.itemsize)))
     if block_m == 64 and more == 1:  # keys are 16-bit: one more stage would leave room for a single program
         more = 0
     wide = dtype == torch.float32 or block_m == 128 or block_m * block_d >= 128 * 128

@@ -239,6 +239,20 @@ def merge_states(
     return out, out_lse
 
 
+def merge_prefixes(
+    out: torch.Tensor, lse: torch.Tensor, prefix_out: torch.Tensor, prefix_lse: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Plain torch `kernels.attention.merge_prefixes`, for merged states.
+
+    Args:
+        out, lse: [N, Hq, D] and [N, Hq].
+        prefix_out, prefix_lse: [count * tiles, each, Hq, D] and [count * tiles, each, Hq].
+    """
+    of_prefixes = (x.unflatten(0, (count, -1)).flatten(1, 2)[:, : len(out)] for x in (prefix_out, prefix_lse))
+    outs, logs = (torch.cat((x[None], more)) for x, more in zip((out, lse), of_prefixes, strict=True))
+    return merge_states(outs, logs)
+
+
 def merge_states_pack(
     out: torch.Tensor, lse: torch.Tensor, send_out: torch.Tensor, send_lse: torch.Tensor, shares: Sequence[int]
 ) -> None:

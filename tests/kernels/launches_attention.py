@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from kernels.attention.flash_decode import decode_parts
 from kernels.attention.flash_prefill import flash_prefill
 from kernels.attention.head_squares import head_squares
 from kernels.attention.kv_append import kv_append
+from kernels.attention.merge_prefixes import merge_prefixes
 from kernels.attention.merge_states import merge_states
 from kernels.attention.merge_states_pack import merge_states_pack
 from kernels.attention.placement import compute_slot_mapping, local_bounds
@@ -77,7 +79,7 @@ def decodes() -> Iterator[Launch]:
         (64, 8, 16, 64, "auto", ""), (256, 16, 32, 16, "auto", ""), (128, 8, 8, 128, "auto", "ends"),
         (128, 8, 8, 128, "auto", "any"), (128, 8, 16, 64, "fp8", ""), (128, 8, 8, 128, "fp8", "any"),
         (128, 8, 16, 64, "k16v8", ""), (64, 8, 1, 64, "fp8", ""), (256, 16, 1, 16, "fp8", ""),
-        (128, 8, 1, 1, "fp8", ""),
+        (128, 8, 1, 1, "fp8", ""), (64, 8, 16, 64, "fp8", ""),
     ):  # fmt: skip
         q = numbers(4, tokens, 8 * group, dim)
         name = f"decode-{dim}-{tokens}-{kv}-{page}" + f"-{collect}" * bool(collect)
@@ -113,6 +115,9 @@ def merges() -> Iterator[Launch]:
         bounds = i32(4, 1), i32(4, 1), None
         parts = UnmergedAttention(out, fp32(4, 1, 64), *bounds, part, fp32(264, 2, 64), 132, 8, 64, 64)
         yield launch(f"merge-{dim}", parts.merge_states)
+        shared = replace(parts, out=numbers(8, 16, 64, dim), lse=fp32(8, 16, 64), lo=i32(8, 16), hi=i32(8, 16))
+        shared = replace(shared, part=numbers(264, 128, 64, dim), part_lse=fp32(264, 128), block_m=128)
+        yield launch(f"merge-prefixes-{dim}", merge_prefixes, parts, shared, 4)
         messages = numbers(8, 4, 8, dim), fp32(8, 4, 8), [8] * 8, i32(9)
         yield launch(f"merge-messages-{dim}", merge_states_pack, parts, *messages)
         merged = PartialAttention(out, fp32(4, 1, 64))

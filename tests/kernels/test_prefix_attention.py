@@ -82,7 +82,7 @@ def types() -> list[object]:
         ("one", 1, 4, (14, 2, 128), False, False),  # 24 queries of 7 heads: two tiles
         ("one", 1, 5, (7, 1, 128), False, False),  # 30 queries: tiles of 15
         ("one after another", 2, 1, (8, 2, 64), True, False),
-        ("apart", 4, 5, (6, 1, 16), False, False),  # 30 queries: tiles of 15, of two prefixes and padding
+        ("apart", 4, 7, (24, 1, 16), False, False),  # tiles of two prefixes and padding; 14 queries take three of 5
         ("apart", 2, 1, (4, 2, 64), True, True),
     ],
 )
