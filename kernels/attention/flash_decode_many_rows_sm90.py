@@ -1,4 +1,4 @@
-"""Hopper variant of `kernels.attention.flash_decode` for 65 to 128 query rows per KV head (speculative verification).
+"""Hopper variant of `kernels.attention.flash_decode` for 65 to 128 query rows per KV head: drafts and shared prefixes.
 
 One tile that loads, scores and accumulates 128 rows in sequence takes twice as long as loading its keys. This kernel is
 warp-specialized like `kernels.attention.flash_prefill_sm90`, over the key runs of decode:

@@ -22,7 +22,7 @@ def _merge_prefixes_kernel(
     lo, hi, sinks, out, lse, part, part_lse, lo_b, lo_t, hi_b, hi_t, out_b, out_t, out_h, lse_b, lse_t, lse_h,
     at_lo, at_hi, at_out, at_lse, at_part, at_part_lse,
     at_lo_b, at_lo_t, at_hi_b, at_hi_t, at_out_b, at_out_t, at_out_h, at_lse_b, at_lse_t, at_lse_h,
-    merged, merged_lse, B, programs, at_programs, tiles, COUNT: tl.constexpr, T: tl.constexpr, AT_T: tl.constexpr,
+    merged, merged_lse, B, programs, sequences, tiles, at_programs, T: tl.constexpr, AT_T: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_B: tl.constexpr, AT_BLOCK_B: tl.constexpr,
     BLOCK_M: tl.constexpr, AT_BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AT_BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr, AT_ROWS: tl.constexpr, PARTS: tl.constexpr, SLICE: tl.constexpr, SINKS: tl.constexpr,
@@ -33,7 +33,7 @@ def _merge_prefixes_kernel(
     AT_ITEMS: tl.constexpr = HEADS * ((AT_T * GROUP + AT_BLOCK_M - 1) // AT_BLOCK_M)
     _, _, lengths, ends, run = schedule(lo, hi, lo_b, lo_t, hi_b, hi_t, B, T, ITEMS, programs, BLOCK_B, BLOCK_N)
     _, _, at_lengths, at_ends, at_run = schedule(
-        at_lo, at_hi, at_lo_b, at_lo_t, at_hi_b, at_hi_t, COUNT * tiles, AT_T, AT_ITEMS, at_programs, AT_BLOCK_B,
+        at_lo, at_hi, at_lo_b, at_lo_t, at_hi_b, at_hi_t, sequences, AT_T, AT_ITEMS, at_programs, AT_BLOCK_B,
         AT_BLOCK_N,
     )  # fmt: skip
     n = tl.program_id(0) // (HEADS * GROUP)
@@ -54,8 +54,8 @@ def _merge_prefixes_kernel(
     peak = tl.maximum(log, -1.0e38)  # finite: -inf minus -inf would be NaN
     total = tl.exp(log - peak)
     acc *= total
-    for prefix in range(COUNT):
-        i, t = prefix * tiles + n // AT_T, n % AT_T
+    for prefix in range(0, sequences, tiles):
+        i, t = prefix + n // AT_T, n % AT_T
         reads = tl.load(at_lo + i * at_lo_b + t * at_lo_t) < tl.load(at_hi + i * at_hi_b + t * at_hi_t)
         item_begin, length, row = item_of(i, t, head, at_lengths, at_ends, AT_T, HEADS, GROUP, AT_BLOCK_B, AT_BLOCK_M)
         first = item_begin // at_run
@@ -101,8 +101,8 @@ def merge_prefixes(own: PartialAttention, prefixes: PartialAttention, count: int
         *own.lo.stride(), *own.hi.stride(), *own.out.stride()[:3], *own.lse.stride(),
         prefixes.lo, prefixes.hi, prefixes.out, prefixes.lse, prefixes.part, prefixes.part_lse,
         *prefixes.lo.stride(), *prefixes.hi.stride(), *prefixes.out.stride()[:3], *prefixes.lse.stride(),
-        merged, merged_lse, B, own.programs, prefixes.programs, sequences // count,
-        COUNT=count, T=T, AT_T=each, HEADS=own.heads, GROUP=Hq // own.heads, D=D,
+        merged, merged_lse, B, own.programs, sequences, sequences // count, prefixes.programs,
+        T=T, AT_T=each, HEADS=own.heads, GROUP=Hq // own.heads, D=D,
         BLOCK_B=triton.next_power_of_2(B), AT_BLOCK_B=triton.next_power_of_2(sequences),
         BLOCK_M=own.block_m, AT_BLOCK_M=prefixes.block_m, BLOCK_N=own.block_n, AT_BLOCK_N=prefixes.block_n,
         ROWS=own.part.shape[1], AT_ROWS=prefixes.part.shape[1], PARTS=parts, SLICE=width,
