@@ -82,8 +82,8 @@ def types() -> list[object]:
         ("one", 1, 4, (14, 2, 128), False, False),  # 24 queries of 7 heads: two tiles
         ("one", 1, 5, (7, 1, 128), False, False),  # 30 queries: tiles of 15
         ("one after another", 2, 1, (8, 2, 64), True, False),
-        ("apart", 4, 7, (24, 1, 16), False, False),  # tiles of two prefixes and padding; 14 queries take three of 5
-        ("apart", 2, 1, (4, 2, 64), True, True),
+        ("apart", 2, 7, (24, 1, 16), False, False),  # tiles of two prefixes and padding; 14 queries take three of 5
+        ("apart", 4, 1, (32, 2, 64), True, True),  # 96 rows; two prefixes and two empty ones
     ],
 )
 def test_keys_and_values(
