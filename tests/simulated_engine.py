@@ -140,6 +140,7 @@ def runner(
         recomputed_tokens=lacking,
         chunk_sizes=chunk_sizes,
         min_shared_pages=min_shared_pages,
+        min_sharing_rows=0.0,
     )
     return cast(ModelRunner, found)
 

@@ -381,7 +381,10 @@ class Scheduler:
             by_rank: list[dict[int, np.ndarray]] = [{} for _ in range(dp_ranks)]
             for slot, table, tokens in tables:
                 by_rank[slot % dp_ranks][slot] = table.pages[self._stripes.columns(0, tokens)]
-            self._prefixes = [shared_prefixes(pages, min_pages) for pages in by_rank]
+            share = self._runner.min_sharing_rows
+            self._prefixes = [
+                shared_prefixes(pages, min_pages, min_slots=max(2, math.ceil(share * len(pages)))) for pages in by_rank
+            ]
         return self._prefixes
 
     def _tables(self, s: RequestState) -> BlockTables:

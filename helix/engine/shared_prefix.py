@@ -21,7 +21,7 @@ from helix.worker.graph_keys import SHARED_PREFIXES
 
 
 def shared_prefixes(
-    pages: Mapping[int, np.ndarray], min_pages: float, limit: int = SHARED_PREFIXES[-1]
+    pages: Mapping[int, np.ndarray], min_pages: float, limit: int = SHARED_PREFIXES[-1], min_slots: int = 2
 ) -> tuple[SharedPrefix, ...]:
     """Finds the shared runs of columns that save the most reads; those of a slot follow each other without a gap.
 
@@ -29,6 +29,7 @@ def shared_prefixes(
         pages: by slot, the pages int32 [n] of its block table that other sequences may share.
         min_pages: minimum page reads that a run must save: its columns times all its slots but one.
         limit: maximum number of runs.
+        min_slots: minimum number of a run's slots, at least two.
     """
     found: list[SharedPrefix] = []
     runs: list[tuple[int, int, list[int], int]] = []  # heap of (-saved pages, begin, slots, end)
@@ -43,7 +44,7 @@ def shared_prefixes(
                 if at < len(pages[slot]):
                     by_page.setdefault(int(pages[slot][at]), []).append(slot)
             for members in by_page.values():
-                if len(members) == 1:
+                if len(members) < min_slots:
                     continue
                 width = min(len(pages[slot]) for slot in members)
                 columns = np.stack([pages[slot][at:width] for slot in members])

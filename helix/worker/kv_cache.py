@@ -190,6 +190,11 @@ class KVCache(SequenceObserver):
         """Bytes of a page in the layer that stores the most; 0 if all layers have rings or states."""
         return max((page_bytes(g.kv_cache_specs, self.placement.page_size) for g in self.groups), default=0)
 
+    @property
+    def is_fp8(self) -> bool:
+        """Whether any keys, values or latents are stored in e4m3."""
+        return any(spec.dtype == "float8_e4m3fn" for g in self.groups for spec in g.kv_cache_specs)
+
     def layer(self, index: int, prefill: bool = False) -> LayerCache:
         group, position = self._layer_positions[index]
         return LayerCache(index, {name: tensor[position] for name, tensor in group.tensors.items()}, self.accepted)

@@ -52,7 +52,9 @@ from helix.worker.transfers import to_device
 from kernels.tokens.best_token import best_of_ranks
 from kernels.tokens.commit import Candidates
 
-MIN_SHARED_BYTES = 40e6  # reads of a layer that shared prefixes must save: their launches take as long
+# Reads of a layer that shared prefixes must save, of keys and values and of latents, by H200 timings: launches, and
+# queries that share nothing, take as long.
+MIN_SHARED_BYTES, MIN_SHARED_LATENT_BYTES = 40e6, 130e6
 
 
 @dataclass(frozen=True)
@@ -255,9 +257,18 @@ class ModelRunner:
         spec, page_bytes = self.model.spec.attention, self.cache.layer_page_bytes
         if isinstance(spec, MLASpec):
             heads = -(-spec.q_heads // self.layout.tpa)
-            if spec.topk is not None or 2 * heads > PREFIX_ROWS:  # each query reads its own, or fills a tile alone
+            if spec.topk is not None or 2 * heads >= PREFIX_ROWS:  # each reads its own, or products take the time
                 return math.inf
-        return MIN_SHARED_BYTES / page_bytes if page_bytes else math.inf
+        least = MIN_SHARED_LATENT_BYTES if isinstance(spec, MLASpec) else MIN_SHARED_BYTES
+        return least / page_bytes if page_bytes else math.inf
+
+    @property
+    def min_sharing_rows(self) -> float:
+        """Minimum share of the decoding sequences that a shared prefix must have.
+
+        Over FP8 caches the general kernel reads prefixes, which fills the GPU only if most rows have work.
+        """
+        return 0.5 if self.shared_prefix == "auto" and self.cache.is_fp8 else 0.0
 
     def sparse_at(self, tokens: int) -> bool:
         return self.policy.from_tokens is not None and tokens >= self.policy.from_tokens

@@ -50,6 +50,11 @@ def test_the_largest_savings_come_first() -> None:
     assert runs(pairs, 1, 2) == [((2 * i, 2 * i + 1), 0, 1 + i) for i in (5, 4)]
 
 
+def test_a_run_may_need_a_number_of_slots() -> None:
+    found = shared_prefixes(SYSTEM_AND_DOCUMENT, 1, min_slots=3)
+    assert [(p.slots, p.begin, p.end) for p in found] == [((0, 1, 2), 0, 2)]
+
+
 def test_a_sequence_may_end_where_others_go_on() -> None:
     assert runs(tables_of([1, 2, 3], [1, 2], [1, 2, 3, 4], []), 1) == [((0, 1, 2), 0, 2), ((0, 2), 2, 3)]
 
@@ -87,4 +92,14 @@ def test_the_reads_that_launches_are_worth(family: str, setting: str, pages: flo
     engine = build_engine(checkpoint(family), HelixLayout.create(), LoopbackWorld(1).communicator(0, [0]), 16)
     engine.runner.shared_prefix = setting
     assert engine.runner.min_shared_pages == pytest.approx(pages)
+    assert engine.runner.min_sharing_rows == 0
+    engine.close()
+
+
+@pytest.mark.parametrize("setting, share", [("auto", 0.5), ("always", 0)])
+def test_most_rows_share_what_is_stored_in_fp8(setting: str, share: float) -> None:
+    loopback = LoopbackWorld(1).communicator(0, [0])
+    engine = build_engine(checkpoint("qwen2"), HelixLayout.create(), loopback, 16, kv="fp8")
+    engine.runner.shared_prefix = setting
+    assert engine.runner.min_sharing_rows == share
     engine.close()
