@@ -136,7 +136,7 @@ class ServerProcess(NamedTuple):
     def front_ends(self) -> list[int]:
         """Returns the pids of all processes that answer HTTP (Linux)."""
         children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
-        others = [pid for pid in children if b"launch.serving.processes" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        others = [pid for pid in children if b"launch.serve_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
         return [self.pid, *map(int, others)]
 
     def cpu_s(self) -> float:

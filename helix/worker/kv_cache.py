@@ -255,7 +255,8 @@ class KVCache(SequenceObserver):
                 for group in self.groups:
                     for spec in group.kv_cache_specs:
                         if spec.window == window:
-                            tokens = group.tensors[spec.name].flatten(1, 2)
+                            stored = group.tensors[spec.name]
+                            tokens = stored.view(len(stored), -1, *stored.shape[3:])
                             tokens[:, to] = tokens[:, sources]
         for prompt in chunk.prompts:
             if prompt.snapshot_index >= 0:

@@ -31,7 +31,6 @@ from helix.packages import rank_environment
 from launch.client.engine_messages import EngineInfo
 from launch.client.load_table import LoadTable
 from launch.client.supervisor import LAUNCHER, WINDOW_S, JobFailed, Supervisor
-from launch.job import lifeline
 from launch.serving.http import Server, make_server
 from launch.serving.metrics import Snapshot, sum_metrics
 from launch.serving.routes import Api
@@ -157,7 +156,7 @@ class Processes:
         with there:
             fds = there.fileno(), self._listeners[row - 1].fileno(), self._table
             peer.process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "launch.serving.processes", *map(str, fds)),
+                *(sys.executable, "-m", "launch.serve_process", *map(str, fds)),
                 pass_fds=fds,
                 env=os.environ | rank_environment() | {LAUNCHER: str(os.getpid()), NUMBERS["process"]: str(row)},
                 stdin=DEVNULL,
@@ -298,14 +297,9 @@ async def _serve(control: socket.socket, listener: socket.socket, table: int) ->
     return code
 
 
-def main(control: int, listener: int, table: int) -> int:
+def run(control: int, listener: int, table: int) -> int:
     """Runs one of the other processes until the first one closes the channel; arguments are file descriptors."""
     for fd in (control, listener, table):
         os.set_inheritable(fd, False)  # its workers would keep the port
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(socket.socket(fileno=control), socket.socket(fileno=listener), table))
-
-
-if __name__ == "__main__":
-    lifeline.begin(serves=True)
-    sys.exit(main(*map(int, sys.argv[1:])))
