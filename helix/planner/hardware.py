@@ -42,6 +42,7 @@ FOUR_BIT_SHARE: Mapping[str, tuple[Mapping[int, float], Mapping[int, float]]] = 
     "e2m1": ({16: 0.63, 32: 0.50, 64: 0.35, 128: 0.25}, {2: 0.64, 8: 0.55, 32: 0.285}),
     "int4": ({16: 0.72, 32: 0.56, 64: 0.40, 128: 0.25}, {2: 0.75, 5: 0.63, 20: 0.38}),
 }
+E4M3_ROWS = {16: 1.0, 32: 0.82, 64: 0.63, 128: 0.45}  # what more rows of x leave of `e4m3_share`, except of experts'
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,10 @@ def interpolate(known: Mapping[int, Constant], sizes: Array) -> tuple[Array, Arr
     known_size = (np.asarray(sizes)[..., None] == at).any(-1)  # np.isin takes six times as long for few sizes
     level = np.where(known_size, MEASURED, np.where(inside, INTERPOLATED, EXTRAPOLATED))
     return values, np.maximum(level, max(constant.level for constant in known.values()))
+
+
+def _by_rows(known: Mapping[int, float], rows: Any) -> Any:
+    return np.interp(np.log2(np.maximum(rows, 1)), np.log2([*known]), [*known.values()])
 
 
 def sent_bytes(op: str, width: Any, message: Any) -> Any:
@@ -245,11 +250,10 @@ class Hardware:
             rows: of x, or the mean of pairs of an expert.
         """
         if stored.kind in FOUR_BIT_SHARE:
-            known = FOUR_BIT_SHARE[stored.kind][experts]
-            share = np.interp(np.log2(np.maximum(rows, 1)), np.log2([*known]), [*known.values()])
-            return Constant(share, EXTRAPOLATED, "products of packed weights")
+            return Constant(_by_rows(FOUR_BIT_SHARE[stored.kind][experts], rows), EXTRAPOLATED, "packed weights")
         shares: Mapping[str, Constant] = self.e4m3_share if stored.kind == "e4m3" else {}
-        return shares.get("experts" if experts else "weights")
+        known = shares.get("experts" if experts else "weights")
+        return known if known is None or experts else known.times(_by_rows(E4M3_ROWS, rows))
 
     def rate(self, dtype: str) -> Constant:
         """Returns the FLOP/s in `dtype`; ValueError if unknown."""
