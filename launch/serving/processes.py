@@ -93,7 +93,7 @@ class Processes:
         """Keeps the processes running until `stop`.
 
         Raises:
-            JobFailed: processes died more often than `serve.restarts` allows.
+            JobFailed: a process cannot start, or they died more often than `serve.restarts` allows.
         """
         await asyncio.gather(*(self._keep(row) for row, _ in enumerate(self._peers, 1)))
 
@@ -155,13 +155,18 @@ class Processes:
         here, there = socket.socketpair()
         with there:
             fds = there.fileno(), self._listeners[row - 1].fileno(), self._table
-            peer.process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "launch.serve_process", *map(str, fds)),
-                pass_fds=fds,
-                env=os.environ | rank_environment() | {LAUNCHER: str(os.getpid()), NUMBERS["process"]: str(row)},
-                stdin=DEVNULL,
-                start_new_session=True,  # control-C in a terminal reaches only the first process
-            )
+            try:
+                peer.process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", "launch.serve_process", *map(str, fds)),
+                    pass_fds=fds,
+                    env=os.environ | rank_environment() | {LAUNCHER: str(os.getpid()), NUMBERS["process"]: str(row)},
+                    stdin=DEVNULL,
+                    start_new_session=True,  # control-C in a terminal reaches only the first process
+                )
+            except OSError as error:
+                here.close()
+                why = f"serve.processes={self._serve.processes}: process {row} of the server cannot start: {error}"
+                raise JobFailed(why) from error
         try:
             reader, writer = await asyncio.open_connection(sock=here)
             setup = pickle.dumps((*self._setup, row))

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import os
 import signal
+import socket
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -18,9 +22,16 @@ from benchmarks.models.http import ServerProcess
 from helix.config import ServeConfig
 from helix.engine.inbox import Abort, Inbox
 from helix.engine.request import Request, RequestUpdate
+from launch.client.load_table import LoadTable
+from launch.client.supervisor import JobFailed
 from launch.inputs.flags import API_KEY
 from launch.job.serve import EngineServer
 from launch.serving.http import listen
+from launch.serving.processes import Processes
+from launch.serving.response_store import ResponseStore
+from launch.serving.routes import Api
+from launch.serving.security import ApiKeys
+from launch.serving.shared_state import LocalState
 from tests.serving.api_server import DEADLINE_S, READY, metrics_of
 from tests.serving.test_server import Server
 
@@ -297,3 +308,19 @@ def test_no_process_outlives_the_first(start: Start) -> None:
     fleet = start()
     fleet.server.process.kill()
     fleet.server.gone()
+
+
+def test_a_process_that_cannot_start_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The host allows no more processes, for example."""
+
+    async def refuse(*args: Any, **options: Any) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", refuse)
+    serve = ServeConfig(processes=2)
+    with socket.create_server(("127.0.0.1", 0)) as listener, tempfile.TemporaryFile() as table:
+        table.truncate(LoadTable.size(2))
+        api = Api(serve, ApiKeys(None), LocalState(ResponseStore(0, 0)), LoadTable(2, table.fileno()))
+        processes = Processes(serve, ApiKeys(None), api, [listener], tmp_path, table.fileno())
+        with pytest.raises(JobFailed, match=r"serve.processes=2: process 1 of the server cannot start: .*unavailable"):
+            asyncio.run(processes.run())
