@@ -10,7 +10,8 @@ from torch import Tensor
 from helix.attention.base import AttentionPolicy, LayerAttention
 from helix.config import MAX_QUERIES
 from helix.worker.kv_cache import LayerCache
-from helix.worker.step import PrefixKeys, Step, tiled
+from helix.worker.prefix_keys import PrefixKeys, tiled
+from helix.worker.step import Step
 from kernels.attention.flash_decode import decode_parts
 from kernels.attention.flash_prefill import flash_prefill
 from kernels.attention.merge_prefixes import merge_prefixes

@@ -172,7 +172,7 @@ class WeightFormat:
     def matrices(
         self, dtypes: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
     ) -> tuple[dict[str, StoredMatrix], dict[str, str]]:
-        """Finds the quantized matrices by their tensors: those of `find_matrices`, and e4m3 ones with their scales."""
+        """Finds the quantized matrices by their tensors: what `find_matrices` finds, and e4m3 with scales."""
         found = find_matrices(dtypes, shapes, self.sizes, self.zeros, self.required)
         known = {*found} | {tensor for matrix in found.values() for tensor in matrix.tensors}
         scales = {}

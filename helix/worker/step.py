@@ -19,12 +19,13 @@ from helix.config import MAX_QUERIES
 from helix.engine.scheduler_output import BlockTableUpdate, NewRequest, SharedPrefix
 from helix.kv_placement import ChunkPart, KVPlacement, PromptChunk
 from helix.worker.graph_keys import SHARED_PREFIXES, PrefillGraphKey
+from helix.worker.prefix_keys import PrefixKeys
 from helix.worker.sampling import SamplingState
 from helix.worker.sequence_observer import RequestReleased, SequenceObserver, Span
 from helix.worker.transfers import to_device
 from kernels.tokens.commit import PLACEHOLDER_TOKEN_ID, Candidates, commit
 
-__all__ = ["PLACEHOLDER_TOKEN_ID", "SELECTED", "DecodeState", "Step", "tiled"]
+__all__ = ["PLACEHOLDER_TOKEN_ID", "SELECTED", "DecodeState", "Step"]
 
 SELECTED = "selected"  # key in `Step.shared` of the tokens that an indexer selected, see `Step.selected`
 
@@ -68,41 +69,6 @@ class RowShard:
     pages: Tensor
     slots: Tensor
     gathered: dict[tuple[str, int], tuple[Tensor, torch.cuda.Event | None]]
-
-
-@dataclass(frozen=True)
-class PrefixKeys:
-    """Local keys that the N tokens of a decode step read in G shared prefixes, in layers without a window.
-
-    Attributes:
-        tables: pages [G, P] int32 of the prefixes.
-        lo, hi: the keys `[lo, hi)` that each token reads there [G, N] int32; none unless its sequence shares it.
-        start: the first key that each token reads in its sequence's own pages [N] int32.
-        made: results of `tiles`.
-    """
-
-    tables: Tensor
-    lo: Tensor
-    hi: Tensor
-    start: Tensor
-    made: dict[tuple[int, int, int], tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
-
-    def tiles(self, rows: slice, tiles: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns pages [G * tiles, P] and bounds [G * tiles, n] of tokens `rows`; made once for all layers."""
-        key = rows.start, rows.stop, tiles
-        if key not in self.made:
-            pages = self.tables[:, None].expand(-1, tiles, -1).flatten(0, 1)
-            lo, hi = (tiled(x[:, rows], tiles) for x in (self.lo, self.hi))
-            self.made[key] = pages, lo, hi
-        return self.made[key]
-
-
-def tiled(x: Tensor, tiles: int) -> Tensor:
-    """Cuts x [G, N, ...] into [G * tiles, ceil(N / tiles), ...], padded with zeros."""
-    each = -(-x.shape[1] // tiles)
-    more = each * tiles - x.shape[1]
-    x = F.pad(x, (0, 0) * (x.dim() - 2) + (0, more)) if more else x
-    return x.reshape(-1, each, *x.shape[2:])
 
 
 @dataclass

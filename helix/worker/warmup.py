@@ -30,8 +30,7 @@ CHUNKS = 2, 4, 8  # numbers of HOP-B chunks that `auto` and `best` try
 MIN_GAIN = 0.01  # share of a step's time that HOP-B must save under `auto`
 SHORTER = 4  # ratio of successive context lengths at which HOP-B is timed
 
-# Of a captured step in two parts: of 512 rows, sampling takes GBs for 152K tokens, and its graphs keep them.
-DEFERRED_ROWS = 64
+DEFERRED_ROWS = 64  # of captured steps in two parts: sampling 512 rows of 152K tokens takes GBs, which graphs keep
 Mark = Callable[[str], None]
 
 

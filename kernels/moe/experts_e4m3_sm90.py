@@ -65,7 +65,7 @@ def _load(
     w, x, order, begin, stop, expert, first_tile, tiles, plane_n, w_shared, x_shared, ready, free,
     TOP_K: gl.constexpr, K: gl.constexpr, BEGIN: gl.constexpr, GATED: gl.constexpr, PLANES: gl.constexpr,
 ):  # fmt: skip
-    """Producer warpgroup: each tile's weight columns, and those of the pairs' rows."""
+    """Producer warpgroup: loads a tile's columns of the weights and of the pairs' rows."""
     STAGES: gl.constexpr = w_shared.shape[0]
     PAIRS: gl.constexpr = x_shared.shape[1] // PLANES
     BLOCKS: gl.constexpr = (BEGIN + K + BLOCK_K - 1) // BLOCK_K

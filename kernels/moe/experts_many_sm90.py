@@ -100,7 +100,7 @@ def _load(
     TOP_K: gl.constexpr, R: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr,
     BEGIN: gl.constexpr, SPAN: gl.constexpr, ZEROS: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
-    """Producer warpgroup: each tile's weight columns, those of the pairs' rows, and scales of packed weights."""
+    """Producer warpgroup: loads a tile's columns of weights and of the pairs' rows, and scales of packed weights."""
     STEPS: gl.constexpr = (BEGIN + K + 2 * BLOCK_K - 1) // (2 * BLOCK_K) * 2
     COPIES: gl.constexpr = GATED or SPAN > 0
     A_WORD: gl.constexpr = BLOCK_K // w_shared.shape[2]  # columns per element of w

@@ -3,7 +3,7 @@
 Tiles, shares, pairs and reductions are as in `kernels.moe.experts_scaled_sm90`. Conversion binds, so a warpgroup does
 nothing else but to multiply; with few columns warp by warp, as `kernels.dense.linear_packed_sm90` does. A warp loads
 several steps ahead, weights by TMA, and by 16-byte copies the rows of x or h and the scales. Scales of groups of up to
-64 columns multiply the weights, exactly for e2m1; those of longer ones multiply sums.
+64 columns multiply the weights, exactly for e2m1; scales of longer groups multiply sums.
 """
 
 from __future__ import annotations

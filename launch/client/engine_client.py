@@ -129,7 +129,7 @@ class EngineClient:
         engine_info: the job's `EngineInfo`, once the first job has sent it.
         stats: the job's latest gauges and counters.
         observer: observes all generations.
-        loads: the requests in flight, with those of the server's other processes.
+        loads: the requests in flight in all processes of the server.
 
     Args:
         max_waiting: maximum number of waiting generations, over all processes.

@@ -90,7 +90,7 @@ def sum_metrics(metrics: Iterable[Metric]) -> list[Metric]:
 
 
 class Metrics:
-    """Counters, gauges and histograms of one process: those of its requests, and those that a server has once."""
+    """Counters, gauges and histograms of one process: of its requests, and of the whole server, which it has once."""
 
     def __init__(self) -> None:
         disable_created_metrics()  # no extra timestamp per counter

@@ -1,7 +1,7 @@
 """The processes of a server that answer HTTP, `serve.processes` of them.
 
-The first one supervises the ranks and holds the shared state. It starts the others, each with a listening socket of its
-own at the same port, a connection of its own to the ranks and a channel to the first.
+The first one supervises the ranks and holds the shared state. It starts the others. Each of them listens at the same
+port, has its own connection to the ranks, and calls the first one over a channel.
 """
 
 from __future__ import annotations
