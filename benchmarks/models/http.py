@@ -103,6 +103,7 @@ class HTTPClient:
         wanted = {"stream": True, "stream_options": {"include_usage": True}, "temperature": 0, "ignore_eos": True}
         body = json.dumps({"prompt": list(prompt), "max_tokens": new} | wanted | more).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {self._host}\r\nConnection: close\r\n"
+        head += "Content-Type: application/json\r\n"
         async with asyncio.timeout(ANSWER_S):
             reader, writer = await asyncio.open_connection(self._host, self._port, limit=1 << 20)
             seen = HTTPTiming(time.perf_counter())
@@ -214,7 +215,8 @@ def row(seen: Sequence[HTTPTiming], seconds: float, step_s: float | None = None)
         found[f"mean_{name}_ms"] = 1e3 * float(np.mean(values))
         found |= {f"p{p}_{name}_ms": 1e3 * float(np.percentile(values, p)) for p in (50, 90, 99)}
     prompts = sum(s.usage["prompt_tokens"] for s in seen)
-    num_cached_tokens = sum(s.usage["prompt_tokens_details"]["cached_tokens"] for s in seen)
+    # Other servers leave the details out when nothing is cached.
+    num_cached_tokens = sum((s.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0 for s in seen)
     found |= {"requests": len(seen), "output_throughput": sum(new) / seconds, "hit_rate": num_cached_tokens / prompts}
     if step_s is not None:
         found |= {"step_ms": 1e3 * step_s, "over_step": found["mean_tpot_ms"] / (1e3 * step_s)}
