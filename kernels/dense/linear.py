@@ -25,6 +25,8 @@ from kernels.peers.ll_protocol import DTYPES, SumTarget, epoch, send_sum, sum_ll
 from kernels.scaled import Matrix, ScaledMatrix
 
 MAX_ROWS = 4  # of x; more rows go to the Hopper kernels or cuBLAS
+# Rows of x that a launch over a quantized matrix takes, and up to how many rows two of them beat a dequantized matrix.
+SPLIT_ROWS, SPLIT_UP_TO = 128, 256
 RUN = 8  # consecutive weights that a thread loads at once (16 bytes of bf16) and reduces itself
 
 
@@ -135,9 +137,12 @@ def linear(
     assert not exact or (not gated and bias is None)
     if not dispatch.on_gpu(x):
         return reference(x, weight, bias, gated, dtype)
-    if x.is_cuda and fits_sm90(x, weight, R if gated else None):
+    splits = isinstance(weight, ScaledMatrix) and SPLIT_ROWS < N <= SPLIT_UP_TO and not weight.rounds(N)
+    parts = x.split(SPLIT_ROWS) if splits else (x,)
+    if x.is_cuda and all(fits_sm90(part, weight, R if gated else None) for part in parts):
         out = torch.empty(N, R, dtype=dtype, device=x.device)
-        launch_sm90(x, weight, bias, out, gated)
+        for part, to in zip(parts, out.split(SPLIT_ROWS) if splits else (out,), strict=True):
+            launch_sm90(part, weight, bias, to, gated)
         return out
     if isinstance(weight, ScaledMatrix):
         if x.is_cuda and not exact and linear_e4m3.fits(x, weight):

@@ -1,9 +1,9 @@
 """Projections of any number of rows with quantized weights, converted in registers for the tensor cores.
 
 A program owns some rows of the weight and of x, and loops over the weight's groups of columns; of two programs on an
-SM, one converts while the other multiplies. Past 64 rows, weights are rounded to x's dtype. From MANY rows on, or
-MANY_PACKED, converting again for each tile of x takes longer than the matmul: the matrix is dequantized once, into a
-buffer that all matrices share, for cuBLAS.
+SM, one converts while the other multiplies. Past 64 rows, weights are rounded to x's dtype. From MANY rows on,
+converting again for each tile of x takes longer than the matmul: the matrix is dequantized once, into a buffer that all
+matrices share, for cuBLAS.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kernels.dense.silu_mul import rounded_swiglu, silu_mul
 from kernels.overlap import pdl_options, start_successor, wait_for_predecessor
 from kernels.scaled import ScaledMatrix
 
-MANY, MANY_PACKED = 1024, 129  # rows of x, by H200 timings; packed weights take more instructions
+MANY = 129  # rows of x, by H200 timings
 TILE = dict(BLOCK_R=16, BLOCK_K=256, num_warps=4)  # of a program that dequantizes
 GROUP_TILES = 8  # tiles of x rows that neighboring programs take per weight tile, for L2 reuse
 
@@ -116,7 +116,7 @@ def scaled_linear(
 ) -> torch.Tensor:
     """Runs `kernels.dense.linear.linear` for a quantized matrix; returns `dtype`."""
     N, K = x.shape
-    if (MANY_PACKED if weight.packed else MANY) <= N and x.dtype == dtype:
+    if N >= MANY and x.dtype == dtype:
         y = F.linear(x, dequantize(weight, x.dtype), bias)
         return silu_mul(y) if gated else y
     R = len(weight) // 2 if gated else len(weight)

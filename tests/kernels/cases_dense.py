@@ -129,9 +129,9 @@ def fits_e4m3(case: Call) -> bool:
 
 
 def fits_hopper(case: Call) -> bool:
-    """Whether the SM90 kernel supports a case."""
+    """Whether the SM90 kernel supports a case, 128 rows at a time."""
     x, weight, (wanted, _) = case.given["x"], case.given["weight"], case.wanted["0"]
-    return fits_sm90(x, weight, wanted.shape[1] if case.given["gated"] else None)
+    return all(fits_sm90(part, weight, wanted.shape[1] if case.given["gated"] else None) for part in x.split(128))
 
 
 SHAPES = shapes_of(
@@ -173,6 +173,12 @@ PACKED_ON_HOPPER = shapes_of(
     (7, 144, 512, 0, ("int4-zeros", 512)), (40, 528, 1024, 32, ("int4-zeros", 256)), (100, 80, 544, 0, ("int4", 544)),
     names="N R K begin form",
 )  # fmt: skip
+# More rows than a launch takes.
+TWICE_ON_HOPPER = shapes_of(
+    (129, 136, 400, 0, ("e4m3", 128)), (256, 72, 528, 64, ("e4m3", 128)), (200, 80, 544, 0, ("e2m1", 32)),
+    (129, 272, 416, 0, ("e2m1", 16)), (256, 80, 544, 0, ("int4", 544)),
+    names="N R K begin form",
+)  # fmt: skip
 # Weights that are rounded: they equal a dequantized matrix's.
 ROUNDED_ON_HOPPER = shapes_of(
     (1, 80, 544, 0, ("int4", 32)), (8, 400, 1056, 32, ("int4-zeros", 64)), (16, 144, 4096, 0, ("int4-zeros", 32)),
@@ -188,7 +194,7 @@ E4M3_ROWS = shapes_of(
 )  # fmt: skip
 NAN_MEMORY = Mode(settings={"torch.empty": poisoned})
 # Matrices are unpacked one after the other into the same memory.
-UNPACKED = {"": Mode(settings={f"kernels.dense.linear_scaled.{name}": 5 for name in ("MANY", "MANY_PACKED")})}
+UNPACKED = {"": Mode(settings={"kernels.dense.linear_scaled.MANY": 5})}
 
 
 def splits_of(shapes: dict[str, dict[str, Any]], splits: Any) -> Iterator[tuple[dict[str, Any], dict[str, Mode]]]:
@@ -278,6 +284,10 @@ LINEAR_ROWS = [
     *LINEAR_SCALED.rows(
         SCALED_ON_HOPPER, which=KERNEL, gpu=True, hopper=fits_hopper, biased=(True,), gated=(False, True),
         dtype=FEW_BITS,
+    ),
+    *LINEAR_SCALED.rows(
+        TWICE_ON_HOPPER, which=KERNEL, gpu=True, hopper=fits_hopper, biased=(True,), gated=(False, True),
+        dtype=(torch.bfloat16,),
     ),
     *(
         row
