@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import median
+
 from benchmarks.records.rows import Row, results, tokens
 
 OFFLINE_LOAD = "engine", "model", "gpus", "goal", "requests", "length", "new"
@@ -30,6 +32,25 @@ def named(r: Row) -> str:
 
 def _a_token(r: Row) -> float:
     return float(r["seconds"] / r["requests"] / (r["length"] + r["new"]))
+
+
+def crowds(gpus: int) -> list[Row]:
+    """Returns medians over the runs of each trace: Helix's, the other server's as `other`, and the ratios of seconds."""
+    runs: dict[str, dict[str, dict[int, Row]]] = {}
+    for r in results("crowds", "model", "gpus", "trace", "engine", "run"):
+        if r["gpus"] == gpus:
+            runs.setdefault(r["trace"], {}).setdefault("helix" if r["engine"] == "helix" else "other", {})[r["run"]] = r
+    found = []
+    for trace, engines in runs.items():
+        row: Row = {"trace": trace, "commit": engines["helix"][1]["commit"]}
+        for engine, of in engines.items():
+            columns = next(iter(of.values()))
+            row[engine] = {c: median(r[c] for r in of.values()) for c in columns if isinstance(columns[c], float)}
+        pairs = zip(engines["helix"].values(), engines["other"].values(), strict=True)
+        row["ratios"] = sorted(ours["seconds"] / theirs["seconds"] for ours, theirs in pairs)
+        row["ratio"] = median(row["ratios"])
+        found.append(row)
+    return found
 
 
 def offline_vs_vllm(gpus: int) -> list[Row]:
