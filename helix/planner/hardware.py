@@ -39,11 +39,12 @@ class Constant:
 # Shares of the read rate at which matrices in four bits are read, on an H200: by rows of x, or by pairs of each expert
 # (records linear-packed and moe-packed; those of up to 16 rows fit steps of Llama-3.1-70B and Qwen2.5-7B).
 FOUR_BIT_SHARE: Mapping[str, tuple[Mapping[int, float], Mapping[int, float]]] = {
-    "e2m1": ({16: 0.63, 32: 0.50, 64: 0.35, 128: 0.25, 256: 0.125}, {2: 0.64, 8: 0.55, 32: 0.285}),
-    "int4": ({16: 0.72, 32: 0.56, 64: 0.40, 128: 0.25, 256: 0.125}, {2: 0.75, 5: 0.63, 20: 0.38}),
+    "e2m1": ({16: 0.63, 32: 0.50, 64: 0.35, 128: 0.25, 192: 0.14, 256: 0.08}, {2: 0.64, 8: 0.55, 32: 0.285}),
+    "int4": ({16: 0.72, 32: 0.56, 64: 0.40, 128: 0.25, 192: 0.14, 256: 0.08}, {2: 0.75, 5: 0.63, 20: 0.38}),
 }
-# What more rows of x leave of `e4m3_share`, except of experts'; beyond 128, two launches read the matrix.
-E4M3_ROWS = {16: 1.0, 32: 0.82, 64: 0.63, 128: 0.45, 256: 0.225}
+# What more rows of x leave of `e4m3_share`, except of experts'. Beyond 128 rows, two launches read a matrix; beyond
+# 192, it is dequantized.
+E4M3_ROWS = {16: 1.0, 32: 0.82, 64: 0.63, 128: 0.45, 192: 0.2, 256: 0.15}
 
 
 @dataclass(frozen=True)

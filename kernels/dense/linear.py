@@ -25,8 +25,9 @@ from kernels.peers.ll_protocol import DTYPES, SumTarget, epoch, send_sum, sum_ll
 from kernels.scaled import Matrix, ScaledMatrix
 
 MAX_ROWS = 4  # of x; more rows go to the Hopper kernels or cuBLAS
-# Rows of x that a launch over a quantized matrix takes, and up to how many rows two of them beat a dequantized matrix.
-SPLIT_ROWS, SPLIT_UP_TO = 128, 256
+# Rows of x that a launch over a quantized matrix takes. Up to how many rows, and from how many elements on, two of them
+# are faster than a dequantized matrix, by H200 timings.
+SPLIT_ROWS, SPLIT_UP_TO, SPLIT_ELEMENTS = 128, 192, 1 << 25
 RUN = 8  # consecutive weights that a thread loads at once (16 bytes of bf16) and reduces itself
 
 
@@ -137,7 +138,7 @@ def linear(
     assert not exact or (not gated and bias is None)
     if not dispatch.on_gpu(x):
         return reference(x, weight, bias, gated, dtype)
-    splits = isinstance(weight, ScaledMatrix) and SPLIT_ROWS < N <= SPLIT_UP_TO and not weight.rounds(N)
+    splits = isinstance(weight, ScaledMatrix) and SPLIT_ROWS < N <= SPLIT_UP_TO and len(weight) * K >= SPLIT_ELEMENTS
     parts = x.split(SPLIT_ROWS) if splits else (x,)
     if x.is_cuda and all(fits_sm90(part, weight, R if gated else None) for part in parts):
         out = torch.empty(N, R, dtype=dtype, device=x.device)

@@ -175,8 +175,8 @@ PACKED_ON_HOPPER = shapes_of(
 )  # fmt: skip
 # More rows than a launch takes.
 TWICE_ON_HOPPER = shapes_of(
-    (129, 136, 400, 0, ("e4m3", 128)), (256, 72, 528, 64, ("e4m3", 128)), (200, 80, 544, 0, ("e2m1", 32)),
-    (129, 272, 416, 0, ("e2m1", 16)), (256, 80, 544, 0, ("int4", 544)),
+    (129, 136, 400, 0, ("e4m3", 128)), (192, 72, 528, 64, ("e4m3", 128)), (160, 80, 544, 0, ("e2m1", 32)),
+    (129, 272, 416, 0, ("e2m1", 16)), (192, 80, 544, 0, ("int4", 544)),
     names="N R K begin form",
 )  # fmt: skip
 # Weights that are rounded: they equal a dequantized matrix's.
@@ -287,7 +287,7 @@ LINEAR_ROWS = [
     ),
     *LINEAR_SCALED.rows(
         TWICE_ON_HOPPER, which=KERNEL, gpu=True, hopper=fits_hopper, biased=(True,), gated=(False, True),
-        dtype=(torch.bfloat16,),
+        modes={"": Mode(settings={"kernels.dense.linear.SPLIT_ELEMENTS": 1})}, dtype=(torch.bfloat16,),
     ),
     *(
         row
