@@ -8,7 +8,7 @@ from helix.config import Config
 from helix.layers.specs import MLASpec, max_gathered_tokens
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
-from helix.worker.graph_keys import max_captured_size
+from helix.worker.graph_keys import FILTERED_ELEMENTS, max_captured_size
 from helix.worker.kv_cache_spec import ITEMSIZE
 
 MAX_CHUNK_TOKENS = 16384  # longer chunks are not faster per token
@@ -17,6 +17,8 @@ EXPERTS_SHARE = 6  # the same for MoE models
 MAX_SLOTS = 512  # of decode.max_batch=auto, in tokens per step
 MAX_SLOTS_CPU = 8  # the same on CPUs and with kv.offload=host, where larger batches are not cheaper per row
 SLACK = 1.25  # for fragmentation of the allocator
+# Of a logit that filters look at: its key and mass, and what making or summing these takes besides, of 8 bytes each.
+FILTERED_BYTES = 56
 PIECE_TOKENS = 32768  # offloaded tokens before a prompt chunk to fetch at once: merging then takes 2% of attention
 
 
@@ -57,6 +59,20 @@ def prompt_bytes(
     tokens = chunk + (max_captured_size(chunk, layout.world_size) if captured else 0)
     gathered = gathered_bytes(spec, layout, chunk, min(longest, spec.max_positions), dtype)
     return tokens * token_buffers(spec, layout, rank, dtype) + (1 + captured) * gathered
+
+
+def sampling_bytes(slots: int, queries: int, columns: int, captured: bool) -> int:
+    """Returns a rank's bytes to sample steps of `slots` sequences and `queries` tokens of each, from its `columns`.
+
+    Logits are held in three copies: as they are computed, in fp32, and changed as requests ask. Requests' changes have
+    8 bytes per sequence and column.
+
+    Args:
+        captured: whether steps are captured in CUDA graphs, which have their own memory.
+    """
+    logits = slots * queries * columns
+    pieces = min(logits, FILTERED_ELEMENTS) * FILTERED_BYTES
+    return 8 * slots * columns + (1 + captured) * (3 * ITEMSIZE["float32"] * logits + pieces)
 
 
 def max_chunk(token_bytes: int, free: int, experts: bool = False) -> int:

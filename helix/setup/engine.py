@@ -17,7 +17,7 @@ from helix.layers.specs import MLASpec
 from helix.layout import HelixLayout
 from helix.models.decoder import Decoder
 from helix.models.draft_layer import DraftLayer
-from helix.setup.buffers import MAX_SLOTS, fitting_slots, max_chunk, prompt_bytes, token_buffers
+from helix.setup.buffers import MAX_SLOTS, fitting_slots, max_chunk, prompt_bytes, sampling_bytes, token_buffers
 from helix.setup.offload import make_host_snapshots, make_offloaded_cache
 from helix.speculation import (
     DraftBudget,
@@ -77,9 +77,12 @@ def auto_slots(
     spec, comm = model.spec, model.comm
     cache_specs = spec.kv_cache_specs(placement.layout, comm.rank, dtype_name(model.weights.dtype), config.kv.dtype)
 
+    columns = len(placement.layout.vocab_rows(comm.rank, spec.vocab))
+
     def non_page_bytes(slots: int) -> int:
         sized = replace(sizes, slots=slots)
         total = slot_bytes(cache_specs, placement, sized)
+        total += sampling_bytes(slots, sizes.queries, columns, comm.capturable)
         total += draft.slot_bytes(placement, sized) if isinstance(draft, DraftModel) else 0
         if config.speculation.drafter == "sparse":
             total += draft_budget(config.speculation).table_bytes(spec, placement, comm.rank, sized)
@@ -182,7 +185,13 @@ def build_engine(
     chunk = max_chunk(buffers, free, has_experts) if fixed == "auto" else int(fixed)
     chunk = min(comm.all_gather_object(chunk))
     prompts = prompt_bytes(spec, layout, comm.rank, chunk, wanted, dtype, comm.capturable)
-    capacity = min(int(free * kv.memory_fraction), free - prompts)
+    columns = len(layout.vocab_rows(comm.rank, spec.vocab))
+
+    def room(slots: int) -> int:
+        sampled = sampling_bytes(slots, drafts + 1, columns, comm.capturable)
+        return min(int(free * kv.memory_fraction), free - prompts - sampled)
+
+    capacity = room(1)
     layer = model.next_token if config.speculation.drafter == "mtp" else draft
     if comm.capturable and layer is not None and not isinstance(layer, DraftModel):
         captured = max_captured_size(chunk, layout.world_size)
@@ -193,6 +202,7 @@ def build_engine(
     sizes = EngineSizes(max_batch, longest, chunk, drafts, snapshots=kv.snapshots * kv.prefix_cache)
     if fewer:
         sizes = replace(sizes, slots=auto_slots(config, model, placement, sizes, capacity, draft))
+    capacity -= room(1) - room(sizes.slots)
     sizes = replace(sizes, pages=placement.stripes.pages_for_all(wanted, sizes.slots))
     draft_page = 0
     if isinstance(draft, DraftModel):

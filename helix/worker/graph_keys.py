@@ -16,6 +16,7 @@ LAUNCHED = 1024  # tokens up to which launches bound a chunk, so that padding is
 PADDING = 8  # longer chunks are padded by at most 1/8 of their tokens
 DEEP = 16 << 10  # keys of a sequence from which on attention uses other kernels
 SHARED_PREFIXES = 0, 1, 2, 4  # of a decode step; fewer are padded with empty ones
+FILTERED_ELEMENTS = 1 << 24  # logits that top-k and top-p look at at once
 ALIGNED = 16  # tokens: kernels are specialized for multiples
 
 

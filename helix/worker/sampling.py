@@ -17,6 +17,7 @@ from torch import Tensor
 
 from comm.base import Communicator
 from helix.sampling_params import SamplingParams
+from helix.worker.graph_keys import FILTERED_ELEMENTS
 from helix.worker.transfers import to_device
 from kernels.tokens.accept import ALL_KEYS, Distribution, descending_keys
 from kernels.tokens.best_token import best_of_rank, best_of_ranks
@@ -153,9 +154,8 @@ def distribution(
     last_key = torch.full((B, T), ALL_KEYS, dtype=torch.int64, device=logits.device)
     p = Distribution(logits, best.view(B, T), last_key, state.temperature, state.min_p)
     if filtered:
-        mass = replace(p, min_p=torch.zeros_like(p.min_p)).mass().flatten(0, 1)
         rows = state.rows(torch.arange(B, device=logits.device).repeat_interleave(T))
-        p = replace(p, last_key=_last_kept_key(descending_keys(flat), mass, rows, comm).view(B, T))
+        p = replace(p, last_key=_last_kept_key(_Weights(p), rows, comm).view(B, T))
     return p, tokens.view(B, T)
 
 
@@ -187,34 +187,50 @@ def _best(scores: Tensor, vocab_offset: int, comm: Communicator) -> tuple[Tensor
     return best_of_ranks(_gathered(best_of_rank(scores, vocab_offset), comm))
 
 
-def _last_kept_key(keys: Tensor, mass: Tensor, state: SamplingState, comm: Communicator) -> Tensor:
-    """Finds the last key [B] that top-k and top-p keep, exactly, by radix search: one digit per all-reduce.
+class _Weights:
+    """Keys and masses of all columns, of some sequences at a time: int64 numbers of all would take gigabytes.
 
-    Args:
-        keys: [B, V_local] from `descending_keys`.
-        mass: [B, V_local] int64, weights in fixed point. Rounding shifts a filter by at most V * 2^-41 of the mass:
-            less than fp32 probabilities would.
+    Rounding of a mass shifts a filter by at most V * 2^-41 of the sum: less than fp32 probabilities would.
     """
-    weights = torch.stack([torch.ones_like(mass), mass])  # [2, B, V_local]
-    first = _histogram(keys, weights, torch.zeros_like(state.seed), 0, comm)
+
+    def __init__(self, p: Distribution) -> None:
+        B, T, V = p.logits.shape
+        self._p = replace(p, min_p=torch.zeros_like(p.min_p))
+        some = max(1, FILTERED_ELEMENTS // max(T * V, 1))
+        self.pieces = [slice(first, min(first + some, B)) for first in range(0, B, some)]
+        self._only = self._make(self.pieces[0]) if len(self.pieces) == 1 else None
+
+    def of(self, sequences: slice) -> tuple[Tensor, Tensor]:
+        """Returns the keys and masses [b * T, V_local] int64 of a piece."""
+        return self._only or self._make(sequences)
+
+    def _make(self, sequences: slice) -> tuple[Tensor, Tensor]:
+        p = self._p
+        some = Distribution(*(t[sequences] for t in (p.logits, p.best, p.last_key, p.temperature, p.min_p)))
+        return descending_keys(some.logits.flatten(0, 1)), some.mass().flatten(0, 1)
+
+
+def _last_kept_key(weights: _Weights, state: SamplingState, comm: Communicator) -> Tensor:
+    """Finds the last key [B * T] that top-k and top-p keep, exactly, by radix search: one digit per all-reduce."""
+    first = _histogram(weights, torch.zeros_like(state.seed), 0, comm, counts=True)
     k = torch.where(state.top_k > 0, state.top_k, torch.iinfo(torch.int64).max)
-    by_count, (_, left) = _walk(first, keys, weights, k, comm)
+    by_count, (_, left) = _walk(first, weights, k, comm)
     # A token stays while the mass before it is below top_p of the mass that top-k keeps; at least 1 keeps the best.
     need = (state.top_p.double() * left.double()).ceil().long().clamp(min=1)
-    by_mass, _ = _walk(first[1:], keys, weights[1:], need, comm)
+    by_mass, _ = _walk(first[1:], weights, need, comm)
     return torch.where(state.top_p < 1, by_mass, by_count)
 
 
-def _walk(first: Tensor, keys: Tensor, weights: Tensor, need: Tensor, comm: Communicator) -> tuple[Tensor, Tensor]:
+def _walk(first: Tensor, weights: _Weights, need: Tensor, comm: Communicator) -> tuple[Tensor, Tensor]:
     """Finds, digit by digit, the smallest key up to which the first weight sums to `need`; else the largest key.
 
-    Takes the histogram of the first digit [C, B, bins], weights [C, B, V_local] int64 and `need` [B] int64; returns the
-    key [B] and the sum of each weight up to it [C, B].
+    Takes the histogram of the first digit [C, B, bins] and `need` [B] int64; returns the key [B] and the sum of each
+    weight up to it [C, B]. The weights are counts and masses, or masses alone.
     """
     key = torch.zeros_like(need)
     before = upto = torch.zeros_like(first[..., 0])  # [C, B], weight of the keys below and up to the current digits
     for level, (_, bits) in enumerate(_DIGITS):
-        bins = first if level == 0 else _histogram(keys, weights, key, level, comm)
+        bins = first if level == 0 else _histogram(weights, key, level, comm, counts=len(first) == 2)
         sums = bins.cumsum(-1)
         digit = (sums[0] < (need - before[0])[:, None]).sum(-1).clamp(max=(1 << bits) - 1)
         at = digit[None, :, None].expand(len(bins), -1, 1)
@@ -224,10 +240,20 @@ def _walk(first: Tensor, keys: Tensor, weights: Tensor, need: Tensor, comm: Comm
     return key, upto
 
 
-def _histogram(keys: Tensor, weights: Tensor, prefix: Tensor, level: int, comm: Communicator) -> Tensor:
-    """Sums weights [C, B, V_local] by the next digit of the keys that begin with prefix [B], over all ranks."""
+def _histogram(weights: _Weights, prefix: Tensor, level: int, comm: Communicator, *, counts: bool) -> Tensor:
+    """Sums counts, if wanted, and masses by the next digit of keys that begin with prefix [B * T], over all ranks."""
+    bins = prefix.new_zeros(1 + counts, len(prefix), 1 << _DIGITS[level][1])
+    for sequences in weights.pieces:
+        T = len(prefix) // weights.pieces[-1].stop
+        rows = slice(sequences.start * T, sequences.stop * T)
+        _add_to_bins(bins[:, rows], *weights.of(sequences), prefix[rows], level)
+    return comm.all_reduce(bins)
+
+
+def _add_to_bins(bins: Tensor, keys: Tensor, mass: Tensor, prefix: Tensor, level: int) -> None:
     shift, bits = _DIGITS[level]
-    inside = keys >> (shift + bits) == prefix[:, None]
-    digit = (keys >> shift) & ((1 << bits) - 1)
-    bins = weights.new_zeros(*weights.shape[:2], 1 << bits)
-    return comm.all_reduce(bins.scatter_add_(2, digit.expand_as(weights), weights * inside))
+    inside = (keys >> (shift + bits) == prefix[:, None]).long()
+    digit = (keys >> shift).bitwise_and_((1 << bits) - 1)
+    if len(bins) == 2:
+        bins[0].scatter_add_(1, digit, inside)
+    bins[-1].scatter_add_(1, digit, inside.mul_(mass))

@@ -117,14 +117,14 @@ class Distribution:
     def log_weights(self) -> Tensor:
         """Computes log-weights [B, T, V_local] fp64: 0 for the best token, -inf for dropped ones and broken rows."""
         temperature = torch.where(self.temperature > 0, self.temperature, 1.0).double()[:, None, None]
-        scaled = (self.logits.double() - self.best[..., None]) / temperature
+        scaled = self.logits.double().sub_(self.best[..., None]).div_(temperature)
         keep = scaled >= self.min_p.double().log()[:, None, None]
         keep &= descending_keys(self.logits) <= self.last_key[..., None]
-        return torch.where(keep, scaled, -torch.inf)
+        return scaled.masked_fill_(~keep, -torch.inf)
 
     def mass(self) -> Tensor:
         """Computes fixed-point weights [B, T, V_local] int64."""
-        return (self.log_weights().exp() * MASS_UNITS + 0.5).long()
+        return self.log_weights().exp_().mul_(MASS_UNITS).add_(0.5).long()
 
 
 def descending_keys(logits: Tensor) -> Tensor:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.attention.dense import DenseAttention
@@ -16,6 +20,7 @@ from helix.engine.prefill_time import PrefillTime, doubling_depth
 from helix.kv_placement import KVPlacement, PromptChunk
 from helix.layout import HelixLayout
 from helix.models.decoder import Decoder
+from helix.setup import buffers
 from helix.setup.buffers import (
     EXPERTS_SHARE,
     MAX_CHUNK_TOKENS,
@@ -23,13 +28,17 @@ from helix.setup.buffers import (
     fitting_slots,
     gathered_bytes,
     max_chunk,
+    sampling_bytes,
     token_buffers,
 )
 from helix.speculation import DraftBudget
 from helix.speculation.sparse import SparseDrafter
+from helix.worker import sampling
 from helix.worker.kv_cache import KVCache
 from helix.worker.kv_cache_spec import EngineSizes
+from helix.worker.sampling import SamplingState
 from helix.worker.step import DecodeState
+from kernels.tokens.reference import ALL_KEYS, Distribution
 from launch.inputs.shapes import spec_of
 from tests.sequences import new_request, with_windows
 
@@ -120,6 +129,50 @@ def test_a_step_takes_no_more(model: str) -> None:
 
     [allocated_bytes] = run_ranks(1, body, timeout_s=120.0, device="cuda")
     assert allocated_bytes <= tokens * token_buffers(spec, layout, 0, "bfloat16")
+
+
+class PeakBytes(TorchDispatchMode):
+    """Counts the bytes of tensors that are made, and the most that are alive at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive, self.most, self._storages = 0, 0, set[int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in (t for t in tree_leaves(made) if isinstance(t, torch.Tensor)):
+            storage = tensor.untyped_storage()
+            if (key := storage.data_ptr()) and key not in self._storages:
+                self._storages.add(key)
+                self.alive += storage.nbytes()
+                weakref.finalize(storage, self._free, key, storage.nbytes())
+        self.most = max(self.most, self.alive)
+        return made
+
+    def _free(self, key: int, count: int) -> None:
+        self._storages.discard(key)
+        self.alive -= count
+
+
+@pytest.mark.parametrize("slots, queries, columns", [(8, 1, 50_000), (3, 5, 30_000), (16, 1, 40_000)])
+def test_sampling_allocates_at_most_what_is_reserved(
+    slots: int, queries: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Top-p, over all rows at once and some at a time; the logits count as well."""
+    for elements in (1 << 24, queries * columns):
+        monkeypatch.setattr(sampling, "FILTERED_ELEMENTS", elements)
+        monkeypatch.setattr(buffers, "FILTERED_ELEMENTS", elements)
+        logits = torch.randn(slots, queries, columns)
+        state = SamplingState.create(slots * queries, "cpu")
+        state.temperature.fill_(1)
+        state.top_p.fill_(0.9)
+        best, every = logits.amax(2).double(), torch.full((slots, queries), ALL_KEYS)
+        p = Distribution(logits, best, every, state.temperature[:slots], state.min_p[:slots])
+        with PeakBytes() as peak:
+            sampling._last_kept_key(sampling._Weights(p), state, LoopbackWorld(1).communicator(0, [0]))
+        reserved = sampling_bytes(slots, queries, columns, captured=False) - 8 * slots * columns
+        bins = 10 * slots * queries * 2048 * 8  # of counts and masses, their sums, and those of the last digit
+        assert logits.nbytes < logits.nbytes + peak.most <= reserved + bins
 
 
 @pytest.mark.parametrize("budget", [DraftBudget(), DraftBudget(sparsity=0.3)])

@@ -24,6 +24,7 @@ from transformers.generation.logits_process import (
 from comm.loopback import LoopbackCommunicator, LoopbackWorld, run_ranks
 from helix.layout import share
 from helix.sampling_params import SamplingParams
+from helix.worker import sampling
 from helix.worker.sampling import SamplingState, sample
 from kernels.tokens import reference as random
 from kernels.tokens.reference import TARGET, uniform
@@ -262,6 +263,14 @@ class TestTokens:
         expected = [oracle(row, p, int(t)) for row, p, t in zip(logits, MIXED, positions, strict=True)]
         for world in worlds:
             assert draw(logits, MIXED, positions, world).tolist() == expected
+
+    @pytest.mark.parametrize("elements", [1, 211, 700])
+    def test_filters_may_look_at_some_rows_at_a_time(self, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Of rows of 211 columns: one at a time, and three, with fewer in the last piece."""
+        logits = word_logits(len(MIXED), 211)
+        expected = draw(logits, MIXED)
+        monkeypatch.setattr(sampling, "FILTERED_ELEMENTS", elements)
+        assert torch.equal(draw(logits, MIXED), expected)
 
     @pytest.mark.parametrize("world", [1, 3])
     def test_flags_set_without_need_change_nothing(self, world: int) -> None:
