@@ -34,10 +34,10 @@ def _a_token(r: Row) -> float:
     return float(r["seconds"] / r["requests"] / (r["length"] + r["new"]))
 
 
-def crowds(gpus: int) -> list[Row]:
-    """Returns medians over the runs of each trace: Helix's, the other server's as `other`, and the ratios of seconds."""
+def compared_servers(gpus: int) -> list[Row]:
+    """Returns each trace's medians over its runs, of Helix and of the `other` server, and the ratios of seconds."""
     runs: dict[str, dict[str, dict[int, Row]]] = {}
-    for r in results("crowds", "model", "gpus", "trace", "engine", "run"):
+    for r in results("compare-servers", "model", "gpus", "trace", "engine", "run"):
         if r["gpus"] == gpus:
             runs.setdefault(r["trace"], {}).setdefault("helix" if r["engine"] == "helix" else "other", {})[r["run"]] = r
     found = []

@@ -1,6 +1,6 @@
 """Sends the same requests to several OpenAI-compatible servers, in turns, and compares first tokens, gaps and seconds.
 
-python -m benchmarks.crowds helix=http://127.0.0.1:8000 vllm=http://127.0.0.1:8001 model=qwen2.5-7b gpus=1
+python -m benchmarks.compare_servers helix=http://127.0.0.1:8000 vllm=http://127.0.0.1:8001 model=qwen2.5-7b gpus=1
 
   model=NAME    what they serve, and gpus=N by how many GPUs each: columns of the record
   runs=5        timed runs of each trace and server, after one that warms up
@@ -226,7 +226,7 @@ def main(arguments: Sequence[str]) -> None:
             print(f"{one['trace']}, run {one['run']}, {one['engine']}: {one['seconds']:.2f} s", flush=True)
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    record("crowds", printed(), BenchContext(device, values["gpus"]), values.get("output"))
+    record("compare-servers", printed(), BenchContext(device, values["gpus"]), values.get("output"))
     show(rows, [*servers][-1])
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import crowds
+from benchmarks import compare_servers
 
 
 class Stub(BaseHTTPRequestHandler):
@@ -37,9 +37,9 @@ class Stub(BaseHTTPRequestHandler):
 
 @pytest.mark.parametrize("at_once", [False, True])
 def test_servers_get_the_same_requests(monkeypatch: pytest.MonkeyPatch, at_once: bool) -> None:
-    traces = {"document": crowds._document(3, 40, 5, 2), "turns": crowds._turns(2, 3, 20, 4, 2)}
-    monkeypatch.setattr(crowds, "TRACES", traces)
-    monkeypatch.setattr(crowds, "ProcessPoolExecutor", lambda count, context: ThreadPoolExecutor(count))
+    traces = {"document": compare_servers._document(3, 40, 5, 2), "turns": compare_servers._turns(2, 3, 20, 4, 2)}
+    monkeypatch.setattr(compare_servers, "TRACES", traces)
+    monkeypatch.setattr(compare_servers, "ProcessPoolExecutor", lambda count, context: ThreadPoolExecutor(count))
     seen: dict[str, list[Any]] = defaultdict(list)
     urls = {}
     for name in ("a", "b"):
@@ -47,7 +47,7 @@ def test_servers_get_the_same_requests(monkeypatch: pytest.MonkeyPatch, at_once:
         server.seen = seen[name]  # type: ignore[attr-defined]
         Thread(target=server.serve_forever, daemon=True).start()
         urls[name] = f"http://127.0.0.1:{server.server_port}"
-    rows = list(crowds.compare(urls, [*traces], 1, 2, at_once))
+    rows = list(compare_servers.compare(urls, [*traces], 1, 2, at_once))
     assert [(row["trace"], row["engine"]) for row in rows] == [
         (trace, engine) for trace in traces for engine in ("a", "b")
     ]
@@ -61,6 +61,6 @@ def test_servers_get_the_same_requests(monkeypatch: pytest.MonkeyPatch, at_once:
 
 def test_arrivals_follow_the_rate() -> None:
     """Times of 400 arrivals at 8 a second: their mean is 1/8 s, by the 5% of 1 / sqrt(400)."""
-    phase = crowds._poisson(400, 8.0)(crowds.Draw(3))[0]
+    phase = compare_servers._poisson(400, 8.0)(compare_servers.Draw(3))[0]
     gaps = np.diff([0.0, *(user[0].after_s for user in phase)])
     assert gaps.min() >= 0 and abs(gaps.mean() * 8 - 1) < 4 * 0.05
