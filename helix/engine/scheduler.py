@@ -117,6 +117,7 @@ class Scheduler:
         self._waiting_work = 0
         self._in_flight: deque[dict[int, PendingTokens]] = deque()  # by slot
         self._deferred_tokens = 0  # maximum tokens per sequence of the last batch if it defers sampling, else 0
+        self._deferred_slots = frozenset[int]()  # of the sequences of that step, not of those with a first token only
         self._pending_updates: list[PendingTableUpdate] = []  # table changes by the last batch's prefill chunk
         self._decode_debt_s = 0.0  # seconds to decode before the next prefill chunk
         self._prefill_stall_s = 0.0  # seconds of prefill since the last step of decoding sequences
@@ -220,7 +221,7 @@ class Scheduler:
         masks = {
             slot: pending.s.request.matcher.token_bitmask()
             for slot, pending in waiting.items()
-            if pending.s.request.matcher is not None and pending.max_new and not pending.s.ended
+            if slot in self._deferred_slots and pending.s.request.matcher is not None and not pending.s.ended
         }
         retire = [slot for slot, s in self.running.items() if s.ended]
         for slot in retire:
@@ -254,6 +255,7 @@ class Scheduler:
             steps = self._steps(plan, min(left), 1 if masked else self._runner.sizes.run_steps)
         max_new, sparse_from = steps * (1 + plan.drafts), self._runner.policy.from_tokens
         has_deferred, self._deferred_tokens = bool(self._deferred_tokens), max_new if masked else 0
+        self._deferred_slots = frozenset(s.slot for s in decoding if s.slot is not None and self._deferred_tokens)
         for s in decoding:
             assert s.slot is not None
             pending.setdefault(s.slot, PendingTokens(s)).expect(steps, max_new, int(steps * plan.tokens))

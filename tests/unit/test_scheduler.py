@@ -108,6 +108,17 @@ AnyRequests.TestCase.settings = settings(max_examples=60, stateful_step_count=30
 TestAnyRequests = AnyRequests.TestCase
 
 
+def test_masks_are_of_steps_whose_sampling_is_left() -> None:
+    """Not of a prompt's first token, which is in flight with the mask of its admission."""
+    engine = SimulatedEngine(12, page_size=2, append_block=1, lookahead=1, max_batch=2, prefill_chunk=7, run_steps=1)
+    engine.submit(words(1, 0), 3, 2, guided=True)
+    engine.advance()
+    engine.read_tokens()
+    engine.submit(words(1, 1), 1, 1, guided=True)
+    engine.drain()  # `sample_held` checks the masks
+    engine.check_nothing_is_left()
+
+
 def test_a_thousand_requests_with_aborts_leave_nothing() -> None:
     """Over four ranks, at most two decisions under way; conversations come back, a third of all requests is aborted."""
     rng = np.random.default_rng(0)
