@@ -289,11 +289,6 @@ def check_states(config: Config, layout: HelixLayout, spec: DecoderSpec) -> None
                 "none: leave it out"
             )
         return
-    if config.kv.host_snapshots and config.speculation.drafter in ("mtp", "eagle3"):
-        raise ValueError(
-            f"kv.host_snapshots={config.kv.host_snapshots} serves prefix hits, which models with recurrent states do "
-            f"not have with speculation.drafter={config.speculation.drafter}: leave it out, or set speculation=ngram"
-        )
     why = "is not supported for models with recurrent states (Gated DeltaNet)"
     if layout.mode == "dp":
         raise ValueError(f"layout.mode=dp {why}: set layout.mode=helix")

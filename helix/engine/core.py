@@ -114,8 +114,7 @@ class Engine:
     def _empty_tables(self) -> BlockTables:
         runner, times, stripes = self.runner, self._times, self.runner.placement.stripes
         pages = runner.sizes.pages
-        # A draft model with windows cannot resume from a snapshot: its windows lack the tokens before it.
-        caches_states = self._prefix_cache and not runner.drafter.recomputed_tokens
+        caches_states = self._prefix_cache and runner.drafter.resumes_from_snapshots
         snapshot_counts = (runner.cache.snapshots, runner.cache.host_snapshots) if caches_states else (0, 0)
         tree = PrefixTree(PagePool(pages), stripes, times.cost)
         states = StateSnapshots(*snapshot_counts, stripes.tokens, times.work)

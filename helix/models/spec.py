@@ -167,7 +167,11 @@ class DecoderSpec:
         self, layout: HelixLayout, rank: int, dtype: str, kv: str = "auto"
     ) -> list[tuple[KVCacheSpec, ...]]:
         """Lists what each layer caches on a rank; `dtype` is the model's, `kv` is kv.dtype."""
-        return [layer.mixer.kv_cache_specs(layout, rank, dtype, kv) for layer in self.stack]
+        specs = [layer.mixer.kv_cache_specs(layout, rank, dtype, kv) for layer in self.stack]
+        if self.draft is not None:  # its next row reads the target's state of the token before
+            width = self.hidden * max(len(self.aux_hidden_state_layers), 1)
+            specs[-1] += (KVCacheSpec("target_state", (width,), dtype, "prompt"),)
+        return specs
 
     @property
     def stack(self) -> tuple[LayerSpec, ...]:

@@ -51,6 +51,7 @@ class Drafter(SequenceObserver):
         needs_hidden_states: whether it reads the hidden states of all prompt tokens.
         has_own_pages: whether it has as many pages as the KV cache, not shared between sequences.
         recomputed_tokens: like `KVCache.recomputed_tokens`, for its own cache.
+        resumes_from_snapshots: whether it can continue a prompt after a snapshot of the KV cache.
     """
 
     verify_policy: AttentionPolicy | None = None
@@ -59,6 +60,7 @@ class Drafter(SequenceObserver):
     needs_hidden_states = False
     has_own_pages = False
     recomputed_tokens = 0.0
+    resumes_from_snapshots = True
 
     def __init__(self, limit: int) -> None:
         self.limit = limit

@@ -51,9 +51,8 @@ class LayerDrafter(Drafter):
         max_pages = placement.stripes.pages_for(sizes.length + sizes.drafts)
         self.sequences = DecodeState(slots, max_pages, placement, cache.device, rings=cache.rings)
         # The layer's states, for first drafts; and the target's, of the last token of a prompt chunk.
-        self._states, self._prompt_states = (
-            torch.zeros(slots, width, dtype=dtype, device=cache.device) for width in (layer.width, layer.target_width)
-        )
+        self._states = torch.zeros(slots, layer.width, dtype=dtype, device=cache.device)
+        self._prompt_states = cache.layer(len(model.spec.layers)).tensors["target_state"][:slots]
         self._num_read: dict[int, int] = {}  # prompt tokens up to that one, by slot
         # The first drafts' selection, which later drafts reuse: see `Step.selected`.
         width = min(layer.shared_topk, max_pages * placement.page_size)
@@ -65,6 +64,8 @@ class LayerDrafter(Drafter):
         self.sequences.admit(*admissions)
         for admission in admissions:
             self._num_read.pop(admission.slot, None)
+            if admission.snapshot_index >= 0:  # the snapshot has that state
+                self._num_read[admission.slot] = admission.num_computed_tokens
 
     def write_tables(self, *tables: BlockTableUpdate) -> None:
         self.sequences.write_tables(*tables)

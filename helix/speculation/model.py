@@ -88,6 +88,7 @@ class ModelDrafter(Drafter):
         self.cache = KVCache(draft.kv_cache_specs, self.placement, draft_sizes(sizes), comm.device)
         check_states(self.cache, "model")
         self.recomputed_tokens = self.cache.recomputed_tokens
+        self.resumes_from_snapshots = not self.recomputed_tokens  # its own windows lack the tokens before
         # Lengths count only final tokens: later entries may be rejected drafts.
         max_pages = target.stripes.pages_for(sizes.length + sizes.drafts)
         self.sequences = DecodeState(sizes.slots, max_pages, self.placement, comm.device, rings=self.cache.rings)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from helix.engine.scheduler_output import NewRequest
-from helix.kv_placement import KVPlacement
+from helix.kv_placement import KVPlacement, PromptChunk
 from helix.worker.graph_keys import DecodeGraphKey
 from helix.worker.host_store import HostStore
 from helix.worker.kv_cache_spec import (
@@ -37,7 +37,7 @@ from helix.worker.transfers import to_device
 from kernels.paged_keys import PagedKeys
 from kernels.sparse.block_bounds import fold_blocks
 
-SNAPSHOT_UNITS = ("slot", "recent")  # values of `KVCacheSpec.per` whose data a snapshot has
+SNAPSHOT_UNITS = ("slot", "recent", "prompt")  # values of `KVCacheSpec.per` whose data a snapshot has
 
 
 @dataclass(frozen=True)
@@ -258,10 +258,13 @@ class KVCache(SequenceObserver):
                             stored = group.tensors[spec.name]
                             tokens = stored.view(len(stored), -1, *stored.shape[3:])
                             tokens[:, to] = tokens[:, sources]
-        for prompt in chunk.prompts:
+        self.fold(chunk.span)
+
+    def save_snapshots(self, prompts: Sequence[PromptChunk]) -> None:
+        """Saves the snapshots that end with a prefill chunk; call it after `on_prefill` of all observers."""
+        for prompt in prompts:
             if prompt.snapshot_index >= 0:
                 self._snap(prompt.slot, prompt.snapshot_index, prompt.evict_to)
-        self.fold(chunk.span)
 
     def _snap(self, slot: int, position: int, evict_to: int) -> None:
         """Takes a snapshot of a slot's states; moves the one that was there to `evict_to`, if not -1."""
@@ -340,6 +343,7 @@ def entries(spec: KVCacheSpec, placement: KVPlacement, sizes: EngineSizes) -> tu
         "token": (sizes.pages, placement.page_size),
         "page": (sizes.pages,),
         "slot": (slots + snapshots,),
+        "prompt": (slots + snapshots,),
         "row": (slots, rows),
         "recent": (slots + snapshots, rows + spec.before),
     }[spec.per]

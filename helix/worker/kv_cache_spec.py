@@ -53,8 +53,9 @@ class KVCacheSpec:
         entry: shape of one entry.
         dtype: a key of ITEMSIZE.
         per: unit with one entry. `token`: each token that the rank owns. `page`: each page of such tokens. `slot`: each
-            sequence of the batch. `row`: each token of a sequence's last decode step, drafts included. `recent`: these
-            tokens, and `before` tokens before them.
+            sequence of the batch. `prompt`: each sequence, of the last token of its last prompt chunk. `row`: each
+            token of a sequence's last decode step, drafts included. `recent`: these tokens, and `before` tokens before
+            them.
         window: size of the sliding window, in tokens, the query's own included; None: queries read all entries.
         by_head: a page stores its entries [heads] head by head, [heads, page_size].
     """
@@ -62,7 +63,7 @@ class KVCacheSpec:
     name: str
     entry: tuple[int, ...]
     dtype: str
-    per: Literal["token", "page", "slot", "row", "recent"] = "token"
+    per: Literal["token", "page", "slot", "prompt", "row", "recent"] = "token"
     window: int | None = None
     before: int = 0
     by_head: bool = False

@@ -376,6 +376,7 @@ class ModelRunner:
             chunk = PrefillCommitted(prompts, state.prompts_span(prompts), state.parts(prompts), real)
             for observer in self.observers:
                 observer.on_prefill(chunk)
+            self.cache.save_snapshots(prompts)
         return last
 
     def chunk_size(self, prompts: Sequence[PromptChunk]) -> PrefillGraphKey:

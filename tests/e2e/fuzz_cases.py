@@ -307,7 +307,7 @@ def settings_of(
     if drafter == "eagle3":
         assert spec is not None
         settings["speculation.window"] = rng.choice([n for n in (3, 20, 200) if n not in spec.windows])
-    if settings.get("kv.snapshots") and settings["kv.prefix_cache"] and drafter not in ("mtp", "eagle3"):
+    if settings.get("kv.snapshots") and settings["kv.prefix_cache"]:
         settings["kv.host_snapshots"] = rng.choice((0, 1, 3))
     if drafter == "sparse":
         assert spec is not None

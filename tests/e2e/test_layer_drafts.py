@@ -11,6 +11,7 @@ import shutil
 from contextlib import closing
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -202,6 +203,44 @@ def test_who_hits_a_prefix_spoils_no_row_of_it() -> None:
     found = engine.runner.drafter
     assert isinstance(found, RecordingDrafter) and len(found.drafted) > 20
     assert mismatches(found, eagle3.oracle("gpt-oss", "shared", 120).drafts) == []
+
+
+@pytest.mark.parametrize(
+    "kind, family, kvp, tpa",
+    [
+        ("mtp", "qwen3-next", 1, 1),
+        ("mtp", "qwen3-next", 2, 1),
+        ("mtp", "qwen3.5-tied", 1, 2),
+        ("eagle3", "qwen3-next", 1, 2),
+        ("eagle3", "qwen3.5-tied", 2, 1),
+    ],
+)
+def test_behind_a_snapshot_drafts_are_those_without_the_cache(kind: str, family: str, kvp: int, tpa: int) -> None:
+    """The same prompt again; a second turn; and one that goes on otherwise at the exact end of the snapshot."""
+    path = mtp.with_layer(family) if kind == "mtp" else eagle3.target(family)
+    given = LayerDrafts(3, kind=RecordingDrafter, eagle3=eagle(family, "shared") if kind == "eagle3" else None)
+    generator = torch.Generator().manual_seed(4)
+    prompts = [torch.randint(90, (n,), generator=generator).tolist() for n in (97, 33, 17)]
+
+    def run(engine: Engine) -> tuple[list[Any], list[int]]:
+        for i, prompt in enumerate(prompts):
+            generated(engine, [Request(i, prompt, 1)])
+        computed, found = [], engine.runner.drafter
+        assert isinstance(found, RecordingDrafter)
+        for i, again in enumerate((prompts[0], (*prompts[1], *range(5)), (*prompts[2][:16], 8))):
+            generated(engine, [Request(i, again, 12)])
+            computed.append(engine.timings.prefill_tokens)
+        return found.drafted, computed
+
+    options: dict[str, Any] = dict(drafter=given, adaptive=False, prefill_chunk=40, snapshots=4, page_size=16 // kvp)
+    layout = HelixLayout.create("helix", kvp, tpa)
+    drafted, computed = on_loopback(path, layout, 16 // kvp, run, **options)[0]
+    assert computed == [1, 6, 1], "all but the whole stripes of 16 of the first turn"
+    alone, all_computed = on_loopback(path, layout, 16 // kvp, run, prefix_cache=False, **options)[0]
+    assert all_computed == [97, 38, 17]
+    assert drafted == alone and len(drafted) > 9
+    oracle = mtp.oracle(family) if kind == "mtp" else eagle3.oracle(family, "shared")
+    assert mismatches(SimpleNamespace(drafted=drafted), oracle.drafts) == []  # type: ignore[arg-type]
 
 
 def changed(tmp_path: Path, **keys: Any) -> SpeculationConfig:

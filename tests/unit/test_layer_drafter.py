@@ -14,7 +14,8 @@ from helix.kv_placement import KVPlacement
 from helix.layout import HelixLayout
 from helix.speculation import LayerDrafter
 from helix.worker.graph_keys import DecodeGraphKey
-from helix.worker.kv_cache_spec import EngineSizes
+from helix.worker.kv_cache import KVCache
+from helix.worker.kv_cache_spec import EngineSizes, KVCacheSpec
 from helix.worker.sequence_observer import Span, StepCommitted
 from helix.worker.step import Step
 
@@ -65,8 +66,10 @@ def test_a_launch_is_between_bounds_and_attention() -> None:
     events: list[str] = []
     cpu = torch.device("cpu")
     placement = KVPlacement(HelixLayout.create("helix", 1), 0, 16, 16)
-    model = SimpleNamespace(comm=SoloCommunicator(cpu), weights=SimpleNamespace(dtype=torch.float32))
-    cache = SimpleNamespace(device=cpu, rings={}, recomputed_tokens=0.0, placement=placement)
+    model = SimpleNamespace(
+        comm=SoloCommunicator(cpu), weights=SimpleNamespace(dtype=torch.float32), spec=SimpleNamespace(layers=())
+    )
+    cache = KVCache([(KVCacheSpec("target_state", (WIDTH,), "float32", "prompt"),)], placement, EngineSizes(2), cpu)
     drafter = LayerDrafter(Layer(events), model, cache, EngineSizes(2, 32, drafts=2), "shared")
     drafter.policy = Logged(events)
     state = drafter.sequences
