@@ -5,6 +5,7 @@ Each rule raises ValueError with the key, its value and what to set instead.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import asdict
@@ -14,6 +15,7 @@ from helix.config import Config, ModelConfig
 from helix.layout import HelixLayout
 from helix.packages import import_object
 from helix.schema import build
+from helix.worker.kv_cache_spec import MAX_RING_TOKENS
 
 if TYPE_CHECKING:  # imports all model families
     from helix.models import DecoderSpec
@@ -130,7 +132,13 @@ def check_offload(config: Config) -> None:
 
 
 def check_snapshots(config: Config) -> None:
-    """Checks that host snapshots have GPU snapshots to evict."""
+    """Checks that host snapshots have GPU snapshots to evict, and regular snapshots have room."""
+    if config.kv.snapshot_every and not (config.kv.snapshots and config.kv.prefix_cache):
+        raise ValueError(
+            f"kv.snapshot_every={config.kv.snapshot_every} takes prefix-cache snapshots, but "
+            f"kv.snapshots={config.kv.snapshots} and kv.prefix_cache={str(config.kv.prefix_cache).lower()}: set "
+            "kv.snapshots to 1 or more and kv.prefix_cache=true, or leave out kv.snapshot_every"
+        )
     if config.kv.host_snapshots and not (config.kv.snapshots and config.kv.prefix_cache):
         raise ValueError(
             f"kv.host_snapshots={config.kv.host_snapshots} holds prefix-cache snapshots that the GPU evicts, but "
@@ -283,11 +291,6 @@ def check_data_parallel(config: Config, layout: HelixLayout, spec: DecoderSpec) 
 def check_states(config: Config, layout: HelixLayout, spec: DecoderSpec) -> None:
     """Checks that layers with recurrent states support the settings."""
     if not spec.has_states:
-        if config.kv.host_snapshots:
-            raise ValueError(
-                f"kv.host_snapshots={config.kv.host_snapshots} needs a model with recurrent states, and this one has "
-                "none: leave it out"
-            )
         return
     why = "is not supported for models with recurrent states (Gated DeltaNet)"
     if layout.mode == "dp":
@@ -296,9 +299,23 @@ def check_states(config: Config, layout: HelixLayout, spec: DecoderSpec) -> None
         raise ValueError(f"speculation.drafter=sparse {why}: set speculation=ngram")
 
 
+def check_model_snapshots(config: Config, layout: HelixLayout, spec: DecoderSpec) -> None:
+    """Checks that a model has what snapshots keep."""
+    limit = math.inf if config.kv.offload == "host" else MAX_RING_TOKENS
+    if spec.has_states or any(window is not None and window <= limit for window in spec.windows):
+        return
+    for key in ("host_snapshots", "snapshot_every"):
+        if value := getattr(config.kv, key):
+            raise ValueError(
+                f"kv.{key}={value} needs a model with recurrent states or with sliding windows of up to "
+                f"{MAX_RING_TOKENS} tokens, and this one has neither: leave it out"
+            )
+
+
 CONFIG_RULES: tuple[Callable[[Config], None], ...] = (
     check_origins, check_imports, check_pages, check_subblocks, check_offload, check_snapshots, check_resume,
 )  # fmt: skip
 MODEL_RULES: tuple[Callable[[Config, HelixLayout, DecoderSpec], None], ...] = (
     check_cache, check_length, check_attention, check_sparse_drafter, check_data_parallel, check_states,
+    check_model_snapshots,
 )  # fmt: skip

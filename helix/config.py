@@ -84,9 +84,12 @@ class KVConfig:
         tokens: capacity in tokens over all ranks; unset: from memory_fraction.
         memory_fraction: share of the memory that is free after the weights are loaded.
         prefix_cache: whether to reuse the KV cache for prompts with a common prefix.
-        snapshots: for models with recurrent states: number of state snapshots to keep for prompts with a common prefix.
+        snapshots: for models with recurrent states or sliding windows: number of snapshots of these to keep, from which
+            prompts with a common prefix continue. Each takes as much memory as a sequence's states and windows.
         host_snapshots: number of further snapshots in pinned host memory, to which the least valuable ones are evicted.
-            Each takes the bytes of a sequence's states on each rank.
+        snapshot_every: also take a snapshot every so many tokens of a prompt, rounded down to whole stripes
+            (page_size x layout.kvp tokens); 0: only where its last message begins, where it leaves cached prefixes, and
+            at its end.
         offload: none: the KV cache is on the GPU; host: it is in pinned host memory, and each step fetches the
             blocks that it selects over the link (attention=block_sparse only).
         offload_host_bytes: host memory for keys and values per rank, with offload=host.
@@ -103,6 +106,7 @@ class KVConfig:
     prefix_cache: bool = True
     snapshots: Annotated[int, Range(0)] = 8
     host_snapshots: Annotated[int, Range(0)] = 0
+    snapshot_every: Annotated[int, Range(0), TOKENS] = 0
     offload: Literal["none", "host"] = "none"
     offload_host_bytes: Annotated[float, Range(above=0)] | None = None
     offload_gpu_bytes: Annotated[float, Range(above=0)] | None = None

@@ -25,6 +25,7 @@ from helix.engine.prefix import PrefixTree
 from helix.engine.request import Request
 from helix.engine.scheduler import MAX_CHUNK_S, MIN_CHUNK, SchedulePolicy, Scheduler
 from helix.engine.scheduler_output import NewRequest, SchedulerOutput, StepPlan
+from helix.engine.snapshots import StateSnapshots
 from helix.kv_placement import Stripes
 from helix.layout import HelixLayout
 from helix.worker.graph_keys import SHARED_PREFIXES
@@ -115,6 +116,8 @@ class SimulatedRow:
     chain: list[int]  # expected content of its cache
     length: int  # tokens in the cache
     drawn: int
+    exact: float  # tokens from which on states and windows are exact
+    computed: int  # tokens of the prompt that need no computation, or have been computed
 
     @property
     def guided(self) -> bool:
@@ -153,6 +156,7 @@ class SimulatedEngine:
         homes: ranks that own sequences, `max_batch` each.
         lookahead: scheduler outputs that are launched before the tokens of one are read.
         accepted_drafts: per step, in turn.
+        snapshots: arguments of `StateSnapshots`.
         options: of the scheduler.
     """
 
@@ -171,6 +175,7 @@ class SimulatedEngine:
         step_s: float = STEP_S,
         accepted_drafts: Sequence[int] = (0,),
         drafts: int = 0,
+        snapshots: tuple[int, int, int] = (0, 0, 0),
         **options: Any,
     ) -> None:
         self.layout = HelixLayout.create(kvp=kvp)
@@ -179,8 +184,15 @@ class SimulatedEngine:
         self.times.observe(1.0, TOKEN_S)
         self.pools = [PagePool(pages) for _ in range(homes)]
         self.pool = self.pools[0]
-        trees = [PrefixTree(pool, self.stripes, self.times.cost, 1) for pool in self.pools]
-        self.tables = [BlockTables(tree, caching) for tree in trees]
+        lacking = options.get("lacking", 0.0)
+        snapshots, hybrid = snapshots if lacking and caching else (0, 0, 0), math.isinf(lacking)
+        trees = [PrefixTree(pool, self.stripes, self.times.cost, 1, hybrid) for pool in self.pools]
+        self.tables = [
+            BlockTables(tree, caching, None, StateSnapshots(tree, self.times.work, *snapshots)) for tree in trees
+        ]
+        self.room = snapshots[:2]
+        self.snapshots: dict[tuple[int, int], tuple[int, int]] = {}  # by home and index: tokens, and their state
+        self.num_taken = 0
         plan = StepPlan(drafts, seconds=step_s)
         given = {
             key: options.pop(key)
@@ -197,6 +209,7 @@ class SimulatedEngine:
             schedule,
             lambda rows, kv_tokens, without: plan,
         )
+        self.lacking = self.scheduler._runner.recomputed_tokens
         self.goal = SchedulePolicy(schedule)
         self.lookahead, self.step_s, self.drafts, self.accepted_drafts = lookahead, step_s, drafts, accepted_drafts
         self.prefill_chunk, self.max_batch = prefill_chunk, max_batch * homes
@@ -217,11 +230,13 @@ class SimulatedEngine:
         priority: int = 0,
         cache_salt: Hashable = None,
         guided: bool = False,
+        last_message_start: int = 0,
     ) -> int:
         """Submits a request that reaches EOS after `stops` tokens, and must be accepted; returns its id."""
         name = len(self.served)
         grammar = CountingMatcher(name) if guided else None
-        request = Request(name, prompt, new, priority=priority, cache_salt=cache_salt, matcher=grammar)
+        hint = {"last_message_start": last_message_start}
+        request = Request(name, prompt, new, priority=priority, cache_salt=cache_salt, matcher=grammar, **hint)
         first = chain(prompt, cache_salt)[-1]
         reply = [(first + 7 * i) % 991 for i in range(min(new, stops or new))]
         self.served[name] = SimulatedRequest(request, reply, self.now)
@@ -262,6 +277,10 @@ class SimulatedEngine:
             assert pool.used == 0 and not pool._ref_counts.any(), "references are left"
             tables.tree.evict(pool.pages)
             assert pool.free == pool.pages and not pool._cached.any(), "pages are lost"
+            snapshots = tables.snapshots
+            indices = [s.index for s in snapshots._snapshots] + snapshots._free + snapshots._free_on_host
+            assert sorted(indices) == list(range(sum(self.room))), "snapshots are lost"
+            assert all(s.node is None for s in snapshots._snapshots), "a snapshot outlives its pages"
 
     @property
     def due(self) -> bool:
@@ -350,7 +369,14 @@ class SimulatedEngine:
             memory[to] = memory[source]
         served.admissions.append(a)
         numbers = chain(text, served.request.cache_salt)
-        self.rows[a.slot] = row = SimulatedRow(served, a, a.pages.tolist(), numbers, a.num_cached_tokens, 0)
+        exact = a.num_computed_tokens + self.lacking if a.num_computed_tokens else 0
+        if a.snapshot_index >= 0:
+            exact = a.num_computed_tokens
+            held = self.snapshots[self.home(a.slot), a.snapshot_index]
+            assert held == (exact, numbers[exact - 1]) and exact < a.length, "the state of other tokens"
+        self.rows[a.slot] = row = SimulatedRow(
+            served, a, a.pages.tolist(), numbers, a.num_cached_tokens, 0, exact, a.num_computed_tokens
+        )
         self.check(row)
 
     def prefill(self, decision: SchedulerOutput, tokens: list[tuple[SimulatedRequest, int, int, float]]) -> None:
@@ -359,11 +385,21 @@ class SimulatedEngine:
             assert s.end > s.begin and s.last == (s.end == row.admission.length)
             assert s.tokens.tolist() == [*row.served.request.prompt.tolist(), *row.served.drawn][s.begin : s.end]
             # Either it takes over what others have computed meanwhile, or all known tokens were a copy.
-            assert row.length <= s.begin and not row.drawn
-            for at in range(s.begin, s.end):
+            assert row.computed <= s.begin and not row.drawn
+            if row.computed < s.begin:
+                row.exact = s.begin + self.lacking
+            assert row.exact <= max(s.begin, s.num_cached_tokens), "new keys of windows that lack tokens"
+            for at in range(max(s.begin, s.num_cached_tokens), s.end):
                 self.write(row, at, row.chain[at])
             row.served.computed += s.end - s.begin
-            row.length = s.end
+            row.computed, row.length = s.end, max(s.end, s.num_cached_tokens)
+            if s.snapshot_index >= 0:
+                home = self.home(s.slot)
+                assert s.end >= row.exact and s.end % self.stripes.tokens == 0, "a snapshot of windows that lack tokens"
+                if s.evict_to >= 0:
+                    self.snapshots[home, s.evict_to] = self.snapshots[home, s.snapshot_index]
+                self.snapshots[home, s.snapshot_index] = s.end, row.chain[s.end - 1]
+                self.num_taken += 1
         for s in decision.prefill_chunks:
             self.check(self.rows[s.slot])
             if s.last:
@@ -470,8 +506,8 @@ class SimulatedEngine:
         waiting = [s for name, s in self.served.items() if not s.ended and name not in rows]
         works = [self.times.work(0, len(s.request.prompt) + len(s.drawn)) for s in waiting]
         running = sorted(rows.values(), key=lambda row: (row.served.arrived_at, row.served.request.id))
-        unfinished = [r for r in running if r.length < r.admission.length and not r.drawn and not r.served.ended]
-        works += [self.times.work(row.length, row.admission.length) for row in unfinished[1:]]
+        unfinished = [r for r in running if r.computed < r.admission.length and not r.drawn and not r.served.ended]
+        works += [self.times.work(row.computed, row.admission.length) for row in unfinished[1:]]
         return sum(works) * TOKEN_S
 
     def check_chunk(self, decision: SchedulerOutput, seconds: float, decoding: bool) -> None:
@@ -496,5 +532,5 @@ class SimulatedEngine:
             part = [s for s in decision.prefill_chunks if self.rows[s.slot] is oldest]
             assert part, "the oldest prompt waits"
             own_work = self.times.work(part[0].begin, part[0].end)
-            if not part[0].last:
+            if not part[0].last and part[0].end not in self.scheduler.running[part[0].slot].snapshot_ends:
                 assert size - (part[0].end - part[0].begin) <= (size + 1) // 2 or own_work * TOKEN_S * 2.1 >= seconds

@@ -47,7 +47,7 @@ class BlockTables:
 
     Args:
         max_pages: maximum pages of all tables together, shared pages counted once per table; None: no limit.
-        snapshots: None if layers have no states.
+        snapshots: None if there is no room for any.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class BlockTables:
         snapshots: StateSnapshots | None = None,
     ) -> None:
         self.tree, self.pool = tree, tree.pool
-        self.snapshots = snapshots or StateSnapshots(0, 0, tree.stripes.tokens, lambda begin, end: 0.0)
+        self.snapshots = snapshots or StateSnapshots(tree, lambda begin, end: 0.0)
         self._stripes, self._tokens = tree.stripes, tree.stripes.tokens
         self._enable_caching = enable_caching
         self._pages_left = math.inf if max_pages is None else max_pages

@@ -8,6 +8,7 @@ after the end of a sequence. No cost grows with the context.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -74,6 +75,7 @@ class Engine:
     Args:
         adaptive: rank 0 chooses the number of drafts of each step, up to the drafter's limit; otherwise always the
             limit.
+        snapshot_every: distance of snapshots in a prompt, in tokens; 0: see `StateSnapshots`.
         timeout_s: how long other ranks wait for a message of rank 0.
 
     Attributes:
@@ -88,13 +90,14 @@ class Engine:
         *,
         adaptive: bool = True,
         prefix_cache: bool = True,
+        snapshot_every: int = 0,
         timeout_s: float = 300.0,
     ) -> None:
         self.runner, self.comm, self.schedule = runner, runner.comm, schedule or ScheduleConfig()
         self.draft_sizes = draft_sizes(runner.sizes.drafts, adaptive)
         self.timeout_s = timeout_s
         self.timings = Timings()
-        self._prefix_cache = prefix_cache
+        self._prefix_cache, self._snapshot_every = prefix_cache, snapshot_every
         self._broken: str | None = None  # the error that broke the engine
         self._serving = False
         self._slots_in_use: set[int] = set()
@@ -116,9 +119,9 @@ class Engine:
         pages = runner.sizes.pages
         caches_states = self._prefix_cache and runner.drafter.resumes_from_snapshots
         snapshot_counts = (runner.cache.snapshots, runner.cache.host_snapshots) if caches_states else (0, 0)
-        tree = PrefixTree(PagePool(pages), stripes, times.cost)
-        states = StateSnapshots(*snapshot_counts, stripes.tokens, times.work)
-        return BlockTables(tree, self._prefix_cache, pages if runner.drafter.has_own_pages else None, states)
+        tree = PrefixTree(PagePool(pages), stripes, times.cost, needs_snapshots=math.isinf(runner.recomputed_tokens))
+        snapshots = StateSnapshots(tree, times.work, *snapshot_counts, self._snapshot_every)
+        return BlockTables(tree, self._prefix_cache, pages if runner.drafter.has_own_pages else None, snapshots)
 
     @torch.inference_mode()  # entered at each resumption: the caller's code between two updates runs outside
     def serve(self, inbox: Inbox | None) -> Iterator[list[RequestUpdate]]:

@@ -14,7 +14,8 @@ A node is a run of whole stripes, or a tail: part of a stripe, without children.
 page and are shared; selections, scores and lengths belong to a sequence.
 
 Eviction cuts the ends of unused runs, by GreedyDual: when a node is used, its value becomes that of the last evicted
-node plus the cost of recomputing it (Cao and Irani, Cost-aware WWW proxy caching algorithms, 1997).
+node plus the cost of recomputing it (Cao and Irani, Cost-aware WWW proxy caching algorithms, 1997). With recurrent
+states a hit ends at a snapshot (`helix.engine.snapshots`), so the stripes after the last one of a path go first.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Node:
         depth: number of tokens before it.
         pages: [n] int32; empty once it has left the tree.
         children: sorted by head; no head is a prefix of another.
+        snapshots: those that end in it, ascending.
         base, tick: value of the last evicted node, and time, at its last use.
         root: salt and start; of roots only.
     """
@@ -52,6 +54,7 @@ class Node:
     tokens: int = 0
     pages: np.ndarray = field(default_factory=lambda: NO_PAGES)
     children: list[Node] = field(default_factory=list)
+    snapshots: list[Snapshot] = field(default_factory=list)
     base: float = 0.0
     tick: int = 0
     queued: bool = False
@@ -60,6 +63,23 @@ class Node:
     @property
     def end(self) -> int:
         return self.depth + self.tokens
+
+
+@dataclass(eq=False, slots=True)
+class Snapshot:
+    """A copy of a sequence's states and windows.
+
+    Attributes:
+        index: where it is stored; indices in host memory follow those on the GPU.
+        tokens: number of tokens before it, whole stripes.
+        node: the node that has the last of them; None once it is evicted.
+        worth: value of the last dropped snapshot at its last use, plus the work of its tokens.
+    """
+
+    index: int
+    tokens: int
+    node: Node | None
+    worth: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -92,16 +112,23 @@ class PrefixTree:
         cost: cost of computing a token at a depth, in any unit.
         min_copied_tokens: minimum tokens worth a copy and a given start. Prompts that only share a short template
             should not all start on one rank.
+        needs_snapshots: hits end at snapshots.
     """
 
     def __init__(
-        self, pool: PagePool, stripes: Stripes, cost: Callable[[int], float], min_copied_tokens: int = 16
+        self,
+        pool: PagePool,
+        stripes: Stripes,
+        cost: Callable[[int], float],
+        min_copied_tokens: int = 16,
+        needs_snapshots: bool = False,
     ) -> None:
         self.pool = pool
         self.stripes = stripes
         self._kvp, self._tokens, self._pages = stripes.layout.kvp, stripes.tokens, stripes.pages
         self._cost = cost
         self._min_copied_tokens = min_copied_tokens
+        self._needs_snapshots = needs_snapshots
         self._stored_ids = np.empty((pool.pages, stripes.page_tokens), dtype=np.int32)  # by page of their stripe
         self._roots: dict[tuple[Hashable, int], Node] = {}
         self._queue: list[tuple[float, int, int, Node]] = []  # heap of leaves
@@ -233,7 +260,29 @@ class PrefixTree:
         node.parent.children[self._child_index(node.parent, node.head)] = upper
         node.parent, node.depth, node.tokens, node.pages = upper, at, node.end - at, node.pages[cut:]
         node.head = self._stripe(node, 0).tobytes()
+        for s in node.snapshots:
+            s.node = upper if s.tokens <= at else node
+        upper.snapshots, node.snapshots = ([s for s in node.snapshots if s.node is n] for n in (upper, node))
         return upper
+
+    # ---- snapshots
+
+    def last_snapshot(self, node: Node | None, tokens: int) -> Snapshot | None:
+        """Returns the last snapshot within the first `tokens` tokens of the path to `node`."""
+        found = (s for each in path(node) for s in reversed(each.snapshots) if s.tokens <= tokens)
+        return next(found, None)
+
+    def add_snapshot(self, node: Node, snapshot: Snapshot) -> None:
+        snapshot.node = node
+        node.snapshots.append(snapshot)
+        node.snapshots.sort(key=attrgetter("tokens"))
+
+    def drop_snapshot(self, snapshot: Snapshot) -> None:
+        if (node := snapshot.node) is not None:
+            snapshot.node = None
+            node.snapshots.remove(snapshot)
+            node.queued = False  # its value is lower now: queue it again
+            self.queue_up(node)
 
     # ---- eviction
 
@@ -259,7 +308,14 @@ class PrefixTree:
         self.queue_up(node)
 
     def _worth(self, node: Node) -> tuple[float, int]:
-        return node.base + self._cost(node.end), node.tick
+        return 0.0 if self._useful_tokens(node) < node.end else node.base + self._cost(node.end), node.tick
+
+    def _useful_tokens(self, node: Node) -> int:
+        """Returns how many tokens of the path to `node` a hit can save."""
+        if not self._needs_snapshots:
+            return node.end
+        snapshot = self.last_snapshot(node, node.end)
+        return 0 if snapshot is None else snapshot.tokens
 
     def queue_up(self, node: Node) -> None:
         """Queues a node for eviction if it is a leaf and not queued yet."""
@@ -269,21 +325,30 @@ class PrefixTree:
             heappush(self._queue, (*self._worth(node), self._pushed, node))
 
     def _cut(self, node: Node, count: int) -> np.ndarray:
-        """Removes at least `count` pages from a leaf's end, or all its pages; returns them."""
+        """Removes at least `count` pages from a leaf's end, or all of the same value; returns them."""
         parent = node.parent
         assert parent is not None
-        left = max(len(node.pages) - -(-count // self._pages) * self._pages, 0)
+        useful = max(self._useful_tokens(node) - node.depth, 0)
+        kept = self.stripes.columns(0, useful).stop if useful < node.tokens else 0
+        left = max(len(node.pages) - -(-count // self._pages) * self._pages, kept)
         evicted = node.pages[left:]
         if left:
             node.pages, node.tokens = node.pages[:left], left // self._pages * self._tokens
+            node.snapshots = self._without_snapshots(node.snapshots, node.end)
             self.queue_up(node)
         else:
             del parent.children[self._child_index(parent, node.head)]
-            node.pages = NO_PAGES
+            node.pages, node.snapshots = NO_PAGES, self._without_snapshots(node.snapshots, 0)
             self.queue_up(parent)  # its value is lower than its child's, so it is next
             if parent.root is not None and not parent.children:
                 del self._roots[parent.root]
         return evicted
+
+    def _without_snapshots(self, snapshots: list[Snapshot], tokens: int) -> list[Snapshot]:
+        """Returns those within the first `tokens` tokens; the others lose their node."""
+        for s in snapshots:
+            s.node = s.node if s.tokens <= tokens else None
+        return [s for s in snapshots if s.node is not None]
 
 
 def path(node: Node | None, until: Node | None = None) -> Iterator[Node]:

@@ -42,6 +42,8 @@ class Request:
             prompts.
         num_prior_output_tokens: how many of the prompt's last tokens an earlier engine generated for this request:
             penalties and `min_tokens` count them as output.
+        last_message_start: number of tokens before the last message of a chat, after which to keep what the next
+            request may begin with; 0: unknown.
         grammar: in llguidance's format; None: unconstrained.
         matcher: state of `grammar`, which rank 0 creates from it.
     """
@@ -53,6 +55,7 @@ class Request:
     priority: int = 0
     cache_salt: Hashable = None
     num_prior_output_tokens: int = 0
+    last_message_start: int = 0
     grammar: str | None = None
     matcher: Grammar | None = None
 

@@ -25,6 +25,7 @@ class RequestState:
         num_confirmed_tokens: prompt tokens that are cached or computed, as far as rank 0 has read.
         min_new, max_new, expected_new: bounds and estimate of its tokens in flight.
         num_computed_tokens: tokens of `tokens` that are cached or computed after all batches in flight.
+        snapshot_ends: after how many of `tokens` to take snapshots, ascending.
         preemption_exempt: it resumed after a preemption, and is not preempted again until it needs more pages.
         work: work of its prompt without what was cached when it was queued.
         retry_pages, retry_at: retry once `retry_pages` pages are available, or at time `retry_at`.
@@ -44,6 +45,7 @@ class RequestState:
     slot: int | None = None
     block_table: BlockTable | None = None
     num_computed_tokens: int = 0
+    snapshot_ends: list[int] = field(default_factory=list)
     reserved: int = 0
     ended: bool = False
     preemption_exempt: bool = False

@@ -308,11 +308,8 @@ class Scheduler:
                 continue
             self._unqueue(at)
             dp_rank, table = fit
-            snapshot_end, state = self._dp_tables[dp_rank].snapshots.find(
-                s.tokens, table.num_cached_tokens, s.request.prefix_salt
-            )
             s.slot, s.block_table = heapq.heappop(self._free_slots[dp_rank]), table
-            s.num_computed_tokens = max(self._prefill_start(table.num_cached_tokens), snapshot_end)
+            snapshot_index = self._resume(s, table)
             self.running[s.slot] = s
             request = s.request
             yield NewRequest(
@@ -331,9 +328,28 @@ class Scheduler:
                 table.copy_to,
                 request.num_prior_output_tokens + len(s.output_token_ids),
                 None if request.matcher is None else request.matcher.token_bitmask(),
-                state,
+                snapshot_index,
                 hash(request.prefix_salt) & SALT_MASK,
             )
+
+    def _resume(self, s: RequestState, table: BlockTable) -> int:
+        """Decides where the prefill of an admitted request begins, and after which tokens to take snapshots.
+
+        Returns:
+            The snapshot from which it resumes; -1: none.
+        """
+        snapshots, known = self._tables(s).snapshots, table.num_inserted_tokens
+        snapshot_end, index = snapshots.find(table.node, known)
+        ends = snapshots.ends(len(s.tokens), known, s.request.last_message_start)
+        # Windows are exact after a hit, not before: to take a snapshot at its last whole stripe, begin earlier.
+        exact = known if known in ends and known > snapshot_end else table.num_cached_tokens
+        s.num_computed_tokens = self._prefill_start(exact)
+        if index >= 0 and snapshot_end >= s.num_computed_tokens:
+            s.num_computed_tokens = exact = snapshot_end
+        else:
+            index = -1
+        s.snapshot_ends = [end for end in ends if end >= exact or not s.num_computed_tokens]
+        return index
 
     def _fit(self, s: RequestState, now: float) -> tuple[int, BlockTable] | None:
         """Allocates pages for a waiting request on a DP rank; returns rank and pages, or None if it fits nowhere now.
@@ -448,10 +464,12 @@ class Scheduler:
 
     def _queue(self, s: RequestState) -> None:
         token_ids = s.token_ids()
-        num_cached_tokens = max(
-            tables.tree.match(token_ids, s.request.prefix_salt).tokens for tables in self._dp_tables
-        )
-        s.work = int(self._times.work(self._prefill_start(num_cached_tokens), len(token_ids)))
+        begin = 0
+        for tables in self._dp_tables:
+            hit = tables.tree.match(token_ids, s.request.prefix_salt)
+            snapshot = tables.tree.last_snapshot(hit.node, hit.shared)
+            begin = max(begin, self._prefill_start(hit.tokens), 0 if snapshot is None else snapshot.tokens)
+        s.work = int(self._times.work(begin, len(token_ids)))
         self._waiting_work += s.work
         insort(self._waiting, (s.order, s))
 
@@ -504,14 +522,12 @@ class Scheduler:
         for s, end in ends.items():
             if end > s.num_computed_tokens:
                 assert s.slot is not None and s.block_table is not None
-                snapshots = self._tables(s).snapshots
-                snapped, snapshot = snapshots.end(s.tokens), (-1, -1)
-                is_snapped = s.num_computed_tokens < snapped <= end
-                end = snapped if is_snapped else end
+                snapshot, later = (-1, -1), [e for e in s.snapshot_ends if e > s.num_computed_tokens]
+                end = min([end, *later[:1]])
                 columns = self._tables(s).insert(s.block_table, s.tokens[:end])
                 self._pending_updates.append(PendingTableUpdate(s, s.block_table, columns.start, len(columns)))
-                if is_snapped:
-                    snapshot = snapshots.add(s.tokens[:end], s.request.prefix_salt, s.block_table.node)
+                if end in later:
+                    snapshot = self._tables(s).snapshots.add(s.block_table.node, end)
                 new = s.tokens[s.num_computed_tokens : end]
                 last = end == len(s.tokens)
                 yield PrefillChunk(
@@ -567,10 +583,10 @@ class Scheduler:
             s.block_table, s.tokens, max(s.num_computed_tokens, s.block_table.num_cached_tokens)
         )
         if num_cached_tokens > s.block_table.num_cached_tokens and num_cached_tokens > s.num_computed_tokens:
-            s.block_table.num_cached_tokens, s.num_computed_tokens = (
-                num_cached_tokens,
-                max(s.num_computed_tokens, self._prefill_start(num_cached_tokens)),
-            )
+            s.block_table.num_cached_tokens = num_cached_tokens
+            if (begin := self._prefill_start(num_cached_tokens)) > s.num_computed_tokens:
+                s.num_computed_tokens = begin
+                s.snapshot_ends = [end for end in s.snapshot_ends if end >= num_cached_tokens]
         writes.append(PendingTableUpdate(s, s.block_table, columns.start, len(columns)))
 
     def _prefill_start(self, num_cached_tokens: int) -> int:

@@ -1,85 +1,92 @@
-"""Snapshots of recurrent states, on rank 0's host: after which tokens each was taken, and where it is stored.
+"""Snapshots of sequences' states and windows, on rank 0's host: after which tokens each was taken, and where it is.
 
-A state summarizes all tokens before it, so it can only be resumed where a copy was taken: after the last whole stripe
-of a prompt. A prefix hit therefore ends at the longest snapshot that it covers. Snapshots are taken on the GPU. When
-there is no room, the least valuable one moves to host memory, and when that is full, too, the least valuable one is
-dropped, by GreedyDual as in `helix.engine.prefix`. A snapshot without its pages is worthless.
+A state summarizes all tokens before it, so it can only be resumed where a copy was taken: with recurrent states a
+prefix hit ends at a snapshot. Layers with a window can compute the tokens before a hit again, and a snapshot saves
+that. All snapshots end with a whole stripe of a prompt:
+
+- where it leaves the cached tokens of others (a junction), if no snapshot is there;
+- where its last message begins, since agents edit and repeat the last turn;
+- every `kv.snapshot_every` tokens;
+- at its end.
+
+Snapshots are taken on the GPU. When there is no room, the least valuable one moves to host memory, and when that is
+full, too, the least valuable one is dropped, by GreedyDual as in `helix.engine.prefix`. A snapshot without its pages is
+worthless.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable
 
-import numpy as np
-
-from helix.engine.prefix import Node
-
-
-@dataclass(eq=False, slots=True)
-class Snapshot:
-    """A copy of a sequence's states.
-
-    Attributes:
-        index: where it is stored; indices in host memory follow those on the GPU.
-        tokens: the tokens before it, int32 [n].
-        node: node of the prefix tree that had the last of them.
-        worth: value of the last dropped snapshot at its last use, plus the work of its tokens.
-    """
-
-    index: int
-    cache_salt: Hashable
-    tokens: np.ndarray
-    node: Node | None
-    worth: float = 0.0
+from helix.engine.prefix import Node, PrefixTree, Snapshot
 
 
 class StateSnapshots:
     """Directory of snapshots.
 
     Args:
-        num_on_gpu, num_on_host: room for snapshots on each rank.
-        tokens: tokens of a stripe.
+        tree: has the snapshots' tokens.
         work: work of a prompt's tokens `[begin, end)`, in any unit.
+        num_on_gpu, num_on_host: room for snapshots on each rank.
+        every: distance of snapshots in a prompt, in tokens; 0: none.
     """
 
-    def __init__(self, num_on_gpu: int, num_on_host: int, tokens: int, work: Callable[[int, int], float]) -> None:
-        self._tokens, self._work = tokens, work
+    def __init__(
+        self,
+        tree: PrefixTree,
+        work: Callable[[int, int], float],
+        num_on_gpu: int = 0,
+        num_on_host: int = 0,
+        every: int = 0,
+    ) -> None:
+        self._tree, self._tokens, self._work, self._every = tree, tree.stripes.tokens, work, every
         self._num_on_gpu = num_on_gpu
         self._free, self._free_on_host = [*range(num_on_gpu)], [*range(num_on_gpu, num_on_gpu + num_on_host)]
         self._snapshots: list[Snapshot] = []  # least recently used first
         self._evicted_value = 0.0  # value of the last dropped one
 
-    def find(self, tokens: np.ndarray, num_cached_tokens: int, cache_salt: Hashable) -> tuple[int, int]:
-        """Finds the longest snapshot within a prompt's first `num_cached_tokens` tokens.
+    def find(self, node: Node | None, tokens: int) -> tuple[int, int]:
+        """Finds the last snapshot within the first `tokens` tokens of the path to `node`.
 
         Returns:
             Its number of tokens and index; (0, -1) if there is none.
         """
-        for s in sorted(self._snapshots, key=lambda s: -len(s.tokens)):
-            if len(s.tokens) <= num_cached_tokens and self._precedes(s, tokens, cache_salt):
-                self._touch(s)
-                return len(s.tokens), s.index
-        return 0, -1
+        if (s := self._tree.last_snapshot(node, tokens)) is None:
+            return 0, -1
+        self._touch(s)
+        return s.tokens, s.index
 
-    def end(self, tokens: np.ndarray) -> int:
-        """Returns after how many tokens of a prompt to take a snapshot; 0: never."""
-        return (len(tokens) - 1) // self._tokens * self._tokens if self._num_on_gpu else 0
+    def ends(self, length: int, known: int, last_message: int) -> list[int]:
+        """Returns after how many tokens of a prompt to take snapshots, ascending.
 
-    def add(self, before: np.ndarray, cache_salt: Hashable, node: Node | None) -> tuple[int, int]:
-        """Takes a snapshot after the tokens `before`, the last of which is in `node`.
+        Args:
+            length: tokens of the prompt.
+            known: tokens of it that were cached when it was admitted.
+            last_message: tokens before its last message; 0: unknown.
+        """
+        if not self._num_on_gpu:
+            return []
+        regular = range(self._every, length, self._every) if self._every else ()
+        ends = {end // self._tokens * self._tokens for end in (known, last_message, *regular, length - 1)}
+        return sorted(end for end in ends if 0 < end < length)
+
+    def add(self, node: Node | None, tokens: int) -> tuple[int, int]:
+        """Takes a snapshot after the first `tokens` tokens of the path to `node`.
 
         Returns:
             Its index, -1 if that snapshot exists; and the index to which the one that was there moves, -1 if it is
             dropped.
         """
-        for s in self._snapshots:
-            if len(s.tokens) == len(before) and self._precedes(s, before, cache_salt):
-                s.node = node
+        while node is not None and node.depth >= tokens:
+            node = node.parent
+        assert node is not None and node.depth < tokens <= node.end, "a snapshot of tokens that are not cached"
+        for s in node.snapshots:
+            if s.tokens == tokens:
                 self._touch(s)
                 return -1, -1
         index, moved = (self._free.pop(), -1) if self._free else self._evict()
-        snapshot = Snapshot(index, cache_salt, before, node)
+        snapshot = Snapshot(index, tokens, node)
+        self._tree.add_snapshot(node, snapshot)
         self._snapshots.append(snapshot)
         self._touch(snapshot)
         return index, moved
@@ -88,36 +95,24 @@ class StateSnapshots:
         """Returns an index on the GPU, and the one to which the snapshot there moves, or -1."""
         victim = min((s for s in self._snapshots if s.index < self._num_on_gpu), key=_value)
         index = victim.index
-        if self._free_on_host:
+        if self._free_on_host and victim.node is not None:
             victim.index = self._free_on_host.pop()
             return index, victim.index
         evicted = min((victim, *(s for s in self._snapshots if s.index >= self._num_on_gpu)), key=_value)
         self._snapshots.remove(evicted)
         self._evicted_value = max(self._evicted_value, _value(evicted))
+        self._tree.drop_snapshot(evicted)
         if evicted is victim:
             return index, -1
         victim.index = evicted.index
         return index, victim.index
 
-    def _precedes(self, s: Snapshot, tokens: np.ndarray, cache_salt: Hashable) -> bool:
-        depth = len(s.tokens)
-        last = slice(max(depth - self._tokens, 0), depth)
-        return (
-            s.cache_salt == cache_salt
-            and np.array_equal(s.tokens[last], tokens[last])
-            and np.array_equal(s.tokens, tokens[:depth])
-        )
-
     def _touch(self, s: Snapshot) -> None:
         self._snapshots.remove(s)
         self._snapshots.append(s)
-        s.worth = self._evicted_value + self._work(0, len(s.tokens))
+        s.worth = self._evicted_value + self._work(0, s.tokens)
 
 
 def _value(s: Snapshot) -> float:
-    """Returns a snapshot's value: 0 if the tree has evicted the page of its last token."""
-    node = s.node
-    while node is not None and node.parent is not None and len(s.tokens) <= node.depth:
-        node = node.parent  # the node was split
-    is_cached = node is not None and len(node.pages) > 0 and len(s.tokens) <= node.end
-    return s.worth if is_cached else 0.0
+    """Returns a snapshot's value: 0 if the tree has evicted its last token."""
+    return 0.0 if s.node is None else s.worth

@@ -235,5 +235,6 @@ def build_engine(
         config.schedule,
         adaptive=config.speculation.adaptive,
         prefix_cache=kv.prefix_cache,
+        snapshot_every=kv.snapshot_every,
         timeout_s=config.comm.timeout_s,
     )

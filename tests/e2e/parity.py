@@ -165,6 +165,7 @@ def build_engine(
     kv: str = "auto",
     snapshots: int = 0,
     host_snapshots: int = 0,
+    snapshot_every: int = 0,
     run_steps: int = 8,
 ) -> Engine:
     """Makes an engine for one rank of a checkpoint, with short runs; uninitialized memory is NaN."""
@@ -220,7 +221,8 @@ def build_engine(
         for tensor in drafter.cache.tensors:
             tensor.fill_(torch.nan)
     runner = ModelRunner(model, cache, sizes, policy=policy, drafter=drafter, hopb=sparse.chunks if sparse else "none")
-    return Engine(runner, schedule, adaptive=adaptive, prefix_cache=prefix_cache, timeout_s=timeout_s)
+    options = dict(adaptive=adaptive, prefix_cache=prefix_cache, snapshot_every=snapshot_every, timeout_s=timeout_s)
+    return Engine(runner, schedule, **options)  # type: ignore[arg-type]
 
 
 def generate(engine: Engine, wanted: Sequence[Continuation]) -> Result:

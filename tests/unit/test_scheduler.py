@@ -42,6 +42,8 @@ class AnyRequests(RuleBasedStateMachine):
         chunk_sizes=st.sampled_from([(), (8, 12, 16, 24, 32)]),
         min_shared_pages=st.sampled_from([1, 1, 4, math.inf]),
         goal=st.sampled_from(["latency", "balance", "throughput"]),
+        lacking=st.sampled_from([0.0, 5.0, 17.0, math.inf, math.inf]),
+        snapshots=st.sampled_from([(0, 0, 0), (1, 0, 0), (2, 2, 0), (4, 1, 16)]),
         bounds=st.sampled_from([{}, {"stall_s": 0.002, "decode_share": 0.7}, {"stall_s": 0.05}, {"decode_share": 0.1}]),
     )
     def begin(self, grid: tuple[int, int, int], pages: int, bounds: dict[str, float], **options: Any) -> None:
@@ -66,6 +68,7 @@ class AnyRequests(RuleBasedStateMachine):
         priority=st.sampled_from([0, 0, 0, 1]),
         cache_salt=st.sampled_from([None, None, "a"]),
         guided=st.sampled_from([False, False, True]),
+        last_message_start=st.sampled_from([0, 0, 10, 40]),
     )
     def submit(self, text: int, shared: int, suffix_length: int, new: int, **options: Any) -> None:
         engine = self.engine
@@ -545,3 +548,65 @@ def test_what_was_drawn_is_kept_where_all_caches_have_it(keep_drawn: bool, known
     engine.submit([*text, 1], 1)
     decision = engine.scheduler.schedule(engine.now)
     assert decision is not None and decision.new_requests[0].num_cached_tokens == known
+
+
+@pytest.mark.parametrize(
+    "lacking, snapshots, computed",
+    [
+        (math.inf, (4, 0, 0), [92, 92, 12, 12]),
+        (math.inf, (0, 0, 0), [92, 92, 92, 92]),
+        (math.inf, (1, 3, 0), [92, 92, 12, 12]),
+        (math.inf, (9, 0, 30), [92, 92 - 60, 12, 12]),
+        (9.0, (4, 0, 0), [92, 12 + 9, 12, 12]),
+        (9.0, (0, 0, 0), [92, 10 + 9, 10 + 9, 10 + 9]),
+        (9.0, (40, 0, 4), [92, 12, 12, 12]),
+        (9.0, (1, 0, 4), [92, 12 + 9, 12 + 9, 12 + 9]),
+        (30.0, (1, 0, 0), [92, 12 + 30, 12 + 30, 12 + 30]),
+    ],
+)
+def test_a_fork_computes_its_own_tokens_only(
+    lacking: float, snapshots: tuple[int, int, int], computed: list[int]
+) -> None:
+    """Four prompts after the same 82 tokens, in stripes of four: the second takes a snapshot where it leaves them."""
+    engine = SimulatedEngine(2000, lacking=lacking, snapshots=snapshots)
+    for i in range(len(computed)):
+        engine.submit(words(82) + words(10, 100 + i), 3)
+        engine.drain()
+    assert [served.computed for served in engine.served.values()] == computed
+    engine.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("lacking", [9.0, math.inf])
+def test_snapshots_of_an_aborted_prompt_stay_and_those_of_a_hit_lack_no_window(lacking: float) -> None:
+    engine = SimulatedEngine(2000, lacking=lacking, snapshots=(30, 0, 8), prefill_chunk=16, lookahead=0)
+    name = engine.submit(words(82), 3)
+    for _ in range(3):
+        engine.advance()
+    engine.abort(name)
+    engine.drain()
+    assert engine.num_taken >= 3
+    for length, own in ((80, 0), (46, 2), (60, 4)):
+        engine.submit(words(length) + words(own, 5), 3, last_message_start=length)
+        engine.drain()
+    assert [served.computed for served in engine.served.values()][2:] == [8, 4 + 60 % 8], "all but whole snapshots"
+    engine.check_nothing_is_left()
+
+
+def test_windows_after_an_answer_are_computed_again_if_that_is_less() -> None:
+    """The snapshot lies before an answer of 60 tokens; from it on, 62 tokens more would be computed."""
+    engine = SimulatedEngine(2000, lacking=9.0, snapshots=(4, 0, 0))
+    first = engine.served[engine.submit(words(42), 60)]
+    engine.drain()
+    second = engine.served[engine.submit(words(42) + first.drawn + words(11, 1), 3)]
+    engine.drain()
+    assert second.computed == 113 - (100 - 9)
+
+
+def test_windows_of_tokens_that_another_prompt_computes_are_in_no_snapshot() -> None:
+    """Two equal prompts at once: the second skips what the first has computed, and takes its snapshots behind it."""
+    engine = SimulatedEngine(2000, lacking=9.0, snapshots=(1, 0, 4), prefill_chunk=32)
+    for i in range(3):
+        engine.submit(words(82) + words(10, i), 3)
+    engine.drain()
+    assert sum(served.computed for served in engine.served.values()) < 150
+    engine.check_nothing_is_left()
