@@ -1,10 +1,11 @@
 """A rank's KV cache: the data that each layer stores, in pages, rings and slots.
 
 Pages hold all tokens of a sequence, and sequences share them. A layer with a sliding window stores the window in a ring
-of pages per slot: local page i of the sequence is page `i % ring` of the ring. Rings are not shared: after a prefix
-hit, the tokens that windows lack are computed again. Tokens of a prefill chunk beyond the ring's size lie in pages of
-the chunk until it ends. Recurrent states have one entry per slot, followed by snapshots; further snapshots are in host
-memory.
+of pages per slot: local page i of the sequence is page `i % ring` of the ring. Tokens of a prefill chunk beyond the
+ring's size lie in pages of the chunk until it ends. Recurrent states have one entry per slot.
+
+Rings and states are not shared, but copied: snapshots follow the slots' entries, further ones are in host memory. After
+a prefix hit without a snapshot, the tokens that windows and states lack are computed again.
 """
 
 from __future__ import annotations
@@ -36,8 +37,6 @@ from helix.worker.sequence_observer import PrefillCommitted, SequenceObserver, S
 from helix.worker.transfers import to_device
 from kernels.paged_keys import PagedKeys
 from kernels.sparse.block_bounds import fold_blocks
-
-SNAPSHOT_UNITS = ("slot", "recent", "prompt")  # values of `KVCacheSpec.per` whose data a snapshot has
 
 
 @dataclass(frozen=True)
@@ -162,7 +161,7 @@ class KVCache(SequenceObserver):
         ]
         self._layer_positions = {index: (group, i) for group in self.groups for i, index in enumerate(group.layers)}
         self.has_states = any(k.per == "slot" for specs in layer_specs for k in specs)
-        self.snapshots = sizes.snapshots if self.has_states else 0
+        self.snapshots = sizes.snapshots if self.has_states or self.rings else 0
         self._host_states, self.host_snapshots = host_states, 0
         if host_states is not None:
             assert host_states.tensor is not None
@@ -178,9 +177,9 @@ class KVCache(SequenceObserver):
 
     def _view_host_snapshots(self, numbers: Tensor) -> None:
         """Views host memory as snapshots, widest dtypes first so that all are aligned."""
-        parts, begin = [(group, k) for group in self.groups for k in group.kv_cache_specs if k.per in SNAPSHOT_UNITS], 0
+        parts, begin = [(group, k) for group in self.groups for k in group.kv_cache_specs if k.in_snapshots], 0
         for group, spec in sorted(parts, key=lambda part: -ITEMSIZE[part[1].dtype]):
-            shape = len(group.layers), *entries(spec, self.placement, self._sizes)[1:], *spec.entry
+            shape = len(group.layers), *slot_entries(spec, self.placement, self._sizes), *spec.entry
             end = begin + math.prod(shape) * ITEMSIZE[spec.dtype]
             group.on_host[spec.name] = numbers[:, begin:end].view(getattr(torch, spec.dtype)).view(len(numbers), *shape)
             begin = end
@@ -230,14 +229,12 @@ class KVCache(SequenceObserver):
         for group in self.groups:
             for spec in group.kv_cache_specs:
                 tensor = group.tensors[spec.name]
-                if spec.per in SNAPSHOT_UNITS and admission.snapshot_index >= 0:
-                    tensor[:, slot].copy_(self._snapshot(group, spec, admission.snapshot_index), non_blocking=True)
-                elif spec.per == "slot":
-                    tensor[:, slot].fill_(0)
-                elif spec.window is not None:
+                if spec.in_snapshots and admission.snapshot_index >= 0:
+                    snapshot = self._snapshot(group, spec, admission.snapshot_index)
+                    self._of_slot(tensor, spec, slot).copy_(snapshot, non_blocking=True)
+                elif spec.per == "slot" or spec.window is not None:
                     # A prompt may resume after tokens that its ring lacks: zeros keep the first results finite.
-                    pages = self.rings[spec.window]
-                    tensor[:, slot * pages : (slot + 1) * pages].fill_(0)
+                    self._of_slot(tensor, spec, slot).fill_(0)
 
     def on_prefill(self, chunk: PrefillCommitted) -> None:
         for window in self.rings.keys() - {None}:
@@ -267,20 +264,27 @@ class KVCache(SequenceObserver):
                 self._snap(prompt.slot, prompt.snapshot_index, prompt.evict_to)
 
     def _snap(self, slot: int, position: int, evict_to: int) -> None:
-        """Takes a snapshot of a slot's states; moves the one that was there to `evict_to`, if not -1."""
+        """Takes a snapshot of a slot's states and windows; moves the one that was there to `evict_to`, if not -1."""
         for group in self.groups:
             for spec in group.kv_cache_specs:
-                if spec.per in SNAPSHOT_UNITS:
+                if spec.in_snapshots:
                     snapshot = self._snapshot(group, spec, position)
                     if evict_to >= 0:
                         # In stream order, so before the next line overwrites it.
                         self._snapshot(group, spec, evict_to).copy_(snapshot, non_blocking=True)
-                    snapshot.copy_(group.tensors[spec.name][:, slot])
+                    snapshot.copy_(self._of_slot(group.tensors[spec.name], spec, slot))
 
     def _snapshot(self, group: Group, spec: KVCacheSpec, position: int) -> Tensor:
         if position >= self.snapshots:
             return group.on_host[spec.name][position - self.snapshots]
-        return group.tensors[spec.name][:, self._sizes.slots + position]
+        return self._of_slot(group.tensors[spec.name], spec, position - self.snapshots)
+
+    def _of_slot(self, tensor: Tensor, spec: KVCacheSpec, slot: int) -> Tensor:
+        """Returns a slot's entries in all layers of a group; the last ones, from -1 back, are snapshots."""
+        if spec.window is None:
+            return tensor[:, slot]
+        pages = self.rings[spec.window]
+        return tensor.narrow(1, slot * pages % tensor.shape[1], pages)
 
     def observes_step(self, kind: DecodeGraphKey) -> bool:
         return self.bounds is not None or self._replays
@@ -338,7 +342,7 @@ def entries(spec: KVCacheSpec, placement: KVPlacement, sizes: EngineSizes) -> tu
     slots, rows, snapshots = sizes.slots, sizes.queries, sizes.snapshots
     if spec.window is not None:
         chunk_pages = placement.chunk_pages(sizes.chunk, slots)
-        return slots * ring(placement, spec.window, rows) + chunk_pages, placement.page_size
+        return (slots + snapshots) * ring(placement, spec.window, rows) + chunk_pages, placement.page_size
     return {
         "token": (sizes.pages, placement.page_size),
         "page": (sizes.pages,),
@@ -349,6 +353,13 @@ def entries(spec: KVCacheSpec, placement: KVPlacement, sizes: EngineSizes) -> tu
     }[spec.per]
 
 
+def slot_entries(spec: KVCacheSpec, placement: KVPlacement, sizes: EngineSizes) -> tuple[int, ...]:
+    """Returns the shape of one layer's entries of a slot, for specs of which snapshots have a copy."""
+    if spec.window is not None:
+        return ring(placement, spec.window, sizes.queries), placement.page_size
+    return entries(spec, placement, sizes)[1:]
+
+
 def slot_bytes(layer_specs: Sequence[tuple[KVCacheSpec, ...]], placement: KVPlacement, sizes: EngineSizes) -> int:
     """Counts the bytes of all data outside pages."""
     others = (k for specs in layer_specs for k in specs if not k.is_paged)
@@ -357,8 +368,8 @@ def slot_bytes(layer_specs: Sequence[tuple[KVCacheSpec, ...]], placement: KVPlac
 
 def snapshot_bytes(layer_specs: Sequence[tuple[KVCacheSpec, ...]], placement: KVPlacement, sizes: EngineSizes) -> int:
     """Counts the bytes of a snapshot in host memory, a multiple of 16."""
-    snapshot_specs = (k for specs in layer_specs for k in specs if k.per in SNAPSHOT_UNITS)
-    return -(-sum(k.bytes * math.prod(entries(k, placement, sizes)[1:]) for k in snapshot_specs) // 16) * 16
+    snapshot_specs = (k for specs in layer_specs for k in specs if k.in_snapshots)
+    return -(-sum(k.bytes * math.prod(slot_entries(k, placement, sizes)) for k in snapshot_specs) // 16) * 16
 
 
 def free_bytes(device: torch.device) -> int:

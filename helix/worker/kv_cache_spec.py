@@ -77,6 +77,11 @@ class KVCacheSpec:
         """Whether it lies in pages, which sequences can share."""
         return self.per in ("token", "page") and self.window is None
 
+    @property
+    def in_snapshots(self) -> bool:
+        """Whether a snapshot of a sequence has it."""
+        return self.per in ("slot", "recent", "prompt") or self.window is not None
+
 
 def keys_and_values(heads: int, width: int, dtype: str, kv: str, window: int | None) -> tuple[KVCacheSpec, ...]:
     """Returns the specs of keys and values: in `dtype` for layers with a window, else as kv.dtype=`kv` says.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,15 @@ from helix.kv_placement import KVPlacement, PromptChunk
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
 from helix.sampling_params import SamplingParams
-from helix.worker.kv_cache import KVCache, free_bytes, ring, slot_bytes, with_bounds, without_long_rings
+from helix.worker.kv_cache import (
+    KVCache,
+    free_bytes,
+    ring,
+    slot_bytes,
+    snapshot_bytes,
+    with_bounds,
+    without_long_rings,
+)
 from helix.worker.kv_cache_spec import EngineSizes, KVCacheSpec, page_bytes
 from helix.worker.sequence_observer import PrefillCommitted
 from helix.worker.step import PLACEHOLDER_TOKEN_ID, DecodeState
@@ -272,6 +281,33 @@ def test_windows_free_their_memory(kvp: int, tpa: int) -> None:
         return left // sum(page_bytes(kept, page) for kept in cache_specs)
 
     assert 1.9 < tokens(spec) / tokens(whole) < 2
+
+
+@pytest.mark.parametrize("kvp", [1, 4])
+@pytest.mark.parametrize("name", ["gpt-oss-20b", "gemma-3-27b", "qwen3.5-27b"])
+def test_a_snapshot_takes_as_much_as_a_sequence_and_overlaps_nothing(name: str, kvp: int) -> None:
+    """In a slot's own memory, that is without the prompt's chunk and rows that only a step reads."""
+    layout = HelixLayout.create("helix", kvp)
+    cache_specs = without_long_rings(load_spec(name).kv_cache_specs(layout, 0, "bfloat16"))
+    place, sizes = KVPlacement(layout, 0, 16, 16), EngineSizes(2, chunk=64, snapshots=3)
+    one = [slot_bytes(cache_specs, place, replace(sizes, snapshots=n + 1)) for n in range(2)]
+    assert 0 <= snapshot_bytes(cache_specs, place, sizes) - (one[1] - one[0]) < 16
+    few = [next(specs for specs in cache_specs if not all(k.is_paged for k in specs))]
+    cache = KVCache(few, place, replace(sizes, pages=1), torch.device("cpu"))
+    for tensor in cache.tensors:
+        tensor.fill_(7)
+    (group,) = cache.groups
+    for n, slot in enumerate((0, 1, -3, -2, -1)):
+        for spec in group.kv_cache_specs:
+            if spec.in_snapshots:
+                of_slot = cache._of_slot(group.tensors[spec.name], spec, slot)
+                assert (of_slot == 7).all(), "another one has written here"
+                of_slot.fill_(n)
+    chunk = place.chunk_pages(64, 2)
+    for spec in group.kv_cache_specs:
+        if spec.window is not None:
+            begin = 2 * cache.rings[spec.window]
+            assert (group.tensors[spec.name][:, begin : begin + chunk] == 7).all(), "a snapshot lies in a chunk's pages"
 
 
 def test_long_windows_stay_in_pages() -> None:
