@@ -22,6 +22,7 @@ from helix.kv_placement import Stripes
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec, spec_from_config
 from helix.sampling_params import SamplingParams
+from helix.worker.kv_cache_spec import MAX_RING_TOKENS
 from tests.e2e.checkpoints import PACKINGS
 from tests.e2e.fuzz_configs import LATENTS, OUTER, Json, Shapes, config_of, rope_of, written
 
@@ -283,8 +284,9 @@ def settings_of(
         return settings | {"hopb.chunks": rng.choice(("none", "auto"))}, rounds
     has_heads = spec is not None and _whole(spec)
     drafters = ["none", "suffix", "suffix", "model"]
-    if spec is not None and spec.has_states:
+    if spec is not None and (spec.has_states or any(w is not None and w <= MAX_RING_TOKENS for w in spec.windows)):
         settings["kv.snapshots"] = rng.choice((0, 1, 2, 8))
+    if spec is not None and spec.has_states:
         drafters.remove("model")  # a draft model would have the family's states
     if spec is not None and spec.nextn in spec.layers:
         drafters += ["mtp"] * 6
@@ -309,6 +311,7 @@ def settings_of(
         settings["speculation.window"] = rng.choice([n for n in (3, 20, 200) if n not in spec.windows])
     if settings.get("kv.snapshots") and settings["kv.prefix_cache"]:
         settings["kv.host_snapshots"] = rng.choice((0, 1, 3))
+        settings["kv.snapshot_every"] = rng.choice((0, 0, 16, 50))
     if drafter == "sparse":
         assert spec is not None
         settings |= _self_drafts(page, rng)

@@ -11,7 +11,7 @@ A line's keys, all but the model optional:
   blocks   choice, sink + local + selected blocks; `from` tokens; `parts` per block and candidates
   dense    all blocks are selected, so that attention is dense
   offload  resident blocks: all, or few; `ahead` for prefetch
-  dtype, hopb, kv, weights, snapshots (on the GPU + in host memory)
+  dtype, hopb, kv, weights, snapshots (on the GPU + in host memory; `every` N tokens)
   code_paths  of `fuzz_runs.CODE_PATHS`
   expects  events that have to occur, of the outcome's `seen`; `forbids`: those that must not
   backends threads, gloo, gpu (threads that share one), nccl, symm_mem
@@ -156,8 +156,9 @@ def settings_of(row: dict[str, Any]) -> Settings:
             "kv.offload_prefetch": "ahead" in row["offload"],
         }
     if "snapshots" in row:
-        on_gpu, in_host = map(int, str(row["snapshots"]).split("+"))
-        settings |= {"kv.snapshots": on_gpu, "kv.host_snapshots": in_host}
+        room, _, every = row["snapshots"].partition(" every ")
+        on_gpu, in_host = map(int, room.split("+"))
+        settings |= {"kv.snapshots": on_gpu, "kv.host_snapshots": in_host, "kv.snapshot_every": int(every or 0)}
     return settings
 
 
@@ -235,7 +236,7 @@ def features_of(name: str) -> set[str]:
     found |= {f"kv={row['kv']}"} if "kv" in row else set()
     found |= {f"weights: {row['weights']}"} if "weights" in row else set()
     if "snapshots" in row:
-        found.add("snapshots" if row["snapshots"].endswith("+0") else "host snapshots")
+        found.add("snapshots" if "+0" in row["snapshots"] else "host snapshots")
     ranks = layout_of(row.get("layout", "helix 1x1")).world_size
     found |= {f"{ranks} GPUs"} if {"nccl", "symm_mem"} & set(backends_of(name)) else set()
     return found | set(row.get("code_paths", ())) | (set(backends_of(name)) - {"threads"})
