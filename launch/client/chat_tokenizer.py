@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
@@ -26,7 +26,7 @@ from launch.client.chat_history import (
     find_history_format,
     fit,
 )
-from launch.client.chat_template import choose, render, variables
+from launch.client.chat_template import CUT, choose, render, variables
 from launch.client.errors import ApiError
 from launch.client.schemas import ChatMessage, Completion, Conversation, Tool, parse_body
 
@@ -59,11 +59,13 @@ class EncodedChat(NamedTuple):
     Attributes:
         ids: [n] int32.
         left_out: fields of messages that the text does not have as they were sent.
+        last_message_start: number of tokens before the content of the user's last message; 0: not asked for or unknown.
     """
 
     ids: np.ndarray
     text: str
     left_out: tuple[str, ...]
+    last_message_start: int = 0
 
 
 class ChatTokenizer:
@@ -149,7 +151,9 @@ class ChatTokenizer:
                 return bytes(letters[letter] for letter in name)
         return text.encode("utf-8", errors="surrogatepass")
 
-    def encode_chat(self, chat: Conversation, tools: Sequence[Tool] | None, limit: int) -> EncodedChat:
+    def encode_chat(
+        self, chat: Conversation, tools: Sequence[Tool] | None, limit: int, finds_last_message: bool = False
+    ) -> EncodedChat:
         """Encodes a conversation up to the answer.
 
         Raises:
@@ -189,7 +193,23 @@ class ChatTokenizer:
             what = f"the chat template rejects the messages: {_one_line(error)}"
             raise ApiError(400, what, param="messages") from error
         self._check_length(text, limit, "messages")
-        return EncodedChat(self.encode_segments(text), text, _left_out(given, form))
+        ids = self.encode_segments(text)
+        begin = self._last_message_start(template, messages, more, text) if finds_last_message else 0
+        rest = len(self.encode_segments(text[begin:])) if begin else len(ids)
+        return EncodedChat(ids, text, _left_out(given, form), max(len(ids) - rest, 0))
+
+    def _last_message_start(
+        self, template: str, messages: list[dict[str, Any]], given: Mapping[str, Any], text: str
+    ) -> int:
+        """Returns the characters of the rendered `text` before the content of the user's last message; 0: unknown."""
+        last = max((i for i, message in enumerate(messages) if message.get("role") == "user"), default=0)
+        marked = [*messages[:last], messages[last] | {"content": CUT.strip()}]
+        try:
+            rendered = render(template, marked, False, {**given, "add_generation_prompt": False})
+        except Exception:  # a template may refuse a conversation that ends here
+            return 0
+        before, found, _ = rendered.partition(CUT.strip())
+        return len(before) if found and text.startswith(before) else 0
 
     def _history_format(self, template: str) -> HistoryFormat:
         special_tokens = frozenset(self._require_backend().special_tokens.items())

@@ -60,6 +60,7 @@ class EngineInfo:
         eos: the model's end tokens.
         guided: whether structured outputs are supported; `unguided`: the reason if not.
         random: whether the weights are random.
+        takes_snapshots: whether requests should say where the last message begins, see `Request`.
     """
 
     kind: ClassVar[str] = "ready"
@@ -75,6 +76,7 @@ class EngineInfo:
     guided: bool = False
     unguided: str | None = None
     random: bool = False
+    takes_snapshots: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,6 +151,7 @@ def _header_of_request(request: Request) -> dict[str, Any]:
         "sampling": request.sampling.to_dict(),
         "priority": request.priority,
         "cache_salt": request.cache_salt,
+        "last_message_start": request.last_message_start,
         "grammar": request.grammar,
         "num_prior_output_tokens": request.num_prior_output_tokens,
     }

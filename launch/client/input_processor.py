@@ -48,6 +48,7 @@ class ProcessedPrompt(NamedTuple):
         turn: the beginning of the assistant's turn that the prompt contains; None for completions.
         grammar_spec: constraint on the answer; None: any text.
         left_out: fields of messages that the prompt does not have as they were sent.
+        last_message_start: see `EncodedChat`.
     """
 
     prompts: list[np.ndarray]
@@ -55,6 +56,7 @@ class ProcessedPrompt(NamedTuple):
     turn: str | None
     grammar_spec: GrammarSpec | None
     left_out: tuple[str, ...] = ()
+    last_message_start: int = 0
 
 
 def process_prompt(
@@ -67,7 +69,9 @@ def process_prompt(
             vocabulary.
     """
     if isinstance(body, Chat):
-        ids, text, left_out = tokenizer.encode_chat(body, body.prompt_tools, engine_info.max_length)
+        ids, text, left_out, last_message_start = tokenizer.encode_chat(
+            body, body.prompt_tools, engine_info.max_length, engine_info.takes_snapshots
+        )
         _check_ids(tokenizer, ids, engine_info, "messages")
         starts_message = (
             body.adds_generation_prompt or body.continued_text is not None
@@ -76,7 +80,7 @@ def process_prompt(
             assistant_turn(chat_format, text, body.continued_text) if chat_format is not None and starts_message else ""
         )
         grammar_spec = make_grammar_spec(tokenizer, body, engine_info, chat_format, turn)
-        return ProcessedPrompt([ids], [], turn, grammar_spec, left_out)
+        return ProcessedPrompt([ids], [], turn, grammar_spec, left_out, last_message_start)
     prompts: list[np.ndarray] = []
     for prompt in body.prompts:
         if isinstance(prompt, str):

@@ -39,7 +39,16 @@ def make_requests(
         for index in range(body.n or 1):
             sampling = make_sampling_params(body, defaults, engine_info.vocab, index)
             requests.append(
-                Request(0, prompt, limit, sampling, priority=-body.priority, cache_salt=cache_salt, grammar=grammar)
+                Request(
+                    0,
+                    prompt,
+                    limit,
+                    sampling,
+                    priority=-body.priority,
+                    cache_salt=cache_salt,
+                    last_message_start=processed.last_message_start,
+                    grammar=grammar,
+                )
             )
     return requests
 

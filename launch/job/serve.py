@@ -229,6 +229,7 @@ def serve(
             guided=unguided is None,
             unguided=unguided,
             random=random,
+            takes_snapshots=runner.cache.snapshots > 0,
         )
         engine_server.open(engine_info, lambda: engine_stats(engine))
     gc.freeze()  # long-lived objects: collecting over them again would stall all ranks for about 150 ms

@@ -67,7 +67,7 @@ def talk(serve: Serve, model: Path) -> Talk:
     (end,) = tokens_of(END, str(model))
 
     async def start(says: str) -> ApiServer:
-        ready = replace(READY, model=str(model), vocab=4100, eos=(0, end))
+        ready = replace(READY, model=str(model), vocab=4100, eos=(0, end), takes_snapshots=True)
         return await serve(FakeJob(scripted_reply(says, end=end), ready))
 
     return start

@@ -263,7 +263,15 @@ IDS = np.array([0, 1, 2**31 - 1], dtype=np.int32)
 SAMPLING = SamplingParams(temperature=0.5, seed=2**63 - 1, logit_bias={7: -1.5}, stop_token_ids=(3, 5))
 MESSAGES: list[Message] = [
     Request(
-        1, IDS, 16, SAMPLING, priority=-1, cache_salt="é\ud83d", grammar='{"type": "object"}', num_prior_output_tokens=2
+        1,
+        IDS,
+        16,
+        SAMPLING,
+        priority=-1,
+        cache_salt="é\ud83d",
+        grammar='{"type": "object"}',
+        num_prior_output_tokens=2,
+        last_message_start=2,
     ),
     Request(2, IDS[:0], 1),
     Cancel(1),

@@ -36,7 +36,7 @@ def tokenizer(model: Path) -> ChatTokenizer:
 def test_a_conversation_fits_the_template(row: dict[str, Any], tokenizer: ChatTokenizer) -> None:
     tokenizer.backend.chat_templates = {"default": HISTORIES["templates"][row["template"]]}  # type: ignore[union-attr]
     body = {"messages": row.get("messages", HISTORIES["chat"]), "tools": row.get("tools")}
-    assert encoded(tokenizer, body)[1:] == (row["prompt"], (*row.get("left_out", ()),))
+    assert encoded(tokenizer, body)[1:3] == (row["prompt"], (*row.get("left_out", ()),))
 
 
 OWN = yaml.safe_load(Path(__file__).with_name("family_templates.yaml").read_text(encoding="utf-8"))
@@ -55,12 +55,12 @@ def test_a_conversation_goes_on_after_any_arguments(name: str, tokenizer: ChatTo
         return encoded(tokenizer, {"messages": turns})
 
     empty = after("{}")
-    assert [after(text)[1:] for text in ("", " {} ", "null", "[]")] == [(empty.text, ())] * 4
+    assert [after(text)[1:3] for text in ("", " {} ", "null", "[]")] == [(empty.text, ())] * 4
     takes_text = name in ("text arguments", "family kimi")
     for text in ('{"b": "c', '{"b": 1}}', "[1]", "7", '"x"', "[" * 9000):
         broken = after(text)
         wrapped = empty.text.replace("{}", text) if takes_text else after(json.dumps({"arguments": text})).text
-        assert broken[1:] == (wrapped, ("arguments",))
+        assert broken[1:3] == (wrapped, ("arguments",))
 
 
 def test_tools_of_command_r_are_refused(tokenizer: ChatTokenizer) -> None:
@@ -88,6 +88,33 @@ def test_a_longer_conversation_begins_with_the_shorter_one(name: str, tokenizer:
     ends = [at for at, turn in enumerate(chat) if turn["role"] == "assistant"] + [len(chat)]
     prompts = [prompt(tokenizer, {"messages": chat[:end]}) for end in ends]
     assert all(longer.startswith(shorter) for shorter, longer in pairwise(prompts))
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_where_the_users_last_message_begins(name: str, tokenizer: ChatTokenizer) -> None:
+    """All before it is the same whatever the message says, and whatever answers and results come after it."""
+    tokenizer.backend.chat_templates = {"default": TEMPLATES[name]}  # type: ignore[union-attr]
+    first = [{"role": "user", "content": "Read " + 20 * "this "}, {"role": "assistant", "content": "Done."}]
+
+    def starts(content: str) -> EncodedChat:
+        body = {"messages": [*first, {"role": "user", "content": content}]}
+        return tokenizer.encode_chat(parse_body(Chat, json.dumps(body).encode()), None, 9999, True)
+
+    one, other = starts("Why?"), starts("How often does it say so?")
+    begin = one.last_message_start
+    assert begin == other.last_message_start and 20 < begin < len(one.ids)
+    assert one.ids[:begin].tolist() == other.ids[:begin].tolist()
+    assert tokenizer.decode(one.ids[begin:], special=False).lstrip().startswith("Why?")
+    assert encoded(tokenizer, {"messages": first[:1]}).last_message_start == 0, "nobody asks"
+
+
+def test_a_template_that_refuses_to_end_there_has_no_last_message(tokenizer: ChatTokenizer) -> None:
+    template = (
+        "{% if messages[-1].role == 'user' and not add_generation_prompt %}{{ raise_exception('no') }}{% endif %}"
+    )
+    tokenizer.backend.chat_templates = {"default": template + "{{ messages }}"}  # type: ignore[union-attr]
+    chat = parse_body(Chat, json.dumps({"messages": [{"role": "user", "content": "a"}]}).encode())
+    assert tokenizer.encode_chat(chat, None, 9999, True).last_message_start == 0
 
 
 # ---- DeepSeek-V3.2, whose checkpoint has no template

@@ -49,7 +49,10 @@ async def test_prompts_are_those_of_transformers(row: dict[str, Any], talk: Talk
     for route in (CHATS, "/tokenize"):
         answer = await api_server.post(route, {"messages": turns} | row["request"])
         assert answer.status_code == 200 and "x-ignored-fields" not in answer.headers, answer.text
-    assert api_server.job.submits[-1].prompt.tolist() == answer.json()["tokens"] == ids
+    submit = api_server.job.submits[-1]
+    assert submit.prompt.tolist() == answer.json()["tokens"] == ids
+    before = tokenizer.decode(ids[: submit.last_message_start])
+    assert 0 < submit.last_message_start < len(ids) and USER["content"] not in before
 
 
 NONSENSE = {"type": "object", "properties": {"a": {"type": "nonsense"}}}
