@@ -185,12 +185,13 @@ def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int
     paged = -(-local // options.page_size) * options.page_size
     # A stage holds its layers' KV of all batches in flight: in total ceil(layers / pp) * pp layers of one batch.
     imbalance, sparse, offload = _stage_imbalance(layer), options.sparse, options.offload
-    # Per sequence, for prompt chunks in windows, and per token in pages.
-    fixed_size, chunk_bytes, full, windowed, bounded = (np.zeros(len(p)) for _ in range(5))
+    # Per sequence, the part of it that snapshots copy, for prompt chunks in windows, and per token in pages.
+    fixed_size, copied_size, chunk_bytes, full, windowed, bounded = (np.zeros(len(p)) for _ in range(6))
     for of, count in layer.attentions:
         plain_bytes, window = count * of.token_numbers() * of.item["plain_kv"], of.mixer.window
         if window is not None and (window <= MAX_RING_TOKENS or offload):
-            fixed_size = fixed_size + (_ring_tokens(layer, window) + _chunk_tokens(layer, 0, 1)) * plain_bytes
+            copied_size = copied_size + _ring_tokens(layer, window) * plain_bytes
+            fixed_size = fixed_size + _chunk_tokens(layer, 0, 1) * plain_bytes
             chunk_bytes = chunk_bytes + _chunk_tokens(layer, options.prompt_chunk or 0, 0) * plain_bytes
             continue
         bounded = bounded + plain_bytes
@@ -198,8 +199,9 @@ def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int
             full = full + count * of.token_numbers() * of.item["kv"]
         else:
             windowed = windowed + plain_bytes
-    fixed_size = (fixed_size + sum(n * layer.state_bytes(mixer) for mixer, n in _states(spec).items())) * imbalance
-    chunk_bytes = chunk_bytes * imbalance
+    copied_size = copied_size + sum(n * layer.state_bytes(mixer) for mixer, n in _states(spec).items())
+    fixed_size = (fixed_size + copied_size) * imbalance
+    chunk_bytes = (chunk_bytes + options.snapshots * copied_size) * imbalance
     if sparse is not None and offload is not None:
         host_bytes = paged * full
         fixed_bytes, sequence_bytes = _offload_gpu_bytes(layer, paged / options.page_size)

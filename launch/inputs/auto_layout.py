@@ -99,6 +99,7 @@ def planner_options(config: Config, spec: DecoderSpec) -> Options:
         matrices=stored_matrices(spec, make_formats(config.model, None, on_gpu=True)),
         memory_fraction=kv.memory_fraction, page_size=config.blocks.page,
         prompt_chunk=None if config.decode.prefill_chunk == "auto" else int(config.decode.prefill_chunk),
+        snapshots=kv.snapshots * kv.prefix_cache,
     )  # fmt: skip
 
 

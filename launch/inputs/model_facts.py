@@ -210,9 +210,10 @@ def _memory(checked: CheckedQuery, spec: DecoderSpec, here: bool) -> dict[str, A
 
 def _kv_bytes(query: PlanQuery, layout: Points) -> tuple[int, int]:
     # Bytes on the fullest rank: of a token, and of a sequence whatever its length (windows and states).
-    tokens = query.options.page_size * int(layout.kvp[0])  # a page on each rank; one token is the step's own
+    options = replace(query.options, snapshots=0)
+    tokens = options.page_size * int(layout.kvp[0])  # a page on each rank; one token is the step's own
     first, second = (
-        float(memory_of(query.spec, query.hardware, layout, n * tokens - 1, query.options).kv_bytes[0]) for n in (1, 2)
+        float(memory_of(query.spec, query.hardware, layout, n * tokens - 1, options).kv_bytes[0]) for n in (1, 2)
     )
     return round((second - first) / tokens), round(2 * first - second)
 

@@ -285,11 +285,11 @@ def test_latents_are_counted_as_the_runtime_counts_them(kv: str, known: str) -> 
 def test_layers_that_differ_are_counted_as_the_runtime_counts_them(model: str, mode: str, kvp: int, tpa: int) -> None:
     """Weights and KV of the fullest rank, within 2%; as if all layers were like the first, weights are 4% off."""
     spec, layout = load_spec(model), HelixLayout.create(mode, kvp, tpa)
-    options = Options("bf16", "bf16", "bf16", prompt_chunk=4096)
+    options = Options("bf16", "bf16", "bf16", prompt_chunk=4096, snapshots=8)
     found = memory_of(spec, H200, Points.of(mode, kvp=kvp, tpa=tpa), K128, options)
     ranks = [weights_of(spec, layout, rank, torch.bfloat16) for rank in range(layout.world_size)]
     assert found.weight_bytes[0] == pytest.approx(max(weights.bytes for weights in ranks), rel=0.02)
-    placement, sizes = KVPlacement(layout, 0, 16, 64), EngineSizes(1, K128 + 1, 4096)
+    placement, sizes = KVPlacement(layout, 0, 16, 64), EngineSizes(1, K128 + 1, 4096, snapshots=8)
     pages = placement.stripes.pages_for(K128 + 1)
     cache_specs = spec.kv_cache_specs(layout, 0, "bfloat16")
     made = KVCache(cache_specs, placement, replace(sizes, pages=pages), torch.device("meta"))
