@@ -88,7 +88,7 @@ class KVConfig:
             prompts with a common prefix continue. Each takes as much memory as a sequence's states and windows.
         host_snapshots: number of further snapshots in pinned host memory, to which the least valuable ones are evicted.
         snapshot_every: also take a snapshot every so many tokens of a prompt, rounded down to whole stripes
-            (page_size x layout.kvp tokens); 0: only where its last message begins, where it leaves cached prefixes, and
+            (page_size x layout.kvp tokens); 0: only where its last message begins, where it leaves a cached prefix, and
             at its end.
         offload: none: the KV cache is on the GPU; host: it is in pinned host memory, and each step fetches the
             blocks that it selects over the link (attention=block_sparse only).
