@@ -281,8 +281,9 @@ class PrefixTree:
         if (node := snapshot.node) is not None:
             snapshot.node = None
             node.snapshots.remove(snapshot)
-            node.queued = False  # its value is lower now: queue it again
-            self.queue_up(node)
+            if self._needs_snapshots:
+                node.queued = False  # its value is lower now: queue it again
+                self.queue_up(node)
 
     # ---- eviction
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -522,11 +522,11 @@ class Scheduler:
         for s, end in ends.items():
             if end > s.num_computed_tokens:
                 assert s.slot is not None and s.block_table is not None
-                snapshot, later = (-1, -1), [e for e in s.snapshot_ends if e > s.num_computed_tokens]
-                end = min([end, *later[:1]])
+                snapshot, at = (-1, -1), bisect_right(s.snapshot_ends, s.num_computed_tokens)
+                end = min([end, *s.snapshot_ends[at : at + 1]])
                 columns = self._tables(s).insert(s.block_table, s.tokens[:end])
                 self._pending_updates.append(PendingTableUpdate(s, s.block_table, columns.start, len(columns)))
-                if end in later:
+                if end in s.snapshot_ends[at : at + 1]:
                     snapshot = self._tables(s).snapshots.add(s.block_table.node, end)
                 new = s.tokens[s.num_computed_tokens : end]
                 last = end == len(s.tokens)

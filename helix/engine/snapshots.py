@@ -39,7 +39,8 @@ class StateSnapshots:
         num_on_host: int = 0,
         every: int = 0,
     ) -> None:
-        self._tree, self._tokens, self._work, self._every = tree, tree.stripes.tokens, work, every
+        self._tree, self._tokens, self._work = tree, tree.stripes.tokens, work
+        self._every = every and max(every, self._tokens)
         self._num_on_gpu = num_on_gpu
         self._free, self._free_on_host = [*range(num_on_gpu)], [*range(num_on_gpu, num_on_gpu + num_on_host)]
         self._snapshots: list[Snapshot] = []  # least recently used first
