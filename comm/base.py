@@ -12,9 +12,10 @@ Rank k uses the first shares[k] lanes; the rest pads all messages to one size. T
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -72,6 +73,7 @@ class Communicator(ABC):
         self.kvp_group = tuple(kvp_group)
         self.device = torch.device(device)
         self._head_offsets: dict[tuple[int, ...], Tensor] = {}
+        self._reports: deque[tuple[int, Any]] = deque()
         if not 0 <= rank < world_size or rank not in self.kvp_group:
             raise ValueError(f"rank {rank} must be in [0, {world_size}) and in its kvp group {self.kvp_group}")
 
@@ -198,6 +200,23 @@ class Communicator(ABC):
     @abstractmethod
     def all_gather_object(self, obj: T) -> list[T]:
         """Gathers every rank's picklable object, in rank order."""
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes that report; fewer than ranks if some ranks are emulated."""
+        return self.world_size
+
+    def enable_reports(self) -> None:
+        """Prepares `report` and `reports`; a collective call."""
+        return
+
+    def report(self, obj: Any) -> None:
+        """Sends a picklable object to rank 0, from any thread and in this rank's order; nobody waits for it."""
+        self._reports.append((self.rank, obj))
+
+    def reports(self) -> list[tuple[int, Any]]:
+        """Returns (rank, object) of what has arrived on rank 0 since the last call, its own included."""
+        return [self._reports.popleft() for _ in range(len(self._reports))]
 
     @abstractmethod
     def barrier(self) -> None:

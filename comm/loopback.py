@@ -45,6 +45,7 @@ class LoopbackWorld:
         self.timeout_s = timeout_s
         self.device = torch.device(device)
         self.failure: tuple[int | None, BaseException] | None = None
+        self.reports: deque[tuple[int, Any]] = deque()
         self._lock = threading.Lock()  # guards everything below
         self._ended = threading.Event()
         self._pending: dict[tuple[tuple[int, ...], int], _Rendezvous] = {}
@@ -74,6 +75,15 @@ class LoopbackWorld:
             with self._lock:
                 if self._running == rank:
                     self._run_next()
+
+    def let_others_run(self, rank: int) -> None:
+        """Lets the ranks run that do not wait for this one, which polls for what they do."""
+        with self._lock:
+            if not self._ready or self._running != rank:
+                return
+            self._ready.append(rank)
+            self._run_next()
+        self._run_locks[rank].acquire()
 
     def abort(self, rank: int | None, error: BaseException) -> None:
         """Wakes every waiting rank with an error; the first call sets the rank to blame (None: none in particular)."""
@@ -181,6 +191,7 @@ class LoopbackCommunicator(Communicator):
         super().__init__(rank, world.world_size, kvp_group, world.device)
         self._shared = world
         self._world = tuple(range(world.world_size))
+        self._reports = world.reports
 
     def all_reduce(self, x: Tensor) -> Tensor:
         assert x.is_contiguous(), f"all_reduce of a non-contiguous tensor {list(x.shape)}"
@@ -203,6 +214,13 @@ class LoopbackCommunicator(Communicator):
 
     def all_gather_object(self, obj: T) -> list[T]:
         return self._rendezvous_objects("all_gather_object", obj)
+
+    def report(self, obj: Any) -> None:
+        super().report(pickle.loads(pickle.dumps(obj)))
+
+    def reports(self) -> list[tuple[int, Any]]:
+        self._shared.let_others_run(self.rank)
+        return super().reports()
 
     def barrier(self) -> None:
         self._shared.rendezvous(self._world, self.rank, "barrier", None)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from comm.base import Communicator, T, sum_in_rank_order
+from comm.reports import ReportChannel
 
 # torch 2.13 deprecates the old name, torch 2.11 does not have the new one.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -75,6 +76,7 @@ class TorchDistCommunicator(Communicator):
             self._micro_batch_groups.append(self._create_groups(self._new_group(None), kvp_groups))
         self._deadline = CONTROL_TIMEOUT
         self._gloo: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=self._deadline)
+        self._report_channel: ReportChannel | None = None
         # A rank may close its connections only after all others have connected: creating the group does not wait.
         self._monitored_barrier(timeout)
 
@@ -167,6 +169,22 @@ class TorchDistCommunicator(Communicator):
         dist.all_gather_object(gathered, obj, group=self._control)
         return gathered
 
+    @property
+    def num_processes(self) -> int:
+        return dist.get_world_size()
+
+    def enable_reports(self) -> None:
+        if self._report_channel is None and dist.get_world_size() > 1:
+            group = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
+            self._report_channel = ReportChannel(group, self.rank, self._reports)
+            self._monitored_barrier(self._timeout)  # as in `__init__`: all have connected
+
+    def report(self, obj: Any) -> None:
+        if self._report_channel is None:
+            super().report(obj)
+        else:
+            self._report_channel.report(obj)
+
     def barrier(self) -> None:
         self._monitored_barrier(CONTROL_TIMEOUT)
 
@@ -184,6 +202,9 @@ class TorchDistCommunicator(Communicator):
         self._drop_control()
 
     def close(self) -> None:
+        if self._report_channel is not None:
+            self._report_channel.close()
+            self._report_channel = None
         self._drop_control()
         while self._created:
             dist.destroy_process_group(self._created.pop())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -148,6 +149,28 @@ def check_late_ranks(comm: Communicator) -> list[Tensor]:
     return [total.cpu()]
 
 
+def check_reports(comm: Communicator) -> None:
+    """Reports of any size arrive in each rank's order, from any thread, while collectives run."""
+    comm.enable_reports()
+    sent = [bytes([comm.rank]) * size for size in (0, 10, 1 << 20, 3)]
+    threads = [threading.Thread(target=comm.report, args=(sent[0],))]
+    threads[0].start()
+    threads[0].join()
+    for obj in sent[1:]:
+        comm.report(obj)
+        assert comm.all_gather_object(comm.rank) == [*range(comm.world_size)]
+    if comm.rank == 0:
+        found: list[tuple[int, bytes]] = []
+        deadline = time.monotonic() + 20
+        while len(found) < 4 * comm.num_processes and time.monotonic() < deadline:
+            found += comm.reports()
+            time.sleep(0.001)
+        for rank in range(comm.world_size):
+            assert [obj for of, obj in found if of == rank] == [bytes([rank]) * size for size in (0, 10, 1 << 20, 3)]
+    comm.barrier()
+    assert not comm.reports()
+
+
 CHECKS = (
     check_all_reduce,
     check_all_reduce_norm,
@@ -156,6 +179,7 @@ CHECKS = (
     check_all_to_all,
     check_exchange,
     check_objects,
+    check_reports,
     check_late_ranks,
 )
 
