@@ -147,6 +147,28 @@ def check_snapshots(config: Config) -> None:
         )
 
 
+def check_prefix_store(config: Config) -> None:
+    """Checks that there is a prefix cache on the GPU that host memory can extend."""
+    kv, what = config.kv, f"kv.prefix_host_bytes={config.kv.prefix_host_bytes:.0f}"
+    if not kv.prefix_host_bytes:
+        return
+    if not kv.prefix_cache:
+        raise ValueError(
+            f"{what} extends the prefix cache, but kv.prefix_cache=false: set kv.prefix_cache=true, or leave out "
+            "kv.prefix_host_bytes"
+        )
+    if kv.offload == "host":
+        raise ValueError(
+            f"{what} holds prefixes that leave the GPU, but kv.offload=host keeps all keys and values in host memory: "
+            "raise kv.offload_host_bytes instead, or set kv.offload=none"
+        )
+    if config.layout.mode == "dp":
+        raise ValueError(
+            f"{what} does not support layout.mode=dp, where each rank has a prefix cache of its own: leave it out, or "
+            "set layout.mode=helix"
+        )
+
+
 def check_resume(config: Config) -> None:
     """Checks that there is an output file to continue."""
     if config.decode.resume and config.decode.output is None:
@@ -313,7 +335,8 @@ def check_model_snapshots(config: Config, layout: HelixLayout, spec: DecoderSpec
 
 
 CONFIG_RULES: tuple[Callable[[Config], None], ...] = (
-    check_origins, check_imports, check_pages, check_subblocks, check_offload, check_snapshots, check_resume,
+    check_origins, check_imports, check_pages, check_subblocks, check_offload, check_snapshots, check_prefix_store,
+    check_resume,
 )  # fmt: skip
 MODEL_RULES: tuple[Callable[[Config, HelixLayout, DecoderSpec], None], ...] = (
     check_cache, check_length, check_attention, check_sparse_drafter, check_data_parallel, check_states,

@@ -90,6 +90,8 @@ class KVConfig:
         snapshot_every: also take a snapshot every so many tokens of a prompt, rounded down to whole stripes
             (page_size x layout.kvp tokens); 0: only where its last message begins, where it leaves a cached prefix, and
             at its end.
+        prefix_host_bytes: pinned host memory per rank for prefixes that leave the GPU; they are copied back where that
+            is faster than prefill; 0: none.
         offload: none: the KV cache is on the GPU; host: it is in pinned host memory, and each step fetches the
             blocks that it selects over the link (attention=block_sparse only).
         offload_host_bytes: host memory for keys and values per rank, with offload=host.
@@ -107,6 +109,7 @@ class KVConfig:
     snapshots: Annotated[int, Range(0)] = 8
     host_snapshots: Annotated[int, Range(0)] = 0
     snapshot_every: Annotated[int, Range(0), TOKENS] = 0
+    prefix_host_bytes: Annotated[float, Range(0)] = 0.0
     offload: Literal["none", "host"] = "none"
     offload_host_bytes: Annotated[float, Range(above=0)] | None = None
     offload_gpu_bytes: Annotated[float, Range(above=0)] | None = None

@@ -12,6 +12,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -22,10 +23,12 @@ from helix.engine.block_tables import BlockTables
 from helix.engine.pages import PagePool
 from helix.engine.prefill_time import PrefillTime
 from helix.engine.prefix import PrefixTree
+from helix.engine.prefix_moves import PrefixMoves
 from helix.engine.request import Request
 from helix.engine.scheduler import MAX_CHUNK_S, MIN_CHUNK, SchedulePolicy, Scheduler
-from helix.engine.scheduler_output import NewRequest, SchedulerOutput, StepPlan
+from helix.engine.scheduler_output import NewRequest, SchedulerOutput, StepPlan, StripeMove
 from helix.engine.snapshots import StateSnapshots
+from helix.engine.stripe_store import StripeStore
 from helix.kv_placement import Stripes
 from helix.layout import HelixLayout
 from helix.worker.graph_keys import SHARED_PREFIXES
@@ -107,6 +110,21 @@ class InFlightBatch:
 
 
 @dataclass(eq=False)
+class SimulatedMove:
+    """A move of stripes in flight, which reads and writes at once or, `is_late`, as its report is due.
+
+    Attributes:
+        left: number of schedules until then.
+        failed: indices of stripes that get other content.
+    """
+
+    move: StripeMove
+    left: int
+    is_late: bool
+    failed: tuple[int, ...]
+
+
+@dataclass(eq=False)
 class SimulatedRow:
     """A row of the batch on the ranks."""
 
@@ -157,6 +175,8 @@ class SimulatedEngine:
         lookahead: scheduler outputs that are launched before the tokens of one are read.
         accepted_drafts: per step, in turn.
         snapshots: arguments of `StateSnapshots`.
+        slabs: host memory of prefixes; with one home.
+        failing: share of the moved stripes that fail.
         options: of the scheduler.
     """
 
@@ -176,6 +196,8 @@ class SimulatedEngine:
         accepted_drafts: Sequence[int] = (0,),
         drafts: int = 0,
         snapshots: tuple[int, int, int] = (0, 0, 0),
+        slabs: int = 0,
+        failing: float = 0.0,
         **options: Any,
     ) -> None:
         self.layout = HelixLayout.create(kvp=kvp)
@@ -194,6 +216,13 @@ class SimulatedEngine:
         self.snapshots: dict[tuple[int, int], tuple[int, int]] = {}  # by home and index: tokens, and their state
         self.num_taken = 0
         plan = StepPlan(drafts, seconds=step_s)
+        self.moves: PrefixMoves | None = None
+        self.moving: list[SimulatedMove] = []
+        self.slabs = np.full((slabs, self.stripes.pages, kvp, page_size), -3, dtype=np.int64)
+        self.rng, self.failing = np.random.default_rng(slabs), failing
+        if slabs and homes == 1:
+            self.moves = PrefixMoves(self.tables[0], self.times, StripeStore(slabs), 1000, 1, count(1))
+            self.moves.start_s = 0.0
         given = {
             key: options.pop(key)
             for key in ("goal", "decode_share", "patience_s", "lookahead_tokens")
@@ -208,6 +237,7 @@ class SimulatedEngine:
             runner(EngineSizes(max_batch, 0, prefill_chunk, drafts, run_steps=options.pop("run_steps", 8)), **options),
             schedule,
             lambda rows, kv_tokens, without: plan,
+            self.moves,
         )
         self.lacking = self.scheduler._runner.recomputed_tokens
         self.goal = SchedulePolicy(schedule)
@@ -248,26 +278,40 @@ class SimulatedEngine:
 
     def advance(self) -> SchedulerOutput | None:
         """Executes the next scheduler output, and reads tokens that are due."""
+        moving = bool(self.moving)
+        self.report_moves()
         decision = self.scheduler.schedule(self.now)
         if decision is None:
-            assert self.due or not any(not s.ended for s in self.served.values()), "nothing is done for a request"
+            left = any(not s.ended for s in self.served.values())
+            assert self.due or moving or not left, "nothing is done for a request"
         else:
             self.decisions += 1
             assert decision.number == self.decisions
             self.execute(decision)
+            for move in decision.moves:
+                failed = tuple(np.flatnonzero(self.rng.random(len(move.slabs)) < self.failing).tolist())
+                late = bool(self.rng.integers(2))
+                self.moving.append(SimulatedMove(move, int(self.rng.integers(6)), late, failed))
+                if move.kind == "store" and not late:
+                    self.copy(self.moving[-1])
         while self.due and (decision is None or len(self.in_flight) > self.lookahead):
             self.read_tokens()
         return decision
 
     def drain(self, max_turns: int = 100_000) -> None:
         for _ in range(max_turns):
-            read = not self.in_flight
+            read = not self.in_flight and not self.moving
             if self.advance() is None and read:
                 return
         raise AssertionError("requests do not end")
 
     def check_nothing_is_left(self) -> None:
         assert all(s.ended for s in self.served.values())
+        if self.moves is not None:
+            assert not self.moves.is_busy(self.now) and not self.moves._in_flight, "moves are left"
+            store = self.moves.store
+            assert not any(stripe.users or not stripe.is_ready for stripe in store._stripes.values())
+            assert sorted([*store._free, *(s.slab for s in store._stripes.values())]) == [*range(store.slabs)]
         assert not self.rows and not self.scheduler.running and not self.scheduler.waiting
         assert sorted(slot for free in self.scheduler._free_slots for slot in free) == list(range(self.max_batch)), (
             "slots are lost"
@@ -312,6 +356,29 @@ class SimulatedEngine:
 
     # ---- the ranks
 
+    def copy(self, moving: SimulatedMove) -> None:
+        move = moving.move
+        for i, (slab, pages) in enumerate(zip(move.slabs, move.pages, strict=True)):
+            to, at, content = (
+                (self.slabs, slab, self.memory[0, pages])
+                if move.kind == "store"
+                else (self.memory[0], pages, self.slabs[slab])
+            )
+            to[at] = -4 if i in moving.failed else content
+
+    def report_moves(self) -> None:
+        """Ends moves that are due; loads and stores are independent of each other."""
+        for moving in [*self.moving]:
+            moving.left -= 1
+            if moving.left < 0:
+                self.moving.remove(moving)
+                if moving.is_late or moving.move.kind == "load":
+                    self.copy(moving)
+                assert self.moves is not None
+                self.moves.collect([(0, (moving.move.number, 1e-6, moving.failed))], self.now)
+            elif not self.in_flight:
+                self.now += 1e-4
+
     def execute(self, decision: SchedulerOutput) -> None:
         self.sample_held(decision.token_bitmasks)
         before = [row for slot, row in self.rows.items() if slot not in decision.released_slots and row.drawn]
@@ -324,6 +391,9 @@ class SimulatedEngine:
             table[write.column : write.column + len(write.pages)] = write.pages.tolist()
         for admission in decision.new_requests:
             self.admit(admission)
+        for moving in self.moving:  # a load may have begun to write
+            if moving.move.kind == "load":
+                self.memory[0, moving.move.pages] = -5
         self.in_flight.append(batch := InFlightBatch([]))
         work = sum(self.times.work(s.begin, s.end) for s in decision.prefill_chunks)
         seconds = work * TOKEN_S

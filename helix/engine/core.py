@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import count, product
 from time import perf_counter
 
 import numpy as np
@@ -27,11 +27,13 @@ from helix.engine.inbox import Abort, Inbox
 from helix.engine.pages import PagePool
 from helix.engine.prefill_time import PrefillTime, doubling_depth
 from helix.engine.prefix import PrefixTree
+from helix.engine.prefix_moves import PrefixMoves
 from helix.engine.request import EMPTY_PROMPT, Logprobs, PromptLogprobs, Request, RequestUpdate, outside_vocabulary
 from helix.engine.request_state import RequestState
 from helix.engine.scheduler import Scheduler
 from helix.engine.scheduler_output import SchedulerOutput
 from helix.engine.snapshots import StateSnapshots
+from helix.engine.stripe_store import StripeStore
 from helix.engine.timings import Timings
 from helix.worker.graph_keys import DecodeGraphKey
 from helix.worker.model_runner import ModelRunner
@@ -41,6 +43,7 @@ from helix.worker.warmup import Mark, warmup
 LEAD_S = 0.004  # time before the predicted end of a batch to schedule the next one; scheduling takes less
 PAUSE_S = 0.5  # idle time after which a prefill graph is captured: a request that arrives meanwhile waits for it
 POLL_S = 0.001  # for runs that end sooner than predicted
+MOVE_POLL_S = 0.001  # for moves of prefixes, while nothing else is left to do
 HEARTBEATS = 4  # messages that an idle rank 0 sends per `timeout_s`
 
 
@@ -104,15 +107,28 @@ class Engine:
         self._times = PrefillTime(doubling_depth(runner.model.spec))
         # Measured on GPUs for batches with a prefill chunk: these admit requests and may launch kernel by kernel.
         self._chunk_launch_s = 0.0
+        self._move_numbers = count(1)
+        self._sent_at = 0.0  # `perf_counter` of the last message to the other ranks
         self._reset()
 
     def _reset(self) -> None:
         self.tables = [self._empty_tables() for _ in range(self.runner.layout.dp)]
         self._policy = DraftPolicy(self.draft_sizes, self.runner.step_seconds)
-        self._scheduler = Scheduler(self.tables, self._times, self.runner, self.schedule, self._policy.plan_steps)
+        self._scheduler = Scheduler(
+            self.tables, self._times, self.runner, self.schedule, self._policy.plan_steps, self._make_moves()
+        )
         self._batches: deque[InFlightBatch] = deque()
         self._draft_limits: tuple[int, ...] = ()
         self._read_at = 0.0  # `perf_counter` when the last tokens arrived
+
+    def _make_moves(self) -> PrefixMoves | None:
+        slabs = self.runner.slabs
+        if slabs is None:
+            return None
+        store = StripeStore(len(slabs.slabs))
+        return PrefixMoves(
+            self.tables[0], self._times, store, slabs.max_bytes, self.comm.num_processes, self._move_numbers
+        )
 
     def _empty_tables(self) -> BlockTables:
         runner, times, stripes = self.runner, self._times, self.runner.placement.stripes
@@ -163,6 +179,9 @@ class Engine:
                         yield self._read()
                 elif self._batches:
                     updates = self._read()  # reported after the next batch is launched
+                elif (moves := self._scheduler.moves) is not None and moves.is_busy(begin):
+                    if not inbox.wait(MOVE_POLL_S) and begin > self._sent_at + self._heartbeat_s:
+                        self._send(SchedulerOutput.empty())
                 elif inbox.ended:
                     return
                 elif not inbox.wait(
@@ -248,6 +267,8 @@ class Engine:
 
     def _schedule(self, now: float) -> SchedulerOutput | None:
         self._forget(self._scheduler.running)
+        if self._scheduler.moves is not None:
+            self._scheduler.moves.collect(self.comm.reports(), now)
         scheduler_output = self._scheduler.schedule(now)
         self.timings.preemptions = self._scheduler.preemptions
         if scheduler_output is not None:
@@ -410,7 +431,7 @@ class Engine:
         except BaseException as error:
             self._reset()  # the pages of batches in flight have unknown content
             try:
-                self._release()
+                self._release(drains_moves=True)
             except Exception as failed:
                 if isinstance(error, GeneratorExit):  # its notes would not be shown
                     raise
@@ -420,14 +441,19 @@ class Engine:
             self._serving = False
             self.timings.count_kv(self.runner.placement)
 
-    def _release(self) -> None:
-        """Frees every slot on every rank and ends their loops; does nothing if the engine is broken."""
+    def _release(self, drains_moves: bool = False) -> None:
+        """Frees every slot on every rank and ends their loops; does nothing if the engine is broken.
+
+        Args:
+            drains_moves: whether pages and slabs of moves in flight are free, too.
+        """
         if self._broken is not None or self.comm.rank > 0:
             return
         with self._collective():
-            if slots := tuple(self._slots_in_use):
+            slots, drains_moves = tuple(self._slots_in_use), drains_moves and self.runner.slabs is not None
+            if slots or drains_moves:
                 limits = (MAX_QUERIES,) * self.runner.sizes.slots if self.runner.sizes.drafts else ()
-                self._send(replace(SchedulerOutput.empty(slots), draft_limits=limits))
+                self._send(replace(SchedulerOutput.empty(slots), draft_limits=limits, drains_moves=drains_moves))
                 self.runner.check()
             self.comm.broadcast_object(None)
 
@@ -436,6 +462,7 @@ class Engine:
             self._slots_in_use = (self._slots_in_use - {*scheduler_output.released_slots}) | {
                 admission.slot for admission in scheduler_output.new_requests
             }
+            self._sent_at = perf_counter()
             self.comm.broadcast_object(scheduler_output)
             return self._execute(scheduler_output)
 

@@ -14,6 +14,21 @@ from helix.engine.scheduler_output import BlockTableUpdate, NewRequest
 
 
 @dataclass(eq=False, slots=True)
+class Restore:
+    """The restore of a waiting request's prefix from host memory.
+
+    Attributes:
+        deadline: when the request stops waiting for it.
+        is_done: the request does not wait for it, or not any more.
+        tokens: restored tokens.
+    """
+
+    deadline: float
+    is_done: bool = False
+    tokens: int = 0
+
+
+@dataclass(eq=False, slots=True)
 class RequestState:
     """A waiting or running request.
 
@@ -28,6 +43,7 @@ class RequestState:
         snapshot_ends: after how many of `tokens` to take snapshots, ascending.
         preemption_exempt: it resumed after a preemption, and is not preempted again until it needs more pages.
         work: work of its prompt without what was cached when it was queued.
+        restore: of its prefix; None until it was considered since it was queued.
         retry_pages, retry_at: retry once `retry_pages` pages are available, or at time `retry_at`.
     """
 
@@ -51,6 +67,7 @@ class RequestState:
     preemption_exempt: bool = False
     first_rejected_at: float | None = None
     work: int = 0
+    restore: Restore | None = None
     retry_pages: int = 0
     retry_at: float = 0.0
 

@@ -11,7 +11,7 @@ import heapq
 import math
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from zlib import crc32
 
@@ -20,9 +20,10 @@ import numpy as np
 from helix.config import ScheduleConfig
 from helix.engine.block_tables import BlockTable, BlockTables
 from helix.engine.prefill_time import PrefillTime
+from helix.engine.prefix_moves import PrefixMoves
 from helix.engine.request import Request
 from helix.engine.request_state import PendingTableUpdate, PendingTokens, RequestState
-from helix.engine.scheduler_output import NewRequest, PrefillChunk, SchedulerOutput, SharedPrefix, StepPlan
+from helix.engine.scheduler_output import NewRequest, PrefillChunk, SchedulerOutput, SharedPrefix, StepPlan, StripeMove
 from helix.engine.shared_prefix import shared_prefixes
 from helix.worker.graph_keys import SHARED_PREFIXES, DecodeGraphKey
 from helix.worker.model_runner import ModelRunner
@@ -91,6 +92,7 @@ class Scheduler:
         tables: page allocators: one, or one per DP rank; slot s belongs to DP rank `s % len(tables)`.
         times: predicts prefill times, and orders preemptions by their work.
         plan_steps: (rows, KV tokens of these, slots without drafts) -> plan of the next run; see `DraftPolicy`.
+        moves: of prefixes to and from host memory, if any; not in mode dp.
     """
 
     def __init__(
@@ -102,9 +104,13 @@ class Scheduler:
         plan_steps: Callable[[int, int, Collection[int]], StepPlan] = lambda rows, kv_tokens, no_draft_slots: (
             StepPlan()
         ),
+        moves: PrefixMoves | None = None,
     ) -> None:
         self._dp_tables, self._times, self._runner, self._plan_steps = tables, times, runner, plan_steps
         self._stripes = tables[0].tree.stripes
+        self.moves = moves
+        if moves is not None:
+            moves.resume = lambda s, cached: (cached, self._prefill_start(cached))
         self._policy = SchedulePolicy(schedule)
         self._schedule = schedule
         # With KV offload each chunk fetches the KV before it: short chunks would be bound by the host link.
@@ -211,8 +217,9 @@ class Scheduler:
     def schedule(self, now: float) -> SchedulerOutput | None:
         """Schedules the next batch; returns None if it has to wait for a batch in flight or a new request.
 
-        None without any batch in flight means that no request is left. If any request has a grammar, sampling is
-        deferred to the next batch, which waits for all earlier tokens: the grammar's mask depends on them.
+        None without any batch in flight means that no request is left, or that those left wait for their prefixes to
+        come from host memory. If any request has a grammar, sampling is deferred to the next batch, which waits for all
+        earlier tokens: the grammar's mask depends on them.
         """
         guided = [s for s in self.running.values() if s.request.matcher is not None]
         if any(s.max_new > self._deferred_tokens and not s.ended for s in guided):
@@ -263,7 +270,8 @@ class Scheduler:
         sparse = sparse_from is not None and any(s.num_tokens + s.max_new > sparse_from for s in decoding)
         prefixes = self._shared_prefixes(decoding) if steps and not sparse else []
         tables = tuple(write for change in writes if (write := change.to_update()) is not None)
-        if not (retire or tables or admit or prefill or steps or has_deferred):
+        moves = self._move(prefill, now)
+        if not (retire or tables or admit or prefill or steps or has_deferred or moves):
             return None
         self._in_flight.append(pending)
         self._number += 1
@@ -286,7 +294,18 @@ class Scheduler:
             defers_sampling=self._deferred_tokens > 0,
             token_bitmasks=masks,
             shared_prefixes=tuple(prefix for of_rank in prefixes for prefix in of_rank),
+            moves=moves,
         )
+
+    def _move(self, prefill: Iterable[PrefillChunk], now: float) -> tuple[StripeMove, ...]:
+        """Returns the moves of prefixes to start, prompts read in this batch included."""
+        if self.moves is None:
+            return ()
+        for chunk in prefill:
+            if chunk.last:
+                s = self.running[chunk.slot]
+                self.moves.offer(s, s.tokens)
+        return self.moves.take(len(self.running) * self._stripes.pages_for(self._run_tokens), now)
 
     # ---- slots and pages
 
@@ -361,6 +380,8 @@ class Scheduler:
             return None
         s.tokens = s.token_ids()
         s.reserved = self._tokens_to_reserve(s, self._lookahead_tokens)
+        if self.moves is not None and self.moves.restores(s, len(self._free_slots[0]), now):
+            return None
         # Any KVP rank may own the first block, but equal prefixes share pages only if it is the same rank.
         start = crc32(s.tokens[: self._stripes.tokens].tobytes()) % self._stripes.layout.kvp
         for dp_rank in self._by_preference(s):
@@ -446,7 +467,7 @@ class Scheduler:
         slot = victim.slot
         assert slot is not None
         self._release(victim)
-        victim.preemption_exempt, victim.first_rejected_at, victim.retry_pages = True, None, 0
+        victim.preemption_exempt, victim.first_rejected_at, victim.retry_pages, victim.restore = True, None, 0, None
         self._queue(victim)
         self.preemptions += 1
         return slot
@@ -454,6 +475,8 @@ class Scheduler:
     def _release(self, s: RequestState) -> None:
         assert s.slot is not None and s.block_table is not None
         token_ids = s.tokens if self._runner.drafter.may_lag else s.token_ids()
+        if self.moves is not None:
+            self.moves.offer(s, token_ids[: s.num_kv_tokens])
         self._tables(s).end(s.block_table, token_ids[: s.num_kv_tokens])
         heapq.heappush(self._free_slots[s.slot % len(self._dp_tables)], s.slot)
         del self.running[s.slot]

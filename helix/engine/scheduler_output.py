@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 
@@ -97,6 +97,23 @@ class SharedPrefix:
     end: int
 
 
+@dataclass(frozen=True, eq=False)
+class StripeMove:
+    """Copies n stripes of prefixes between pages and host memory. Every rank starts it and reports when it is done.
+
+    Attributes:
+        number: of the report (`Communicator.report`): `(number, seconds, indices of stripes that failed)`.
+        kind: store: pages to slabs, after this batch; load: slabs to pages, after this batch's admissions.
+        slabs: int32 [n].
+        pages: int32 [n, p], the p pages of each stripe.
+    """
+
+    number: int
+    kind: Literal["store", "load"]
+    slabs: np.ndarray
+    pages: np.ndarray
+
+
 _AtSlot = TypeVar("_AtSlot", NewRequest, BlockTableUpdate, PrefillChunk)
 
 
@@ -132,6 +149,8 @@ class SchedulerOutput:
         num_tokens_across_dp: in mode dp, prefill tokens of each rank; empty: the same number on all ranks.
         capture_graph: no request is served: capture a prefill size that ran eagerly.
         max_logprob_tokens: in mode dp, the maximum over ranks of scored prompt tokens; else 0.
+        moves: copies of prefixes, which run beside later batches.
+        drains_moves: wait until all moves are done: pages and slabs are free from here on.
         shared_prefixes: of the decode steps, at most `kind.shared_prefixes` on each DP rank.
     """
 
@@ -150,6 +169,8 @@ class SchedulerOutput:
     capture_graph: bool = False
     max_logprob_tokens: int = 0
     shared_prefixes: tuple[SharedPrefix, ...] = ()
+    moves: tuple[StripeMove, ...] = ()
+    drains_moves: bool = False
 
     @classmethod
     def empty(cls, retire: tuple[int, ...] = (), capture_graph: bool = False) -> SchedulerOutput:

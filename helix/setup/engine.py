@@ -19,6 +19,7 @@ from helix.models.decoder import Decoder
 from helix.models.draft_layer import DraftLayer
 from helix.setup.buffers import MAX_SLOTS, fitting_slots, max_chunk, prompt_bytes, sampling_bytes, token_buffers
 from helix.setup.offload import make_host_snapshots, make_offloaded_cache
+from helix.setup.prefix_store import make_slabs
 from helix.speculation import (
     DraftBudget,
     Drafter,
@@ -162,7 +163,8 @@ def build_engine(
         fewer: whether to reduce `max_batch` if memory has too few pages.
 
     Raises:
-        ConfigError: kv.tokens does not fit, not even one page fits, or a host cannot pin kv.offload_host_bytes.
+        ConfigError: kv.tokens does not fit, not even one page fits, or a host cannot pin the memory for
+            kv.offload_host_bytes or kv.prefix_host_bytes.
     """
     spec, comm, kv = model.spec, model.comm, config.kv
     placement = KVPlacement(layout, layout.kvp_rank(comm.rank), *config.blocks)
@@ -220,15 +222,17 @@ def build_engine(
         )
     global_selection = config.attention.policy != "dense" and config.attention.choice == "global"
     sizes = replace(sizes, length=max_length, pages=cache.pages)
+    drafter = make_drafter(config.speculation, draft, model, cache, sizes)
     runner = ModelRunner(
         model,
         cache,
         sizes,
         policy=make_policy(config.attention, placement, max_length, comm, kv),
-        drafter=make_drafter(config.speculation, draft, model, cache, sizes),
+        drafter=drafter,
         # A global selection communicates inside attention, which chunks would split.
         hopb="none" if global_selection else config.hopb.chunks,
         shared_prefix=config.attention.shared_prefix if kv.prefix_cache else "none",
+        slabs=make_slabs(kv, cache, drafter, placement.stripes, comm) if kv.prefix_host_bytes else None,
     )
     return Engine(
         runner,

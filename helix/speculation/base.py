@@ -68,6 +68,11 @@ class Drafter(SequenceObserver):
     def catch_up(self, state: DecodeState) -> None:
         """Catches up with earlier steps without drafts, before a step with drafts; may wait for the device."""
 
+    @property
+    def paged_tensors(self) -> list[Tensor]:
+        """Like `KVCache.paged_tensors`, of its own cache with the target's page numbers."""
+        return []
+
     def check(self, wait: bool = True) -> None:
         """Calls `Communicator.check` for its own collectives."""
 

@@ -133,6 +133,10 @@ class ModelDrafter(Drafter):
             self._prefill([PromptChunk(row, num_computed_tokens[row], tokens[row].cpu()) for row in lagging])
             num_computed_tokens = [ends.get(row, at) for row, at in enumerate(num_computed_tokens)]
 
+    @property
+    def paged_tensors(self) -> list[Tensor]:
+        return self.cache.paged_tensors
+
     def check(self, wait: bool = True) -> None:
         self.comm.check(wait)
 

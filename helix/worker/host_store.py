@@ -37,6 +37,7 @@ class HostStore:
 
     Attributes:
         tensor: [*shape]; None after `close`.
+        on_cpu: the same memory as a CPU tensor, for copies.
 
     Raises:
         OSError: the memory cannot be pinned; nothing stays pinned.
@@ -54,6 +55,7 @@ class HostStore:
         self._memory: mmap.mmap | None = mmap.mmap(-1, self.bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         numbers = torch.frombuffer(self._memory, dtype=torch.uint8)
         self.tensor: torch.Tensor | None = None
+        self.on_cpu = numbers.view(dtype).view(*shape)
         if device.type == "cuda":
             self._pin(numbers.data_ptr(), device, progress)
             numbers = mapped(numbers.data_ptr(), self.bytes, device)
@@ -75,7 +77,7 @@ class HostStore:
 
     def close(self) -> None:
         """Frees the memory; no kernel may use it any more. A second call does nothing."""
-        self.tensor = None
+        self.tensor, self.on_cpu = None, torch.empty(0)
         while self._pinned:
             self._runtime.cudaHostUnregister(self._pinned.pop())
         self._memory = None

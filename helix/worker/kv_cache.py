@@ -204,6 +204,11 @@ class KVCache(SequenceObserver):
         return [tensor for group in self.groups for tensor in group.tensors.values()]
 
     @property
+    def paged_tensors(self) -> list[Tensor]:
+        """All memory in pages that sequences can share, [layers, pages, ...] each."""
+        return [group.tensors[spec.name] for group in self.groups for spec in group.kv_cache_specs if spec.is_paged]
+
+    @property
     def bounds(self) -> Tensor | None:
         """Per-page key bounds [layers, pages, Hkv, 2, D]; None without block selection."""
         return next((group.tensors["bounds"] for group in self.groups if "bounds" in group.tensors), None)

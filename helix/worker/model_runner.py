@@ -46,6 +46,7 @@ from helix.worker.logits_processor import LogitsProcessor
 from helix.worker.prompt_scores import PromptScores
 from helix.worker.sampling import SamplingState, sampled_candidates
 from helix.worker.sequence_observer import FirstTokenSampled, PrefillCommitted, SequenceObserver, StepCommitted
+from helix.worker.slabs import Slabs
 from helix.worker.step import PLACEHOLDER_TOKEN_ID, DecodeState, Step
 from helix.worker.step_tokens import StepTokens, Summaries
 from helix.worker.transfers import to_device
@@ -94,6 +95,7 @@ class ModelRunner:
         hopb: batch chunks whose attention overlaps the exchange of the chunk before: none, a number, auto or best; see
             `chunks`.
         shared_prefix: whether decode attention reads pages that sequences share once: auto, always or none.
+        slabs: host memory of the prefix cache, if any.
 
     Attributes:
         logits_hook: if set, called on every rank before sampling with (slots [n], positions [n] of the tokens to
@@ -118,6 +120,7 @@ class ModelRunner:
         drafter: Drafter | None = None,
         hopb: str = "none",
         shared_prefix: str = "auto",
+        slabs: Slabs | None = None,
     ) -> None:
         self.model, self.cache, self.sizes = model, cache, sizes
         self.comm, self.attn_group, self.device = model.comm, model.attn_group, cache.device
@@ -125,7 +128,7 @@ class ModelRunner:
         self.dense = DenseAttention()
         self.policy = policy or self.dense
         self.drafter = drafter or NoDrafts()
-        self.hopb, self.shared_prefix = hopb, shared_prefix
+        self.hopb, self.shared_prefix, self.slabs = hopb, shared_prefix, slabs
         self.logits_hook: Callable[[Tensor, Tensor, Tensor], None] | None = None
         comm, layout, limit = self.comm, self.layout, sizes.length + sizes.drafts
         max_pages = self.placement.stripes.pages_for(limit)
@@ -176,6 +179,14 @@ class ModelRunner:
         Returns:
             On rank 0, the tokens of the deferred sample, if any, of the prefill chunk, if any, and of each decode step.
         """
+        outputs = self._launch(scheduler_output)
+        if self.slabs is not None:
+            self.slabs.start(scheduler_output.moves, "store")
+            if scheduler_output.drains_moves:
+                self.slabs.drain()
+        return outputs
+
+    def _launch(self, scheduler_output: SchedulerOutput) -> list[StepTokens]:
         outputs: list[StepTokens] = []
         begin = TimedEvent(self.device)
 
@@ -211,6 +222,9 @@ class ModelRunner:
                 observer.write_tables(*scheduler_output.table_updates)
         if scheduler_output.new_requests:
             self.admit(*scheduler_output.new_requests)
+        if self.slabs is not None:
+            # After the copies of admissions: these may read pages that were evicted for the moves.
+            self.slabs.start(scheduler_output.moves, "load")
         if scheduler_output.capture_graph and (size := self.eager_size) is not None:
             self.capture_chunk(size, num_cached_tokens=1)
         if scheduler_output.prefill_chunks or scheduler_output.num_tokens_across_dp:
@@ -587,6 +601,8 @@ class ModelRunner:
         return self.logits_processor
 
     def close(self) -> None:
-        """Frees captured graphs; call it before closing the communicator."""
+        """Frees captured graphs and slabs; call it before closing the communicator."""
+        if self.slabs is not None:
+            self.slabs.close()
         if self.graphs is not None:
             self.graphs.close()

@@ -28,6 +28,7 @@ from helix.config import Config
 from helix.engine.core import Engine
 from helix.engine.draft_policy import DraftPolicy
 from helix.engine.inbox import Inbox
+from helix.engine.prefix_moves import PrefixMoves
 from helix.engine.request import Request
 from helix.engine.scheduler_output import StepPlan
 from helix.layers.specs import unquantized
@@ -174,10 +175,19 @@ def patched_environment(case: Case, counts: Counter[str] | None = None) -> Itera
             if code_path in COUNTED and counts is not None:
                 stack.enter_context(counting(code_path, COUNTED[code_path], counts))
         stack.enter_context(patch("helix.speculation.sparse.LEAST_KEYS", case.min_keys))
+        stack.enter_context(patch("helix.engine.prefix_moves.START_S", 0.0))  # restores of short prefixes pay off
+        stack.enter_context(patch("helix.engine.prefix_moves.LINK_RATE", 1e30))
+        stack.enter_context(patch.object(PrefixMoves, "_start_restore", from_host_memory))
         stack.enter_context(patch("helix.setup.offload.PIECE_TOKENS", case.piece_tokens))
         if case.random_pace:
             stack.enter_context(patch.object(DraftPolicy, "plan_steps", random_pace(case.seed)))
         yield
+
+
+def from_host_memory(moves: PrefixMoves, *args: Any, start: Callable[..., bool] = PrefixMoves._start_restore) -> bool:
+    """Evicts all pages that nobody uses, so that prefixes come back from host memory if at all."""
+    moves._tables.tree.evict(moves._tables.pool.available)
+    return start(moves, *args)
 
 
 def random_pace(seed: int) -> Callable[..., StepPlan]:
@@ -289,6 +299,8 @@ def _unwritten(engine: Engine) -> Iterator[torch.Tensor]:
         yield drafter.scores.planes
     if isinstance(drafter, ModelDrafter):
         yield from drafter.cache.tensors
+    if engine.runner.slabs is not None:
+        yield engine.runner.slabs.slabs.view(torch.int8)
 
 
 def observe(engine: Engine) -> dict[tuple[str, int], torch.Tensor]:
@@ -353,7 +365,7 @@ def serve(engine: Engine, case: Case, cache_salt: str) -> ServeResult:
         if len(served.ends) == len(output_token_ids):
             next_round()
     served.tokens = {name: tuple(tokens) for name, tokens in output_token_ids.items()}
-    timings, cache = engine.timings, engine.runner.cache
+    timings, cache, moves = engine.timings, engine.runner.cache, engine._scheduler.moves
     served.leaked = (
         sum(t.pool.used for t in engine.tables),
         len(engine.runner.requests),
@@ -368,6 +380,7 @@ def serve(engine: Engine, case: Case, cache_salt: str) -> ServeResult:
             "aborts": sum(end == "abort" for end in served.ends.values()),
             "ended by a token": sum(end == "stop" for end in served.ends.values()),
             "blocks from the host": int(cache.fetch_counts[1]) if isinstance(cache, OffloadedCache) else 0,
+            "restored": 0 if moves is None else moves.counters["restored_bytes"],
             "blocks ahead": int(cache.prefetch_counts[1]) if isinstance(cache, OffloadedCache) else 0,
         }
     )

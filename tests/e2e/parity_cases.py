@@ -11,6 +11,7 @@ A line's keys, all but the model optional:
   blocks   choice, sink + local + selected blocks; `from` tokens; `parts` per block and candidates
   dense    all blocks are selected, so that attention is dense
   offload  resident blocks: all, or few; `ahead` for prefetch
+  slabs    host memory for prefixes: all, or few; unused pages keep none
   dtype, hopb, kv, weights, snapshots (on the GPU + in host memory; `every` N tokens)
   code_paths  of `fuzz_runs.CODE_PATHS`
   expects  events that have to occur, of the outcome's `seen`; `forbids`: those that must not
@@ -155,6 +156,8 @@ def settings_of(row: dict[str, Any]) -> Settings:
             "kv.offload_host_bytes": 1e9,
             "kv.offload_prefetch": "ahead" in row["offload"],
         }
+    if "slabs" in row:
+        settings["kv.prefix_host_bytes"] = 2e7 if row["slabs"] == "all" else 3e5
     if "snapshots" in row:
         room, _, every = row["snapshots"].partition(" every ")
         on_gpu, in_host = map(int, room.split("+"))
@@ -235,6 +238,8 @@ def features_of(name: str) -> set[str]:
     found |= {"hopb"} if "hopb" in row else set()
     found |= {f"kv={row['kv']}"} if "kv" in row else set()
     found |= {f"weights: {row['weights']}"} if "weights" in row else set()
+    if "slabs" in row:
+        found.add(f"{row['slabs']} slabs")
     if "snapshots" in row:
         found.add("snapshots" if "+0" in row["snapshots"] else "host snapshots")
     ranks = layout_of(row.get("layout", "helix 1x1")).world_size

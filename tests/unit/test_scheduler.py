@@ -44,6 +44,7 @@ class AnyRequests(RuleBasedStateMachine):
         goal=st.sampled_from(["latency", "balance", "throughput"]),
         lacking=st.sampled_from([0.0, 5.0, 17.0, math.inf, math.inf]),
         snapshots=st.sampled_from([(0, 0, 0), (1, 0, 0), (2, 2, 0), (4, 1, 16)]),
+        slabs=st.sampled_from([0, 0, 1, 6, 40]),
         bounds=st.sampled_from([{}, {"stall_s": 0.002, "decode_share": 0.7}, {"stall_s": 0.05}, {"decode_share": 0.1}]),
     )
     def begin(self, grid: tuple[int, int, int], pages: int, bounds: dict[str, float], **options: Any) -> None:
@@ -54,6 +55,7 @@ class AnyRequests(RuleBasedStateMachine):
             append_block=append_block,
             page_size=page_size,
             accepted_drafts=(0, 3, 1, 2, 0),
+            failing=0.05,
             **bounds,
             **options,
         )

@@ -1,0 +1,196 @@
+"""This rank's host copies of stripes of the prefix cache, and the copies between them and pages.
+
+A slab holds a stripe's pages of everything that is paged: keys, values, latents, scales, index keys, bounds, rows of
+drafting layers, and the pages of a draft model. On GPUs a thread copies on a low-priority stream, in pieces with two in
+flight: a long copy would keep a small one of the main stream waiting in the copy engine. Pieces go through a staging
+buffer, since a page's bytes of consecutive layers are far apart in the cache and adjacent in a slab.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from queue import PriorityQueue
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from helix.engine.scheduler_output import StripeMove
+from helix.worker.host_store import HostStore
+from helix.worker.transfers import to_device
+
+LOG = logging.getLogger("helix.worker")
+PIECE_BYTES = 1 << 20
+PIECES = 2  # in flight
+ALIGNMENT = 4096  # bytes of slabs: direct I/O reads and writes them
+WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One paged tensor's part of a slab.
+
+    Attributes:
+        pages: view of the tensor, [layers, pages, words].
+        begin, end: its bytes in a slab, which hold [layers, pages of a stripe, words].
+    """
+
+    pages: Tensor
+    begin: int
+    end: int
+
+
+def parts_of(tensors: Sequence[Tensor], stripe_pages: int) -> list[Part]:
+    """Lays out the paged tensors, [layers, pages, ...] each, in a slab, widest words first so that all are aligned."""
+    views = []
+    for tensor in tensors:
+        size = tensor[0, 0].numel() * tensor.element_size() if tensor.numel() else 0
+        if size:
+            word = next(width for width in WORDS if size % width == 0)
+            views.append(tensor.view(*tensor.shape[:2], -1).view(torch.uint8).view(WORDS[word]))
+    parts, begin = [], 0
+    for view in sorted(views, key=lambda view: -view.element_size()):
+        end = begin + len(view) * stripe_pages * view.shape[2] * view.element_size()
+        parts.append(Part(view, begin, end))
+        begin = end
+    return parts
+
+
+def slab_bytes(tensors: Sequence[Tensor], stripe_pages: int) -> int:
+    """Counts the bytes of a slab, a multiple of ALIGNMENT, at least one."""
+    parts = parts_of(tensors, stripe_pages)
+    return -(-max(parts[-1].end if parts else 0, 1) // ALIGNMENT) * ALIGNMENT
+
+
+class Slabs:
+    """Executes moves on this rank.
+
+    Args:
+        tensors: everything that is paged, [layers, pages, ...] each.
+        stripe_pages: pages of a stripe.
+        store: host memory, uint8 [slabs, `slab_bytes`]; closed with this.
+        max_bytes: bytes of a slab on the fullest rank.
+        report: called with a move's report when it is done.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        stripe_pages: int,
+        store: HostStore,
+        max_bytes: int,
+        device: torch.device,
+        report: Callable[[tuple[int, float, tuple[int, ...]]], None],
+    ) -> None:
+        self.slabs, self.max_bytes, self._store = store.on_cpu, max_bytes, store
+        self.device, self._report = device, report
+        self._parts, self._stripe_pages = parts_of(tensors, stripe_pages), stripe_pages
+        self._thread: threading.Thread | None = None
+        if device.type == "cuda":
+            layer_bytes = [(part.end - part.begin) // len(part.pages) for part in self._parts]
+            self._staging = torch.empty(PIECES, max([PIECE_BYTES, *layer_bytes]), dtype=torch.uint8, device=device)
+            self._stream = torch.cuda.Stream(device, priority=0)
+            self._queue: PriorityQueue[tuple[int, int, StripeMove | None, torch.cuda.Event | None]] = PriorityQueue()
+            self._order = count()
+            self._idle = threading.Condition()
+            self._num_queued = 0
+            self._thread = threading.Thread(target=self._run, name="prefix moves", daemon=True)
+            self._thread.start()
+
+    def start(self, moves: Sequence[StripeMove], kind: str) -> None:
+        """Starts the moves of a kind, after all work queued on the current stream; the host does not wait for them."""
+        chosen = [move for move in moves if move.kind == kind]
+        if not chosen:
+            return
+        if self._thread is None:
+            for move in chosen:
+                self._execute(move)
+            return
+        event = torch.cuda.Event(blocking=True)
+        event.record()
+        for move in chosen:
+            with self._idle:
+                self._num_queued += 1
+            self._queue.put((kind == "store", next(self._order), move, event))  # requests wait for loads
+
+    def drain(self) -> None:
+        """Waits until all moves are done."""
+        if self._thread is not None:
+            with self._idle:
+                self._idle.wait_for(lambda: not self._num_queued)
+
+    def close(self) -> None:
+        """Waits for all moves and frees the slabs; a second call does nothing."""
+        if self._thread is not None:
+            self._queue.put((2, next(self._order), None, None))
+            self._thread.join()
+            self._thread = None
+        self.slabs = torch.empty(0)
+        self._store.close()
+
+    def _run(self) -> None:
+        torch.cuda.set_device(self.device)
+        while True:
+            _, _, move, event = self._queue.get()
+            if move is None:
+                return
+            assert event is not None
+            event.synchronize()  # here, and not on the stream: the time of the copies does not include it
+            with torch.cuda.stream(self._stream):
+                self._execute(move)
+            with self._idle:
+                self._num_queued -= 1
+                self._idle.notify_all()
+
+    def _execute(self, move: StripeMove) -> None:
+        begin, failed = perf_counter(), tuple[int, ...]()
+        try:
+            self._copy(move)
+        except Exception as error:  # serving goes on without the prefix
+            failed = tuple(range(len(move.slabs)))
+            LOG.warning("copies between pages and host memory failed: %s: %s", type(error).__name__, error)
+        self._report((move.number, perf_counter() - begin, failed))
+
+    @torch.inference_mode()
+    def _copy(self, move: StripeMove) -> None:
+        pages = to_device(torch.from_numpy(move.pages).long(), self.device)
+        in_flight: deque[torch.cuda.Event] = deque()
+        pieces = 0
+        for slab, columns in zip(move.slabs.tolist(), pages, strict=True):
+            for part in self._parts:
+                layers, _, words = part.pages.shape
+                host = self.slabs[slab, part.begin : part.end].view(part.pages.dtype)
+                host = host.view(layers, self._stripe_pages, words)
+                if self._thread is None:
+                    if move.kind == "store":
+                        host.copy_(part.pages[:, columns])
+                    else:
+                        part.pages[:, columns] = host
+                    continue
+                step = max(1, PIECE_BYTES * layers // (part.end - part.begin))
+                for first in range(0, layers, step):
+                    if len(in_flight) == PIECES:
+                        in_flight.popleft().synchronize()
+                    piece = slice(first, min(first + step, layers))
+                    staged = self._staged(pieces % PIECES, host[piece])
+                    if move.kind == "store":
+                        torch.index_select(part.pages[piece], 1, columns, out=staged)
+                        host[piece].copy_(staged, non_blocking=True)
+                    else:
+                        staged.copy_(host[piece], non_blocking=True)
+                        part.pages[piece].index_copy_(1, columns, staged)
+                    pieces += 1
+                    event = torch.cuda.Event(blocking=True)
+                    event.record()
+                    in_flight.append(event)
+        for event in in_flight:
+            event.synchronize()
+
+    def _staged(self, index: int, like: Tensor) -> Tensor:
+        buffer = self._staging[index, : like.numel() * like.element_size()]
+        return buffer.view(like.dtype).view(like.shape)

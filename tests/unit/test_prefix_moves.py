@@ -1,0 +1,185 @@
+"""Prefixes between pages and host memory: what rank 0 decides, against a model of the ranks that carry it out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helix.engine.prefix_moves import STALL_S
+from helix.engine.stripe_store import ChainHashes, StripeStore
+from tests.simulated_engine import SimulatedEngine, calls_of
+
+
+def words(count: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 900, count).tolist()
+
+
+def engine(pages: int = 24, slabs: int = 64, **options: Any) -> SimulatedEngine:
+    """Stripes of 4 tokens: 24 pages hold 96 tokens, 64 slabs 256."""
+    return SimulatedEngine(pages, slabs=slabs, max_batch=2, **options)
+
+
+def serve(found: SimulatedEngine, prompt: list[int], new: int = 1, **options: Any) -> int:
+    """Serves a request to its end; returns how many tokens were computed for it."""
+    name = found.submit(prompt, new, **options)
+    found.drain()
+    return found.served[name].computed
+
+
+def test_an_evicted_prefix_comes_back_from_host_memory() -> None:
+    found, prompt = engine(), words(61)
+    assert serve(found, prompt) == 61
+    assert serve(found, words(80, 1)) == 80, "which evicts most of it"
+    assert serve(found, [*prompt, 7]) == 62 - 60, "whole stripes come back"
+    assert found.moves is not None and found.moves.counters["restored_bytes"] > 0
+    found.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("change", [{"cache_salt": "a"}, {"first": 899}], ids=["salt", "first token"])
+def test_other_prefixes_do_not(change: dict[str, Any]) -> None:
+    found, prompt = engine(), words(61)
+    serve(found, prompt)
+    serve(found, words(80, 1))
+    prompt[0] = change.get("first", prompt[0])
+    assert serve(found, prompt, cache_salt=change.get("cache_salt")) == 61
+
+
+def test_a_restore_must_beat_prefill() -> None:
+    found, prompt = engine(), words(61)
+    assert found.moves is not None
+    found.moves.start_s = 1.0
+    serve(found, prompt)
+    serve(found, words(80, 1))
+    assert serve(found, prompt) > 30 and not found.moves.counters["restored_bytes"]
+
+
+def test_a_late_restore_is_not_waited_for() -> None:
+    found, prompt = engine(pages=44), words(61)
+    serve(found, prompt)
+    serve(found, words(160, 1))
+    assert found.moves is not None
+    name = found.submit(prompt, 1)
+    decision = found.advance()
+    assert decision is not None and [move.kind for move in decision.moves] == ["load"]
+    assert not decision.new_requests and found.advance() is None
+    found.moving[0].left = 1000
+    found.now += 0.1  # it would have been computed by now
+    while not found.served[name].ended:
+        found.advance()
+    assert found.moves.counters["late"] == 1 and found.served[name].computed > 30
+    assert found.pool.used >= 9, "the ranks may still fill its pages"
+    found.moving[0].left = 0
+    found.drain()
+    found.check_nothing_is_left()
+
+
+def test_a_failed_restore_is_shorter() -> None:
+    found, prompt = engine(), words(61)
+    serve(found, prompt)
+    serve(found, words(90, 1))
+    name = found.submit(prompt, 1)
+    decision = found.advance()
+    assert decision is not None
+    count = len(decision.moves[0].slabs)
+    found.moving[0].failed = (count - 2, count - 1)
+    found.drain()
+    assert found.served[name].computed == 61 - 60 + 2 * 4
+    assert found.moves is not None and found.moves.counters["failed"] == 1
+    found.check_nothing_is_left()
+
+
+def test_a_preempted_sequence_comes_back_from_host_memory() -> None:
+    computed = []
+    for slabs in (0, 64):
+        found = engine(pages=28, slabs=slabs, lookahead_tokens=16)
+        for seed in range(2):
+            found.submit(words(40, seed), 30)
+        while not found.scheduler.preemptions or found.moving:
+            found.advance()
+        found.tables[0].tree.evict(found.pool.available)
+        found.drain()
+        computed.append(sum(s.computed for s in found.served.values()))
+        found.check_nothing_is_left()
+    assert computed[1] <= computed[0] - 40, "at least its prompt is not computed again"
+
+
+def test_stores_leave_pages_to_running_sequences() -> None:
+    """A sequence does not have to leave because the pages of one that has ended are being copied."""
+    for pages in (24, 26, 28, 30):
+        preemptions = []
+        for slabs in (0, 64):
+            found = engine(pages, slabs, lookahead_tokens=24)
+            for seed in range(2):
+                found.submit(words(20, seed), 50)
+            found.drain()
+            preemptions.append(found.scheduler.preemptions)
+        assert preemptions[0] == preemptions[1]
+
+
+@pytest.mark.parametrize("slabs", [1, 6, 30])
+def test_two_hundred_prompts_with_aborts_and_preemptions(slabs: int) -> None:
+    """Six stripes on the GPU: eviction never stops; the model of the ranks checks each key."""
+    rng = np.random.default_rng(slabs)
+    found = SimulatedEngine(6, slabs=slabs, max_batch=3, lookahead_tokens=2, run_steps=2)
+    systems = [words(9, seed) for seed in range(3)]
+    while len(found.served) < 200:
+        prompt = systems[rng.integers(3)] + words(rng.integers(1, 8), int(rng.integers(5)))
+        found.submit(prompt, int(rng.integers(1, 7)), cache_salt="ab"[rng.integers(2)] if rng.random() < 0.2 else None)
+        for _ in range(rng.integers(0, 5)):
+            found.advance()
+        if rng.random() < 0.2:
+            found.abort(int(rng.integers(max(0, len(found.served) - 5), len(found.served))))
+    found.drain()
+    assert found.moves is not None and (slabs == 1 or found.moves.counters["restored_bytes"] > 0)
+    found.check_nothing_is_left()
+
+
+def test_ranks_that_stop_to_report_are_not_waited_for() -> None:
+    found = engine()
+    serve(found, words(20))
+    assert found.moves is not None
+    found.submit(words(20, 1), 1)
+    while not any(m.move.kind == "store" for m in found.moving):
+        found.advance()
+    assert found.moves.is_busy(found.now) and not found.moves.is_busy(found.now + STALL_S)
+
+
+def test_the_least_recently_used_prefix_leaves_from_its_end() -> None:
+    store = StripeStore(4)
+    a = store.add([b"a0", b"a1"])
+    b = store.add([b"b0", b"b1"])
+    for stripe in (*a, *b):
+        stripe.users, stripe.is_ready = 0, True
+    store.touch(a)
+    assert [stripe.key for stripe in store.add([b"c0"])] == [b"c0"]
+    assert store.get(b"b1") is None and store.get(b"b0") is not None
+    store.add([b"c1"])
+    assert store.get(b"b0") is None
+    assert [s.slab for s in store.add([b"d0", b"d1", b"d2"])] == [a[1].slab, a[0].slab] or not a[0].users
+    assert store.add([b"e"]) == [], "all are being filled"
+
+
+def test_hashes_depend_on_all_tokens_before_and_are_computed_once() -> None:
+    def keys(tokens: list[int], salt: Any = None, start: int = 0, seed: bytes = b"") -> list[bytes]:
+        return [*ChainHashes(4, seed).keys(np.array(tokens, dtype=np.int32), salt, start)]
+
+    base = keys([1, 2, 3, 4, 5, 6, 7, 8])
+    assert len(base) == 2 and keys([1, 2, 3, 4, 5, 6, 7, 8, 9]) == base
+    others: list[Callable[[], list[bytes]]] = [
+        lambda: keys([0, 2, 3, 4, 5, 6, 7, 8]), lambda: keys([1, 2, 3, 4, 5, 6, 7, 8], "a"),
+        lambda: keys([1, 2, 3, 4, 5, 6, 7, 8], start=1), lambda: keys([1, 2, 3, 4, 5, 6, 7, 8], seed=b"x"),
+    ]  # fmt: skip
+    assert not {key for other in others for key in other()} & {*base}
+    hashes, rng = ChainHashes(4), np.random.default_rng(0)
+    known = [rng.integers(0, 2, 40, dtype=np.int32) for _ in range(3)]
+    for _ in range(200):  # prompts that go on from, or leave, earlier ones
+        prompt = np.concatenate((known[rng.integers(3)][: rng.integers(40)], rng.integers(0, 2, 9, dtype=np.int32)))
+        stop = int(rng.integers(12))
+        got = [key for _, key in zip(range(stop), hashes.keys(prompt, None, 0), strict=False)]
+        assert got == keys(prompt.tolist())[:stop]
+    long = np.zeros(4000, dtype=np.int32)
+    first = calls_of(lambda: [*hashes.keys(long, None, 0)])
+    assert calls_of(lambda: [*hashes.keys(np.append(long, np.int32(1)), None, 0)]) < first / 2

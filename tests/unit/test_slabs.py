@@ -1,0 +1,83 @@
+"""Copies of stripes between pages and host memory on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+
+from helix.engine.scheduler_output import StripeMove
+from helix.worker import slabs as module
+from helix.worker.host_store import HostStore
+from helix.worker.slabs import ALIGNMENT, Slabs, parts_of, slab_bytes
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+STRIPE_PAGES = 3
+
+
+def paged(device: str) -> list[torch.Tensor]:
+    """Pages of all word sizes, of layers of 1 B to several pieces, and none."""
+    generator = torch.Generator().manual_seed(0)
+    shapes: list[tuple[tuple[int, ...], torch.dtype]] = [
+        ((3, 12, 16, 2, 8), torch.bfloat16), ((2, 12, 5), torch.uint8), ((1, 12, 3, 3), torch.bfloat16),
+        ((2, 12, 1, 7), torch.float32), ((5, 12, 64, 512), torch.float32), ((2, 12, 0), torch.float32),
+    ]  # fmt: skip
+    return [torch.randint(0, 255, shape, generator=generator).to(dtype).to(device) for shape, dtype in shapes]
+
+
+@contextmanager
+def slabs_of(tensors: list[torch.Tensor], count: int, reports: list[Any]) -> Iterator[Slabs]:
+    size, device = slab_bytes(tensors, STRIPE_PAGES), tensors[0].device
+    found = Slabs(tensors, STRIPE_PAGES, HostStore((count, size), torch.uint8, device), size, device, reports.append)
+    yield found
+    found.close()
+    found.close()
+
+
+def move(number: int, kind: Literal["store", "load"], slabs: list[int], pages: list[list[int]]) -> StripeMove:
+    return StripeMove(number, kind, np.array(slabs, dtype=np.int32), np.array(pages, dtype=np.int32))
+
+
+def test_parts_are_aligned_and_adjacent() -> None:
+    parts = parts_of(paged("cpu"), STRIPE_PAGES)
+    assert len(parts) == 5, "empty tensors have none"
+    assert [p.begin for p in parts] == [0, *(p.end for p in parts[:-1])]
+    assert all(p.begin % p.pages.element_size() == 0 for p in parts)
+    total = sum(t[:, :STRIPE_PAGES].numel() * t.element_size() for t in paged("cpu"))
+    assert parts[-1].end == total and slab_bytes(paged("cpu"), STRIPE_PAGES) == -(-total // ALIGNMENT) * ALIGNMENT
+    assert slab_bytes([], 1) == ALIGNMENT, "also of a rank without heads"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_stripes_come_back_into_other_pages(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PIECE_BYTES", 1 << 14)
+    tensors, reports = paged(device), list[Any]()
+    before = [t.clone() for t in tensors]
+    with slabs_of(tensors, 4, reports) as slabs:
+        slabs.start([move(1, "store", [2, 0], [[1, 7, 3], [4, 5, 6]]), move(2, "load", [0], [[0, 0, 0]])], "store")
+        slabs.drain()
+        for t in tensors:
+            t.view(torch.uint8).fill_(9)
+        slabs.start([move(3, "load", [0, 2], [[9, 2, 11], [0, 8, 10]])], "load")
+        slabs.drain()
+    assert [(number, failed) for number, seconds, failed in reports if seconds > 0] == [(1, ()), (3, ())]
+    for t, was in zip(tensors, before, strict=True):
+        assert torch.equal(t[:, [9, 2, 11, 0, 8, 10]], was[:, [4, 5, 6, 1, 7, 3]])
+        assert (t[:, [1, 3, 4, 5, 6, 7]].view(torch.uint8) == 9).all(), "other pages stay"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_copy_that_fails_is_reported(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Slabs, move: StripeMove) -> None:
+        raise RuntimeError("no link")
+
+    monkeypatch.setattr(Slabs, "_copy", broken)
+    reports: list[Any] = []
+    with slabs_of(paged(device), 4, reports) as slabs:
+        slabs.start([move(1, "store", [2, 0], [[1, 7, 3], [4, 5, 6]])], "store")
+        slabs.drain()
+    assert reports[0][0] == 1 and reports[0][2] == (0, 1)
