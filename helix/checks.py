@@ -150,6 +150,17 @@ def check_snapshots(config: Config) -> None:
 def check_prefix_store(config: Config) -> None:
     """Checks that there is a prefix cache on the GPU that host memory can extend."""
     kv, what = config.kv, f"kv.prefix_host_bytes={config.kv.prefix_host_bytes:.0f}"
+    if kv.prefix_dir is not None and not (kv.prefix_host_bytes and kv.prefix_disk_bytes):
+        raise ValueError(
+            f"kv.prefix_dir={kv.prefix_dir} needs kv.prefix_host_bytes (prefixes go through host memory) and "
+            f"kv.prefix_disk_bytes, but they are {kv.prefix_host_bytes:.0f} and {kv.prefix_disk_bytes:.0f}: set both "
+            "to bytes per rank, or leave out kv.prefix_dir"
+        )
+    if kv.prefix_disk_bytes and kv.prefix_dir is None:
+        raise ValueError(
+            f"kv.prefix_disk_bytes={kv.prefix_disk_bytes:.0f} needs kv.prefix_dir: set it, or leave out "
+            "kv.prefix_disk_bytes"
+        )
     if not kv.prefix_host_bytes:
         return
     if not kv.prefix_cache:

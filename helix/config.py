@@ -92,6 +92,9 @@ class KVConfig:
             at its end.
         prefix_host_bytes: pinned host memory per rank for prefixes that leave the GPU; they are copied back where that
             is faster than prefill; 0: none.
+        prefix_dir: directory for prefixes that leave host memory, and that outlive the server; needs prefix_host_bytes
+            and prefix_disk_bytes. It holds the tokens of prompts and answers.
+        prefix_disk_bytes: disk space per rank, with prefix_dir.
         offload: none: the KV cache is on the GPU; host: it is in pinned host memory, and each step fetches the
             blocks that it selects over the link (attention=block_sparse only).
         offload_host_bytes: host memory for keys and values per rank, with offload=host.
@@ -110,6 +113,8 @@ class KVConfig:
     host_snapshots: Annotated[int, Range(0)] = 0
     snapshot_every: Annotated[int, Range(0), TOKENS] = 0
     prefix_host_bytes: Annotated[float, Range(0)] = 0.0
+    prefix_dir: FilePath | None = None
+    prefix_disk_bytes: Annotated[float, Range(0)] = 0.0
     offload: Literal["none", "host"] = "none"
     offload_host_bytes: Annotated[float, Range(above=0)] | None = None
     offload_gpu_bytes: Annotated[float, Range(above=0)] | None = None

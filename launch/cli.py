@@ -16,6 +16,7 @@ COMMANDS = {
     "info": "show this machine, or what a model is and what GPUs would hold of it",
     "plan": "rank a model's layouts by predicted time",
     "sweep": "run a job for each combination of values",
+    "cache": "show or delete the prefixes that kv.prefix_dir keeps on disk",
     "convert": "convert a GGUF file to a Hugging Face checkpoint",
     "simulate": "predict the decode step of one layout, phase by phase",
     "demo": "run the demo prompts and check that the needle is found",

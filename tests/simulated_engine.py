@@ -11,7 +11,7 @@ import math
 import sys
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from types import SimpleNamespace
 from typing import Any, cast
@@ -26,10 +26,10 @@ from helix.engine.prefix import PrefixTree
 from helix.engine.prefix_moves import PrefixMoves
 from helix.engine.request import Request
 from helix.engine.scheduler import MAX_CHUNK_S, MIN_CHUNK, SchedulePolicy, Scheduler
-from helix.engine.scheduler_output import NewRequest, SchedulerOutput, StepPlan, StripeMove
+from helix.engine.scheduler_output import NewRequest, SchedulerOutput, StepPlan, StripeHeader, StripeMove
 from helix.engine.snapshots import StateSnapshots
 from helix.engine.stripe_store import StripeStore
-from helix.kv_placement import Stripes
+from helix.kv_placement import NO_PAGES, Stripes
 from helix.layout import HelixLayout
 from helix.worker.graph_keys import SHARED_PREFIXES
 from helix.worker.kv_cache_spec import EngineSizes
@@ -175,7 +175,7 @@ class SimulatedEngine:
         lookahead: scheduler outputs that are launched before the tokens of one are read.
         accepted_drafts: per step, in turn.
         snapshots: arguments of `StateSnapshots`.
-        slabs: host memory of prefixes; with one home.
+        slabs, records: host memory and disk of prefixes; with one home.
         failing: share of the moved stripes that fail.
         options: of the scheduler.
     """
@@ -197,6 +197,7 @@ class SimulatedEngine:
         drafts: int = 0,
         snapshots: tuple[int, int, int] = (0, 0, 0),
         slabs: int = 0,
+        records: int = 0,
         failing: float = 0.0,
         **options: Any,
     ) -> None:
@@ -221,8 +222,11 @@ class SimulatedEngine:
         self.slabs = np.full((slabs, self.stripes.pages, kvp, page_size), -3, dtype=np.int64)
         self.rng, self.failing = np.random.default_rng(slabs), failing
         if slabs and homes == 1:
-            self.moves = PrefixMoves(self.tables[0], self.times, StripeStore(slabs), 1000, 1, count(1))
+            self.moves = PrefixMoves(self.tables[0], self.times, StripeStore(slabs, records), 1000, 1, count(1))
             self.moves.start_s = 0.0
+            if records:
+                self.moves.collect([(0, (0, 0.0, []))], 0.0)  # empty files
+        self.records: dict[int, tuple[StripeHeader, np.ndarray]] = {}
         given = {
             key: options.pop(key)
             for key in ("goal", "decode_share", "patience_s", "lookahead_tokens")
@@ -310,8 +314,13 @@ class SimulatedEngine:
         if self.moves is not None:
             assert not self.moves.is_busy(self.now) and not self.moves._in_flight, "moves are left"
             store = self.moves.store
-            assert not any(stripe.users or not stripe.is_ready for stripe in store._stripes.values())
-            assert sorted([*store._free, *(s.slab for s in store._stripes.values())]) == [*range(store.slabs)]
+            assert not any(stripe.users for stripe in store._stripes.values()), "moves are left"
+            assert all(stripe.is_ready == (stripe.slab >= 0) for stripe in store._stripes.values())
+            in_slabs, in_records = ([*of.values()] for of in (store._in_slabs, store._in_records))
+            assert sorted([*store._free, *(s.slab for s in in_slabs)]) == [*range(store.slabs)], "slabs are lost"
+            records = sorted([*store._free_records, *(s.record for s in in_records)])
+            assert records == [*range(store.records)], "records are lost"
+            assert {*store._stripes.values()} == {*in_slabs, *in_records}
         assert not self.rows and not self.scheduler.running and not self.scheduler.waiting
         assert sorted(slot for free in self.scheduler._free_slots for slot in free) == list(range(self.max_batch)), (
             "slots are lost"
@@ -358,7 +367,18 @@ class SimulatedEngine:
 
     def copy(self, moving: SimulatedMove) -> None:
         move = moving.move
+        for i, (slab, record, header) in enumerate(zip(move.slabs, move.records, move.headers, strict=False)):
+            if move.kind == "write":
+                self.records[record] = replace(header, tokens=NO_PAGES), self.slabs[slab].copy()
+            elif i not in moving.failed:
+                held, content = self.records[record]
+                assert (held.key, held.generation) == (header.key, header.generation), "another stripe's record"
+                self.slabs[slab] = content
+            else:
+                self.slabs[slab] = -6
         for i, (slab, pages) in enumerate(zip(move.slabs, move.pages, strict=True)):
+            if move.kind in ("write", "read"):
+                break
             to, at, content = (
                 (self.slabs, slab, self.memory[0, pages])
                 if move.kind == "store"
@@ -372,7 +392,7 @@ class SimulatedEngine:
             moving.left -= 1
             if moving.left < 0:
                 self.moving.remove(moving)
-                if moving.is_late or moving.move.kind == "load":
+                if moving.is_late or moving.move.kind != "store":
                     self.copy(moving)
                 assert self.moves is not None
                 self.moves.collect([(0, (moving.move.number, 1e-6, moving.failed))], self.now)
@@ -415,7 +435,8 @@ class SimulatedEngine:
         """Samples the last step's tokens that were left to this scheduler output."""
         rows = (self.in_flight[-1].rows or []) if self.in_flight else []
         guided = {slot: row for slot, row, _ in rows if row.guided}
-        assert masks.keys() <= guided.keys()
+        # A prompt whose only token came from its prefill may have a mask as well, which nobody reads.
+        assert masks.keys() <= {slot for slot, row in self.rows.items() if row.guided}
         for slot, row in guided.items():
             drawn = row.admission.num_output_tokens + row.drawn
             assert row.served.ended or masks[slot].tolist() == [row.served.request.id, drawn], "another draw's mask"

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import count, product
+from itertools import product
 from time import perf_counter
 
 import numpy as np
@@ -107,7 +107,7 @@ class Engine:
         self._times = PrefillTime(doubling_depth(runner.model.spec))
         # Measured on GPUs for batches with a prefill chunk: these admit requests and may launch kernel by kernel.
         self._chunk_launch_s = 0.0
-        self._move_numbers = count(1)
+        self._moves: PrefixMoves | None = None
         self._sent_at = 0.0  # `perf_counter` of the last message to the other ranks
         self._reset()
 
@@ -115,20 +115,23 @@ class Engine:
         self.tables = [self._empty_tables() for _ in range(self.runner.layout.dp)]
         self._policy = DraftPolicy(self.draft_sizes, self.runner.step_seconds)
         self._scheduler = Scheduler(
-            self.tables, self._times, self.runner, self.schedule, self._policy.plan_steps, self._make_moves()
+            self.tables, self._times, self.runner, self.schedule, self._policy.plan_steps, self._reset_moves()
         )
         self._batches: deque[InFlightBatch] = deque()
         self._draft_limits: tuple[int, ...] = ()
         self._read_at = 0.0  # `perf_counter` when the last tokens arrived
 
-    def _make_moves(self) -> PrefixMoves | None:
+    def _reset_moves(self) -> PrefixMoves | None:
         slabs = self.runner.slabs
         if slabs is None:
             return None
-        store = StripeStore(len(slabs.slabs))
-        return PrefixMoves(
-            self.tables[0], self._times, store, slabs.max_bytes, self.comm.num_processes, self._move_numbers
-        )
+        if self._moves is None:
+            store = StripeStore(len(slabs.slabs), slabs.num_records)
+            processes = self.comm.num_processes
+            self._moves = PrefixMoves(self.tables[0], self._times, store, slabs.max_bytes, processes, slabs.identity)
+        else:  # what is in host memory and on disk stays valid
+            self._moves.reset(self.tables[0], self._times)
+        return self._moves
 
     def _empty_tables(self) -> BlockTables:
         runner, times, stripes = self.runner, self._times, self.runner.placement.stripes

@@ -1,14 +1,16 @@
-"""Decides which stripes of prefixes move between pages and host memory, on rank 0's host only.
+"""Decides which stripes of prefixes move between pages, host memory and disk, on rank 0's host only.
 
-Rank 0 sends moves with its batches; ranks start them on a stream of their own and report when they are done. Neither
-waits for the other, and a move is done when all ranks have said so.
+Rank 0 sends moves with its batches; ranks start them in the background and report when they are done. Neither waits for
+the other, and a move is done when all ranks have said so.
 
-- Stores. When a prompt has been read and when a sequence leaves, its stripes are copied to slabs, in the background: a
-  stripe whose pages are evicted first is lost. The pages of the prefix count as in use until all ranks have read them.
-- Restores. A request whose prefix lies in slabs is admitted once its stripes are in pages again, if that is predicted
-  to be faster than computing them. A restore is like a sequence that computes nothing: it takes pages, and when all
-  ranks have filled them, its stripes enter the prefix tree, where the request finds them. If it takes longer than
-  computing would have, or fails, the request does not wait for it.
+- Stores. When a prompt has been read and when a sequence leaves, its stripes are copied to slabs: a stripe whose pages
+  are evicted first is lost. The pages of the prefix count as in use until all ranks have read them.
+- Writes. Slabs are written to records, if there is a disk; a stripe whose slab is evicted first is lost.
+- Restores. A request whose prefix lies in slabs or records is admitted once its stripes are in pages again, if that is
+  predicted to be faster than computing them. A restore reads records into slabs, if it has to; then it is like a
+  sequence that computes nothing: it takes pages, and when all ranks have filled them, its stripes enter the prefix
+  tree, where the request finds them. If it takes longer than computing would have, or fails, the request does not wait
+  for it.
 """
 
 from __future__ import annotations
@@ -16,9 +18,12 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
-from typing import Literal
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count, islice
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 
@@ -26,26 +31,45 @@ from helix.engine.block_tables import BlockTable, BlockTables
 from helix.engine.prefill_time import PrefillTime
 from helix.engine.prefix import PrefixHit, path
 from helix.engine.request_state import RequestState, Restore
-from helix.engine.scheduler_output import StripeMove
+from helix.engine.scheduler_output import MoveKind, StripeHeader, StripeMove
 from helix.engine.stripe_store import ChainHashes, Stripe, StripeStore
+from helix.kv_placement import NO_PAGES
 
 START_S = 0.01  # of a restore: a decision, an event, a report
+GRACE_S = 0.05  # for reports, which rank 0 reads between two runs of decode steps
 LINK_RATE = 2e10  # bytes/s of a rank's link until it has been measured
+DISK_RATE = 1e9  # the same of a rank's reads
+READ_STRIPES = 8  # of a move
+MAX_FAILURES, WRITE_PAUSE_S = 3, 60.0  # writes that fail in a row, and how long none is tried then
 MAX_STORE_BYTES = 512 << 20  # per rank, in flight: their pages are in use for 10 ms
 MAX_OFFERS = 64  # sequences whose stripes wait to be stored
 STALL_S = 10.0  # without a report, nobody waits for moves in flight any more
 
-MoveReport = tuple[int, float, tuple[int, ...]]  # number, seconds, indices of stripes that failed
+MoveReport = tuple[int, float, Any]  # number, seconds, indices of stripes that failed; number 0: what a scan found
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """Stripes `[begin, end)`, in tokens, of a prompt whose first block is on kvp rank `start`."""
+    """Stripes `[begin, end)`, in tokens, of a prompt whose first block is on kvp rank `start`.
+
+    Attributes:
+        prefill_s, restore_s: predicted seconds of computing what they save, 0 if unknown, and of restoring them.
+    """
 
     start: int
     begin: int
     end: int
-    stripes: Sequence[Stripe] = ()
+    stripes: Sequence[Stripe]
+    prefill_s: float
+    restore_s: float
+
+    @property
+    def saved_s(self) -> float:
+        return (self.prefill_s or math.inf) - self.restore_s
+
+    def hit(self, hit: PrefixHit) -> PrefixHit:
+        """Returns the hit in pages that they continue."""
+        return PrefixHit(self.start, self.begin, 0, hit.node if self.begin else None)
 
 
 @dataclass(eq=False)
@@ -53,12 +77,11 @@ class InFlightMove:
     """A move that some processes have not reported yet.
 
     Attributes:
-        finish: called with the number of leading stripes that succeeded on all ranks, and the longest seconds.
+        finish: called with the indices of stripes that failed on any rank, and the longest seconds.
     """
 
-    count: int
     left: int
-    finish: Callable[[int, float], None]
+    finish: Callable[[set[int], float], None]
     seconds: float = 0.0
     failed: set[int] = field(default_factory=set)
 
@@ -69,13 +92,14 @@ class PrefixMoves:
     Args:
         stripe_bytes: bytes of a stripe on the fullest rank.
         processes: number of processes that report each move.
-        numbers: of moves, which no earlier engine has used.
+        identity: of model and settings, which the hashes depend on.
 
     Attributes:
         start_s: seconds that any restore takes.
         resume: given a request and how many of its tokens are cached, returns how many of these it needs, and where its
             prefill begins.
-        counters: stored and restored bytes per rank, restored tokens, failed and late restores, dropped stores.
+        counters: bytes per rank that were stored, loaded, written and read; restores that were late or failed; stripes
+            that were dropped, and failed writes.
     """
 
     def __init__(
@@ -85,40 +109,60 @@ class PrefixMoves:
         store: StripeStore,
         stripe_bytes: int,
         processes: int,
-        numbers: Iterator[int],
+        identity: bytes = b"",
     ) -> None:
         self.store, self.counters = store, Counter[str]()
         self.resume: Callable[[RequestState, int], tuple[int, int]] = lambda s, cached: (cached, cached)
         self._tables, self._times = tables, times
         self._stripes = tables.tree.stripes
-        self._hashes = ChainHashes(self._stripes.tokens)
+        self._hashes = ChainHashes(self._stripes.tokens, identity)
         self._stripe_bytes, self._processes = stripe_bytes, processes
-        self._numbers = numbers
+        self._numbers = count(1)
         self._in_flight: dict[int, InFlightMove] = {}
         self._outbox: list[StripeMove] = []
-        self._num_restores = 0  # in flight
+        self._restores: list[Restore] = []  # that requests may wait for
+        self._now = 0.0
         self._offers: deque[tuple[Hashable, int, np.ndarray]] = deque()  # salt, start, tokens of whole stripes
-        self._storing = 0  # bytes
-        self._link_rate, self.start_s = LINK_RATE, START_S
+        self._storing = self._writing = 0  # bytes, and stripes
+        self._unwritten: deque[Stripe] = deque()
+        self._has_records = True  # when one was wanted last
+        self._failures, self._writes_from = 0, -math.inf  # writes that failed in a row
+        self._scans: dict[int, Sequence[tuple[int, StripeHeader]]] = {}
+        self._link_rate, self._disk_rate, self.start_s = LINK_RATE, DISK_RATE, START_S
         self._progress_at = -math.inf
+
+    def reset(self, tables: BlockTables, times: PrefillTime) -> None:
+        """Goes on with empty tables; moves in flight still end, with the pages of the earlier tables."""
+        self._tables, self._times = tables, times
+        self._offers.clear()
+        self._restores.clear()
+        for move in self._outbox:  # never sent
+            self._in_flight.pop(move.number).finish(set(range(len(move.slabs))), 0.0)
+        self._outbox.clear()
 
     def is_busy(self, now: float) -> bool:
         """Returns whether moves are in flight or due; False if ranks have stopped to report."""
-        return bool(self._outbox or self._offers or self._in_flight) and now - self._progress_at < STALL_S
+        may_write = (self._has_records or len(self._scans) < self._processes) and now >= self._writes_from
+        has_moves = self._outbox or self._offers or self._in_flight or (self._unwritten and may_write)
+        return bool(has_moves) and now - self._progress_at < STALL_S
 
     def collect(self, reports: Iterable[tuple[int, MoveReport]], now: float) -> None:
         """Handles what ranks have reported."""
-        for _, (number, seconds, failed) in reports:
-            move = self._in_flight.get(number)
-            if move is None:
-                continue  # of an earlier engine
+        self._now = now
+        for rank, (number, seconds, failed) in reports:
+            if not number:
+                self._scans[rank] = failed
+                if len(self._scans) == self._processes:
+                    self.store.restore_records([*self._scans.values()])
+                continue
+            move = self._in_flight[number]
             self._progress_at = now
             move.left -= 1
             move.seconds = max(move.seconds, seconds)
             move.failed.update(failed)
             if not move.left:
                 del self._in_flight[number]
-                move.finish(min(move.failed, default=move.count), move.seconds)
+                move.finish(move.failed, move.seconds)
 
     def take(self, reserve: int, now: float) -> tuple[StripeMove, ...]:
         """Returns the moves to send now.
@@ -132,12 +176,13 @@ class PrefixMoves:
                 break
             if not sent:
                 self._offers.popleft()
+        self._write(now)
         moves, self._outbox = tuple(self._outbox), []
         if moves:
             self._progress_at = now
         return moves
 
-    # ---- stores
+    # ---- stores and writes
 
     def offer(self, s: RequestState, tokens: np.ndarray) -> None:
         """Offers the stripes of a sequence's first tokens, int32 [n], which are in the tree or will be this batch."""
@@ -149,35 +194,36 @@ class PrefixMoves:
 
     def _store(self, cache_salt: Hashable, start: int, tokens: np.ndarray, reserve: int) -> bool | None:
         """Sends the next stripes of an offer; returns False if none is left, None if there are too few pages now."""
-        size, tree = self._stripes.tokens, self._tables.tree
+        size, tree, pool = self._stripes.tokens, self._tables.tree, self._tables.pool
         node, cached = tree.follow(tree.root(cache_salt, start), tokens, 0)
-        known, keys = [], []
+        known: list[Stripe] = []
+        headers: list[StripeHeader] = []
         limit = max(1, (MAX_STORE_BYTES - self._storing) // self._stripe_bytes)
-        for key in self._hashes.keys(tokens[:cached], cache_salt, start):
+        parent, has_disk = self._hashes.root(cache_salt, start), self.store.records > 0
+        for i, key in enumerate(self._hashes.keys(tokens[:cached], cache_salt, start)):
             stripe = self.store.get(key)
-            if stripe is None:
-                keys.append(key)
-            elif not keys:
+            if stripe is None or stripe.slab < 0:
+                stored = tokens[i * size : (i + 1) * size] if has_disk else NO_PAGES
+                headers.append(StripeHeader(key, parent, 0, start, i * size, stored))
+            elif not headers:
                 known.append(stripe)
-            if len(keys) == limit or (keys and stripe is not None):
+            if len(headers) == limit or (headers and stripe is not None and stripe.slab >= 0):
                 break
+            parent = key
         self.store.touch(known)
-        if not keys:
-            self.counters["dropped"] += (len(tokens) - cached) // size
-            return False
         begin = len(known) * size
-        pages, pool = tree.pages_of(PrefixHit(start, begin + len(keys) * size, 0, node))[0], self._tables.pool
+        pages = tree.pages_of(PrefixHit(start, begin + len(headers) * size, 0, node))[0]
         before, added = np.split(pages, [self._stripes.columns(0, begin).stop])
         if pool.count_unused(added):
             room = (pool.available - pool.count_unused(before) - reserve) // self._stripes.pages
             if room <= 0:
                 return None
-            keys = keys[:room]
-        for stripe in known:
-            stripe.users += 1
-        stripes = self.store.add(keys)
-        for stripe in known:
-            stripe.users -= 1
+            headers = headers[:room]
+        # A prefix does not displace its own beginning, unless that is on disk.
+        with self._used([stripe for stripe in known if stripe.record < 0]):
+            stripes = self.store.add(headers)
+        if headers and not stripes and self._writing:
+            return None
         if not stripes:
             self.counters["dropped"] += (len(tokens) - begin) // size
             return False
@@ -185,103 +231,191 @@ class PrefixMoves:
         held = self._hold(cache_salt, PrefixHit(start, end, 0, node), 0)
         self._storing += len(stripes) * self._stripe_bytes
 
-        def finish(count: int, seconds: float) -> None:
+        def finish(failed: set[int], seconds: float) -> None:
             self._storing -= len(stripes) * self._stripe_bytes
-            self.counters["stored_bytes"] += count * self._stripe_bytes
+            self.counters["stored_bytes"] += (len(stripes) - len(failed)) * self._stripe_bytes
             pool.release(held.pages)
             if held.node is not None:
                 tree.queue_up(held.node)
-            self._fill(stripes, count)
+            for i, stripe in enumerate(stripes):
+                self.store.filled(stripe, i not in failed)
+                if has_disk and i not in failed:
+                    self._unwritten.append(stripe)
 
-        self._send("store", stripes, held.pages[self._stripes.columns(begin, end)], finish)
+        self._send("store", stripes, finish, pages=held.pages[self._stripes.columns(begin, end)])
         return True
 
-    def _fill(self, stripes: Sequence[Stripe], count: int) -> None:
-        for i, stripe in enumerate(stripes):
+    def _write(self, now: float) -> None:
+        """Sends writes, as many at a time as a tenth of the slabs: these are not evicted meanwhile."""
+        while self._unwritten and self._writing < max(1, self.store.slabs // 10) and now >= self._writes_from:
+            stripe = self._unwritten.popleft()
+            if not stripe.is_ready:
+                self.counters["dropped"] += 1
+                continue
+            if stripe.record >= 0 or not len(stripe.header.tokens):
+                continue
+            record = self.store.new_record(stripe)
+            self._has_records = record >= 0
+            if not self._has_records:
+                self._unwritten.appendleft(stripe)
+                return
+            self._writing += 1
+            self._send("write", [stripe], partial(self._written, stripe, record, now), records=(record,))
+
+    def _written(self, stripe: Stripe, record: int, now: float, failed: set[int], seconds: float) -> None:
+        self._writing -= 1
+        self.store.written(stripe, record, not failed)
+        self.counters["written_bytes"] += 0 if failed else self._stripe_bytes
+        self.counters["failed_writes"] += len(failed)
+        self._failures = self._failures + 1 if failed else 0
+        if self._failures == MAX_FAILURES:
+            self._failures, self._writes_from = 0, now + WRITE_PAUSE_S
+
+    @contextmanager
+    def _used(self, stripes: Sequence[Stripe]) -> Iterator[None]:
+        for stripe in stripes:
+            stripe.users += 1
+        yield
+        for stripe in stripes:
             stripe.users -= 1
-            stripe.is_ready = i < count
-            if i >= count:
-                self.store.drop(stripe)
 
     # ---- restores
 
     def restores(self, s: RequestState, free_slots: int, now: float) -> bool:
         """Returns whether a waiting request waits for its prefix; starts its restore if that is faster than prefill."""
-        if s.restore is None and not self._start_restore(s, free_slots, now):
-            return False
         if s.restore is None:
-            return True  # others come first
-        if not s.restore.is_done and now > s.restore.deadline:
-            s.restore.is_done = True
+            waits = self._start_restore(s, free_slots, now)
+            if s.restore is None:
+                return waits  # there is no room, or others come first
+        restore = s.restore
+        assert restore is not None
+        if not restore.is_done and now > restore.deadline:
+            restore.is_done = True
             self.counters["late"] += 1
-        return not s.restore.is_done
+        if not restore.is_done and restore.is_read:
+            restore.is_read = False
+            hit = self._tables.tree.match(s.tokens, s.request.prefix_salt)
+            found = max(self._find(s, hit, from_disk=False), key=attrgetter("saved_s"), default=None)
+            restore.is_done = found is None or not self._load(s, found, hit, restore)
+        return not restore.is_done
 
     def _start_restore(self, s: RequestState, free_slots: int, now: float) -> bool:
         """Starts the restore of a request, if that is faster than prefill; returns whether the request waits."""
-        salt, tables = s.request.prefix_salt, self._tables
-        hit = tables.tree.match(s.tokens, salt)
-        found = self._find(s, hit)
-        if found is None:
+        hit = self._tables.tree.match(s.tokens, s.request.prefix_salt)
+        found = max(self._find(s, hit), key=attrgetter("saved_s", "end"), default=None)
+        if found is None or found.saved_s <= 0:
             s.restore = Restore(now, is_done=True)
             return False
-        (_, at), (_, end) = self.resume(s, hit.tokens), self.resume(s, found.end)
-        prefill_s = self._times.seconds(self._times.work(at, end))
-        restore_s = self.start_s + len(found.stripes) * self._stripe_bytes / self._link_rate
-        if 0 < prefill_s < restore_s:
-            s.restore = Restore(now, is_done=True)
+        self._restores = [restore for restore in self._restores if not restore.is_done and now <= restore.deadline]
+        if len(self._restores) >= free_slots:
+            return self._fits(s, found, hit)
+        restore = Restore(now + max(found.prefill_s, found.restore_s) + GRACE_S)
+        records = [stripe for stripe in found.stripes if stripe.slab < 0]
+        if not records:
+            if not self._load(s, found, hit, restore):
+                return False
+        elif not self._fits(s, found, hit):
             return False
-        shared = PrefixHit(found.start, found.begin, 0, hit.node if found.begin else None)
+        else:
+            self._read(found, records, restore, now)
+        s.restore = restore
+        self._restores.append(restore)
+        return True
+
+    def _find(self, s: RequestState, hit: PrefixHit, from_disk: bool = True) -> Iterator[Prefix]:
+        """Yields the runs of stripes that continue the prefix in pages and save work: in slabs, then in records too."""
+        size, prompt = self._stripes.tokens, s.tokens[:-1]
+        at = self.resume(s, hit.tokens)[1]
+        if s.request.sampling.prompt_logprobs is not None:
+            return
+        for start in range(self._stripes.layout.kvp):
+            begin = hit.shared if start == hit.start else 0
+            stripes: list[Stripe] = []
+            ends: list[int] = []  # numbers of stripes: without any record, and all
+            for key in islice(self._hashes.keys(prompt, s.request.prefix_salt, start), begin // size, None):
+                stripe = self.store.get(key)
+                if stripe is None or (not stripe.is_ready and (stripe.record < 0 or stripe.slab >= 0 or not from_disk)):
+                    break
+                if not stripe.is_ready and not ends:
+                    ends.append(len(stripes))
+                stripes.append(stripe)
+            for end in (*ends, len(stripes)):
+                needed, resume = self.resume(s, begin + end * size)
+                run = stripes[: min(max(-(-needed // size) - begin // size, 0), end)]
+                if not run or resume <= at:
+                    continue
+                records = sum(stripe.slab < 0 for stripe in run)
+                restore_s = self.start_s + len(run) * self._stripe_bytes / self._link_rate
+                restore_s += records * self._stripe_bytes / self._disk_rate
+                prefill_s = self._times.seconds(self._times.work(at, resume))
+                yield Prefix(start, begin, begin + len(run) * size, run, prefill_s, restore_s)
+
+    def _read(self, found: Prefix, records: Sequence[Stripe], restore: Restore, now: float) -> None:
+        """Reads the records of a prefix into slabs, as many as there are."""
+        self.store.touch(found.stripes)
+        with self._used(found.stripes):
+            stripes = self.store.add([stripe.header for stripe in records])
+        kept = [stripe for stripe in found.stripes if stripe.is_ready]  # not evicted before they are loaded
+        for stripe in kept:
+            stripe.users += 1
+        left = len(stripes)
+
+        def finish(part: Sequence[Stripe], failed: set[int], seconds: float) -> None:
+            nonlocal left
+            left -= len(part)
+            for i, stripe in enumerate(part):
+                self.store.filled(stripe, i not in failed)
+                if i in failed and not stripe.users:
+                    self.store.drop_record(stripe)
+            self.counters["failed"] += bool(failed)
+            self.counters["read_bytes"] += (len(part) - len(failed)) * self._stripe_bytes
+            restore.disk_tokens += (len(part) - len(failed)) * self._stripes.tokens
+            if not left:
+                restore.is_read = True
+                if stripes:
+                    rate = len(stripes) * self._stripe_bytes / max(self._now - now, 1e-6)
+                    self._disk_rate += (rate - self._disk_rate) / 4
+                for stripe in kept:
+                    stripe.users -= 1
+
+        for at in range(0, len(stripes), READ_STRIPES):
+            part = stripes[at : at + READ_STRIPES]
+            self._send("read", part, partial(finish, part), records=tuple(stripe.record for stripe in part))
+        if not stripes:
+            finish([], set(), 0.0)
+
+    def _fits(self, s: RequestState, found: Prefix, hit: PrefixHit) -> bool:
+        """Returns whether there are pages for a request whose prefix is restored."""
+        pool = self._tables.pool
         need = self._stripes.pages_for(s.reserved) - self._stripes.columns(0, found.begin).stop
-        if need > tables.pool.available - tables.pool.count_unused(tables.tree.pages_of(shared)[0]):
-            return False  # it does not fit now
-        if self._num_restores >= free_slots:
-            return True
-        held = self._hold(salt, shared, len(found.stripes))
-        restore = s.restore = Restore(now + max(prefill_s, restore_s))
-        tokens, stripes = s.tokens, found.stripes
-        self._num_restores += 1
+        shared = self._tables.tree.pages_of(found.hit(hit))[0]
+        return need <= pool.available - pool.count_unused(shared)
+
+    def _load(self, s: RequestState, found: Prefix, hit: PrefixHit, restore: Restore) -> bool:
+        """Loads stripes in slabs into new pages; returns False if there are too few pages now."""
+        if not self._fits(s, found, hit):
+            return False
+        tokens, stripes, tables = s.tokens, found.stripes, self._tables
+        held = self._hold(s.request.prefix_salt, found.hit(hit), len(stripes))
         self.store.touch(stripes)
         for stripe in stripes:
             stripe.users += 1
 
-        def finish(count: int, seconds: float) -> None:
-            self._num_restores -= 1
+        def finish(failed: set[int], seconds: float) -> None:
             for stripe in stripes:
                 stripe.users -= 1
-            loaded = count * self._stripe_bytes
-            self.counters["restored_bytes"] += loaded
-            self.counters["failed"] += count < len(stripes)
-            if count == len(stripes) and seconds > 0:
-                self._link_rate += (loaded / seconds - self._link_rate) / 4
+            count = min(failed, default=len(stripes))
+            self.counters["loaded_bytes"] += count * self._stripe_bytes
+            self.counters["failed"] += bool(failed)
+            if not failed and seconds > 0:
+                self._link_rate += (count * self._stripe_bytes / seconds - self._link_rate) / 4
             if not restore.is_done:
                 restore.tokens = count * self._stripes.tokens
             restore.is_done = True
             tables.end(held, tokens[: found.begin + count * self._stripes.tokens])
 
-        self._send("load", stripes, held.pages[self._stripes.columns(found.begin, found.end)], finish)
+        self._send("load", stripes, finish, pages=held.pages[self._stripes.columns(found.begin, found.end)])
         return True
-
-    def _find(self, s: RequestState, hit: PrefixHit) -> Prefix | None:
-        """Finds the stripes that continue the prefix in pages, over all starts; None if they save nothing."""
-        size, prompt = self._stripes.tokens, s.tokens[:-1]
-        best, best_resume = None, self.resume(s, hit.tokens)[1]
-        if s.request.sampling.prompt_logprobs is not None:
-            return None
-        for start in range(self._stripes.layout.kvp):
-            begin = hit.shared if start == hit.start else 0
-            stripes: list[Stripe] = []
-            for key in islice(self._hashes.keys(prompt, s.request.prefix_salt, start), begin // size, None):
-                stripe = self.store.get(key)
-                if stripe is None or not stripe.is_ready:
-                    break
-                stripes.append(stripe)
-            if not stripes:
-                continue
-            needed, resume = self.resume(s, begin + len(stripes) * size)
-            stripes = stripes[: max(-(-needed // size) - begin // size, 0)]
-            if stripes and resume > best_resume:
-                best_resume, best = resume, Prefix(start, begin, begin + len(stripes) * size, stripes)
-        return best
 
     # ---- pages
 
@@ -302,12 +436,16 @@ class PrefixMoves:
 
     def _send(
         self,
-        kind: Literal["store", "load"],
+        kind: MoveKind,
         stripes: Sequence[Stripe],
-        pages: np.ndarray,
-        finish: Callable[[int, float], None],
+        finish: Callable[[set[int], float], None],
+        pages: np.ndarray = NO_PAGES,
+        records: tuple[int, ...] = (),
     ) -> None:
         number = next(self._numbers)
         slabs = np.array([stripe.slab for stripe in stripes], dtype=np.int32)
-        self._in_flight[number] = InFlightMove(len(stripes), self._processes, finish)
-        self._outbox.append(StripeMove(number, kind, slabs, pages.reshape(len(stripes), -1)))
+        headers = tuple(stripe.header for stripe in stripes) if records else ()
+        if kind == "read":
+            headers = tuple(replace(header, tokens=NO_PAGES) for header in headers)
+        self._in_flight[number] = InFlightMove(self._processes, finish)
+        self._outbox.append(StripeMove(number, kind, slabs, pages.reshape(len(stripes), -1), records, headers))

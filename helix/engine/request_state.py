@@ -20,12 +20,15 @@ class Restore:
     Attributes:
         deadline: when the request stops waiting for it.
         is_done: the request does not wait for it, or not any more.
-        tokens: restored tokens.
+        is_read: what was on disk is in host memory now.
+        tokens, disk_tokens: restored tokens, and those of them that were on disk.
     """
 
     deadline: float
     is_done: bool = False
+    is_read: bool = False
     tokens: int = 0
+    disk_tokens: int = 0
 
 
 @dataclass(eq=False, slots=True)

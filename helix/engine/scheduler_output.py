@@ -98,21 +98,47 @@ class SharedPrefix:
 
 
 @dataclass(frozen=True, eq=False)
+class StripeHeader:
+    """What a stripe on disk holds.
+
+    Attributes:
+        key, parent: its chain hash, and that of the stripe before it (`helix.engine.stripe_store`).
+        generation: number of its write, which is greater than those of earlier ones.
+        start: kvp rank of the first block of its sequence.
+        depth: tokens before it.
+        tokens: its tokens, int32; empty where they are not known.
+    """
+
+    key: bytes
+    parent: bytes
+    generation: int
+    start: int
+    depth: int
+    tokens: np.ndarray = field(default_factory=lambda: NO_PAGES)
+
+
+@dataclass(frozen=True, eq=False)
 class StripeMove:
-    """Copies n stripes of prefixes between pages and host memory. Every rank starts it and reports when it is done.
+    """Copies n stripes of prefixes between pages, host memory and disk; every rank reports when it is done.
 
     Attributes:
         number: of the report (`Communicator.report`): `(number, seconds, indices of stripes that failed)`.
-        kind: store: pages to slabs, after this batch; load: slabs to pages, after this batch's admissions.
+        kind: store: pages to slabs, after this batch; load: slabs to pages, after this batch's admissions; write: slabs
+            to records; read: records to slabs.
         slabs: int32 [n].
-        pages: int32 [n, p], the p pages of each stripe.
+        pages: int32 [n, p], the p pages of each stripe, of stores and loads.
+        records, headers: of writes and reads, n each.
     """
 
     number: int
-    kind: Literal["store", "load"]
+    kind: MoveKind
     slabs: np.ndarray
-    pages: np.ndarray
+    pages: np.ndarray = field(default_factory=lambda: NO_PAGES)
+    records: tuple[int, ...] = ()
+    headers: tuple[StripeHeader, ...] = ()
 
+
+MoveKind = Literal["store", "load", "write", "read"]
 
 _AtSlot = TypeVar("_AtSlot", NewRequest, BlockTableUpdate, PrefillChunk)
 

@@ -232,7 +232,7 @@ def build_engine(
         # A global selection communicates inside attention, which chunks would split.
         hopb="none" if global_selection else config.hopb.chunks,
         shared_prefix=config.attention.shared_prefix if kv.prefix_cache else "none",
-        slabs=make_slabs(kv, cache, drafter, placement.stripes, comm) if kv.prefix_host_bytes else None,
+        slabs=make_slabs(config, model, cache, drafter, placement, comm) if kv.prefix_host_bytes else None,
     )
     return Engine(
         runner,

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from helix.engine.scheduler_output import StripeMove
 from helix.worker.host_store import HostStore
+from helix.worker.stripe_files import StripeFiles
 from helix.worker.transfers import to_device
 
 LOG = logging.getLogger("helix.worker")
@@ -76,7 +77,15 @@ class Slabs:
         store: host memory, uint8 [slabs, `slab_bytes`]; closed with this.
         max_bytes: bytes of a slab on the fullest rank.
         report: called with a move's report when it is done.
+
+    Attributes:
+        files: the disk below, if any; it has `num_records` records.
+        identity: of the files, the same on all ranks.
     """
+
+    files: StripeFiles | None = None
+    num_records = 0
+    identity = b""
 
     def __init__(
         self,
@@ -104,6 +113,8 @@ class Slabs:
 
     def start(self, moves: Sequence[StripeMove], kind: str) -> None:
         """Starts the moves of a kind, after all work queued on the current stream; the host does not wait for them."""
+        if kind == "load" and self.files is not None:
+            self.files.start(moves)
         chosen = [move for move in moves if move.kind == kind]
         if not chosen:
             return
@@ -119,19 +130,21 @@ class Slabs:
             self._queue.put((kind == "store", next(self._order), move, event))  # requests wait for loads
 
     def drain(self) -> None:
-        """Waits until all moves are done."""
+        """Waits until all moves from and to pages are done."""
         if self._thread is not None:
             with self._idle:
                 self._idle.wait_for(lambda: not self._num_queued)
 
     def close(self) -> None:
-        """Waits for all moves and frees the slabs; a second call does nothing."""
+        """Waits for all moves and frees the slabs, unless the disk hangs; a second call does nothing."""
         if self._thread is not None:
             self._queue.put((2, next(self._order), None, None))
             self._thread.join()
             self._thread = None
-        self.slabs = torch.empty(0)
-        self._store.close()
+        files, self.files = self.files, None
+        if files is None or files.close():
+            self.slabs = torch.empty(0)
+            self._store.close()
 
     def _run(self) -> None:
         torch.cuda.set_device(self.device)

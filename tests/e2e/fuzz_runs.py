@@ -177,6 +177,8 @@ def patched_environment(case: Case, counts: Counter[str] | None = None) -> Itera
         stack.enter_context(patch("helix.speculation.sparse.LEAST_KEYS", case.min_keys))
         stack.enter_context(patch("helix.engine.prefix_moves.START_S", 0.0))  # restores of short prefixes pay off
         stack.enter_context(patch("helix.engine.prefix_moves.LINK_RATE", 1e30))
+        stack.enter_context(patch("helix.engine.prefix_moves.DISK_RATE", 1e30))
+        stack.enter_context(patch("helix.engine.prefix_moves.GRACE_S", 60.0))
         stack.enter_context(patch.object(PrefixMoves, "_start_restore", from_host_memory))
         stack.enter_context(patch("helix.setup.offload.PIECE_TOKENS", case.piece_tokens))
         if case.random_pace:
@@ -211,6 +213,8 @@ def plan_of(case: Case, directory: Path, rank: int) -> CheckedRun:
         config.speculation.model.dtype = config.model.dtype
     if config.speculation.drafter == "eagle3":
         config.speculation.path = str(directory / "draft")
+    if config.kv.prefix_dir is not None:
+        config.kv.prefix_dir = str(directory / "prefixes")
     try:
         return preflight(config, case.world_size)
     except ValueError as error:
@@ -228,6 +232,7 @@ def plain(case: Case, directory: Path, rank: int) -> CheckedRun:
     config.decode.max_batch = config.decode.max_batch if case.masked else "1"
     config.kv.offload, config.kv.offload_host_bytes, config.kv.offload_prefetch = "gpu", None, False
     config.kv.prefix_cache = False
+    config.kv.prefix_host_bytes, config.kv.prefix_dir, config.kv.prefix_disk_bytes = 0.0, None, 0.0
     return replace(plan, draft=None)
 
 
@@ -380,7 +385,8 @@ def serve(engine: Engine, case: Case, cache_salt: str) -> ServeResult:
             "aborts": sum(end == "abort" for end in served.ends.values()),
             "ended by a token": sum(end == "stop" for end in served.ends.values()),
             "blocks from the host": int(cache.fetch_counts[1]) if isinstance(cache, OffloadedCache) else 0,
-            "restored": 0 if moves is None else moves.counters["restored_bytes"],
+            "restored": 0 if moves is None else moves.counters["loaded_bytes"],
+            "read": 0 if moves is None else moves.counters["read_bytes"],
             "blocks ahead": int(cache.prefetch_counts[1]) if isinstance(cache, OffloadedCache) else 0,
         }
     )

@@ -11,7 +11,7 @@ A line's keys, all but the model optional:
   blocks   choice, sink + local + selected blocks; `from` tokens; `parts` per block and candidates
   dense    all blocks are selected, so that attention is dense
   offload  resident blocks: all, or few; `ahead` for prefetch
-  slabs    host memory for prefixes: all, or few; unused pages keep none
+  slabs    host memory for prefixes: all, or few, or few and `disk`; unused pages keep none
   dtype, hopb, kv, weights, snapshots (on the GPU + in host memory; `every` N tokens)
   code_paths  of `fuzz_runs.CODE_PATHS`
   expects  events that have to occur, of the outcome's `seen`; `forbids`: those that must not
@@ -158,6 +158,9 @@ def settings_of(row: dict[str, Any]) -> Settings:
         }
     if "slabs" in row:
         settings["kv.prefix_host_bytes"] = 2e7 if row["slabs"] == "all" else 3e5
+        if "disk" in row["slabs"]:
+            settings |= {"kv.prefix_dir": "below the case's directory", "kv.prefix_disk_bytes": 2e7}
+            settings["kv.prefix_host_bytes"] = 1e5
     if "snapshots" in row:
         room, _, every = row["snapshots"].partition(" every ")
         on_gpu, in_host = map(int, room.split("+"))

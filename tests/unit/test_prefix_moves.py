@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from helix.engine.prefix_moves import STALL_S
+from helix.engine.scheduler_output import StripeHeader
 from helix.engine.stripe_store import ChainHashes, StripeStore
 from tests.simulated_engine import SimulatedEngine, calls_of
 
@@ -34,7 +35,7 @@ def test_an_evicted_prefix_comes_back_from_host_memory() -> None:
     assert serve(found, prompt) == 61
     assert serve(found, words(80, 1)) == 80, "which evicts most of it"
     assert serve(found, [*prompt, 7]) == 62 - 60, "whole stripes come back"
-    assert found.moves is not None and found.moves.counters["restored_bytes"] > 0
+    assert found.moves is not None and found.moves.counters["loaded_bytes"] > 0
     found.check_nothing_is_left()
 
 
@@ -53,7 +54,7 @@ def test_a_restore_must_beat_prefill() -> None:
     found.moves.start_s = 1.0
     serve(found, prompt)
     serve(found, words(80, 1))
-    assert serve(found, prompt) > 30 and not found.moves.counters["restored_bytes"]
+    assert serve(found, prompt) > 30 and not found.moves.counters["loaded_bytes"]
 
 
 def test_a_late_restore_is_not_waited_for() -> None:
@@ -119,11 +120,11 @@ def test_stores_leave_pages_to_running_sequences() -> None:
         assert preemptions[0] == preemptions[1]
 
 
-@pytest.mark.parametrize("slabs", [1, 6, 30])
-def test_two_hundred_prompts_with_aborts_and_preemptions(slabs: int) -> None:
+@pytest.mark.parametrize("slabs, records", [(1, 0), (6, 0), (30, 0), (4, 5), (6, 60)])
+def test_two_hundred_prompts_with_aborts_and_preemptions(slabs: int, records: int) -> None:
     """Six stripes on the GPU: eviction never stops; the model of the ranks checks each key."""
     rng = np.random.default_rng(slabs)
-    found = SimulatedEngine(6, slabs=slabs, max_batch=3, lookahead_tokens=2, run_steps=2)
+    found = SimulatedEngine(6, slabs=slabs, records=records, max_batch=3, lookahead_tokens=2, run_steps=2)
     systems = [words(9, seed) for seed in range(3)]
     while len(found.served) < 200:
         prompt = systems[rng.integers(3)] + words(rng.integers(1, 8), int(rng.integers(5)))
@@ -133,7 +134,8 @@ def test_two_hundred_prompts_with_aborts_and_preemptions(slabs: int) -> None:
         if rng.random() < 0.2:
             found.abort(int(rng.integers(max(0, len(found.served) - 5), len(found.served))))
     found.drain()
-    assert found.moves is not None and (slabs == 1 or found.moves.counters["restored_bytes"] > 0)
+    assert found.moves is not None and (slabs == 1 or found.moves.counters["loaded_bytes"] > 0)
+    assert not records or found.moves.counters["read_bytes"] > 0
     found.check_nothing_is_left()
 
 
@@ -147,19 +149,22 @@ def test_ranks_that_stop_to_report_are_not_waited_for() -> None:
     assert found.moves.is_busy(found.now) and not found.moves.is_busy(found.now + STALL_S)
 
 
+def headers(*keys: bytes) -> list[StripeHeader]:
+    return [StripeHeader(key, b"", 0, 0, 0) for key in keys]
+
+
 def test_the_least_recently_used_prefix_leaves_from_its_end() -> None:
     store = StripeStore(4)
-    a = store.add([b"a0", b"a1"])
-    b = store.add([b"b0", b"b1"])
+    a, b = (store.add(headers(*keys)) for keys in ((b"a0", b"a1"), (b"b0", b"b1")))
     for stripe in (*a, *b):
-        stripe.users, stripe.is_ready = 0, True
+        store.filled(stripe, True)
     store.touch(a)
-    assert [stripe.key for stripe in store.add([b"c0"])] == [b"c0"]
+    assert [stripe.key for stripe in store.add(headers(b"c0"))] == [b"c0"]
     assert store.get(b"b1") is None and store.get(b"b0") is not None
-    store.add([b"c1"])
+    store.add(headers(b"c1"))
     assert store.get(b"b0") is None
-    assert [s.slab for s in store.add([b"d0", b"d1", b"d2"])] == [a[1].slab, a[0].slab] or not a[0].users
-    assert store.add([b"e"]) == [], "all are being filled"
+    assert [stripe.slab for stripe in store.add(headers(b"d0", b"d1", b"d2"))] == [1, 0], "others are being filled"
+    assert store.add(headers(b"e")) == []
 
 
 def test_hashes_depend_on_all_tokens_before_and_are_computed_once() -> None:

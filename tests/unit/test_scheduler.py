@@ -45,6 +45,7 @@ class AnyRequests(RuleBasedStateMachine):
         lacking=st.sampled_from([0.0, 5.0, 17.0, math.inf, math.inf]),
         snapshots=st.sampled_from([(0, 0, 0), (1, 0, 0), (2, 2, 0), (4, 1, 16)]),
         slabs=st.sampled_from([0, 0, 1, 6, 40]),
+        records=st.sampled_from([0, 2, 30]),
         bounds=st.sampled_from([{}, {"stall_s": 0.002, "decode_share": 0.7}, {"stall_s": 0.05}, {"decode_share": 0.1}]),
     )
     def begin(self, grid: tuple[int, int, int], pages: int, bounds: dict[str, float], **options: Any) -> None:
