@@ -12,7 +12,6 @@ import sys
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -222,7 +221,7 @@ class SimulatedEngine:
         self.slabs = np.full((slabs, self.stripes.pages, kvp, page_size), -3, dtype=np.int64)
         self.rng, self.failing = np.random.default_rng(slabs), failing
         if slabs and homes == 1:
-            self.moves = PrefixMoves(self.tables[0], self.times, StripeStore(slabs, records), 1000, 1, count(1))
+            self.moves = PrefixMoves(self.tables[0], self.times, StripeStore(slabs, records), 1000, 1)
             self.moves.start_s = 0.0
             if records:
                 self.moves.collect([(0, (0, 0.0, []))], 0.0)  # empty files

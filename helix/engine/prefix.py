@@ -74,12 +74,16 @@ class Snapshot:
         tokens: number of tokens before it, whole stripes.
         node: the node that has the last of them; None once it is evicted.
         worth: value of the last dropped snapshot at its last use, plus the work of its tokens.
+        is_stored: whether its tokens' pages are in host memory or on disk.
+        is_dropped: it is not stored any more.
     """
 
     index: int
     tokens: int
     node: Node | None
     worth: float = 0.0
+    is_stored: bool = False
+    is_dropped: bool = False
 
 
 @dataclass(frozen=True)

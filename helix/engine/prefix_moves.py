@@ -29,7 +29,7 @@ import numpy as np
 
 from helix.engine.block_tables import BlockTable, BlockTables
 from helix.engine.prefill_time import PrefillTime
-from helix.engine.prefix import PrefixHit, path
+from helix.engine.prefix import Node, PrefixHit, Snapshot, path
 from helix.engine.request_state import RequestState, Restore
 from helix.engine.scheduler_output import MoveKind, StripeHeader, StripeMove
 from helix.engine.stripe_store import ChainHashes, Stripe, StripeStore
@@ -96,8 +96,7 @@ class PrefixMoves:
 
     Attributes:
         start_s: seconds that any restore takes.
-        resume: given a request and how many of its tokens are cached, returns how many of these it needs, and where its
-            prefill begins.
+        prefill_start: where prefill begins after a prefix hit without a snapshot, see `Scheduler`.
         counters: bytes per rank that were stored, loaded, written and read; restores that were late or failed; stripes
             that were dropped, and failed writes.
     """
@@ -112,7 +111,7 @@ class PrefixMoves:
         identity: bytes = b"",
     ) -> None:
         self.store, self.counters = store, Counter[str]()
-        self.resume: Callable[[RequestState, int], tuple[int, int]] = lambda s, cached: (cached, cached)
+        self.prefill_start: Callable[[int], int] = lambda num_cached_tokens: num_cached_tokens
         self._tables, self._times = tables, times
         self._stripes = tables.tree.stripes
         self._hashes = ChainHashes(self._stripes.tokens, identity)
@@ -211,6 +210,8 @@ class PrefixMoves:
                 break
             parent = key
         self.store.touch(known)
+        if not headers:
+            self._link_snapshots(node, known)
         begin = len(known) * size
         pages = tree.pages_of(PrefixHit(start, begin + len(headers) * size, 0, node))[0]
         before, added = np.split(pages, [self._stripes.columns(0, begin).stop])
@@ -228,6 +229,7 @@ class PrefixMoves:
             self.counters["dropped"] += (len(tokens) - begin) // size
             return False
         end = begin + len(stripes) * size
+        self._link_snapshots(node, [*known, *stripes])
         held = self._hold(cache_salt, PrefixHit(start, end, 0, node), 0)
         self._storing += len(stripes) * self._stripe_bytes
 
@@ -270,6 +272,20 @@ class PrefixMoves:
         self._failures = self._failures + 1 if failed else 0
         if self._failures == MAX_FAILURES:
             self._failures, self._writes_from = 0, now + WRITE_PAUSE_S
+
+    def _link_snapshots(self, node: Node, stripes: Sequence[Stripe]) -> None:
+        """Notes the snapshots on the path to `node` with the stripes, from the first on, at whose end they are."""
+        for snapshot in (s for each in path(node) for s in each.snapshots):
+            if (index := snapshot.tokens // self._stripes.tokens) <= len(stripes):
+                stripes[index - 1].snapshot, snapshot.is_stored = snapshot, True
+
+    def _attach_snapshots(self, node: Node | None, stripes: Sequence[Stripe]) -> None:
+        """Lets prompts find the snapshots of stripes that are on the path to `node` again."""
+        for stripe in stripes:
+            if (snapshot := _snapshot(stripe)) is not None and snapshot.node is None:
+                of = next((n for n in path(node) if n.depth < snapshot.tokens <= n.end), None)
+                if of is not None:
+                    self._tables.tree.add_snapshot(of, snapshot)
 
     @contextmanager
     def _used(self, stripes: Sequence[Stripe]) -> Iterator[None]:
@@ -325,7 +341,8 @@ class PrefixMoves:
     def _find(self, s: RequestState, hit: PrefixHit, from_disk: bool = True) -> Iterator[Prefix]:
         """Yields the runs of stripes that continue the prefix in pages and save work: in slabs, then in records too."""
         size, prompt = self._stripes.tokens, s.tokens[:-1]
-        at = self.resume(s, hit.tokens)[1]
+        before = self._tables.tree.last_snapshot(hit.node, hit.shared)
+        at = max(self.prefill_start(hit.tokens), 0 if before is None else before.tokens)
         if s.request.sampling.prompt_logprobs is not None:
             return
         for start in range(self._stripes.layout.kvp):
@@ -340,8 +357,11 @@ class PrefixMoves:
                     ends.append(len(stripes))
                 stripes.append(stripe)
             for end in (*ends, len(stripes)):
-                needed, resume = self.resume(s, begin + end * size)
-                run = stripes[: min(max(-(-needed // size) - begin // size, 0), end)]
+                resume = self.prefill_start(begin + end * size)
+                snapped = [i for i in range(1, end + 1) if _snapshot(stripes[i - 1]) is not None]
+                if snapped and begin + snapped[-1] * size > resume:
+                    end, resume = snapped[-1], begin + snapped[-1] * size
+                run = stripes[:end]
                 if not run or resume <= at:
                     continue
                 records = sum(stripe.slab < 0 for stripe in run)
@@ -413,6 +433,7 @@ class PrefixMoves:
                 restore.tokens = count * self._stripes.tokens
             restore.is_done = True
             tables.end(held, tokens[: found.begin + count * self._stripes.tokens])
+            self._attach_snapshots(held.node, stripes[:count])
 
         self._send("load", stripes, finish, pages=held.pages[self._stripes.columns(found.begin, found.end)])
         return True
@@ -449,3 +470,8 @@ class PrefixMoves:
             headers = tuple(replace(header, tokens=NO_PAGES) for header in headers)
         self._in_flight[number] = InFlightMove(self._processes, finish)
         self._outbox.append(StripeMove(number, kind, slabs, pages.reshape(len(stripes), -1), records, headers))
+
+
+def _snapshot(stripe: Stripe) -> Snapshot | None:
+    """Returns the snapshot at a stripe's end, if it is still stored."""
+    return None if stripe.snapshot is None or stripe.snapshot.is_dropped else stripe.snapshot

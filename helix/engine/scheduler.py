@@ -110,7 +110,7 @@ class Scheduler:
         self._stripes = tables[0].tree.stripes
         self.moves = moves
         if moves is not None:
-            moves.resume = lambda s, cached: (cached, self._prefill_start(cached))
+            moves.prefill_start = self._prefill_start
         self._policy = SchedulePolicy(schedule)
         self._schedule = schedule
         # With KV offload each chunk fetches the KV before it: short chunks would be bound by the host link.

@@ -11,7 +11,7 @@ that. All snapshots end with a whole stripe of a prompt:
 
 Snapshots are taken on the GPU. When there is no room, the least valuable one moves to host memory, and when that is
 full, too, the least valuable one is dropped, by GreedyDual as in `helix.engine.prefix`. A snapshot without its pages is
-worthless.
+worthless; those may come back from host memory (`helix.engine.prefix_moves`).
 """
 
 from __future__ import annotations
@@ -96,13 +96,14 @@ class StateSnapshots:
         """Returns an index on the GPU, and the one to which the snapshot there moves, or -1."""
         victim = min((s for s in self._snapshots if s.index < self._num_on_gpu), key=_value)
         index = victim.index
-        if self._free_on_host and victim.node is not None:
+        if self._free_on_host and _value(victim):
             victim.index = self._free_on_host.pop()
             return index, victim.index
         evicted = min((victim, *(s for s in self._snapshots if s.index >= self._num_on_gpu)), key=_value)
         self._snapshots.remove(evicted)
         self._evicted_value = max(self._evicted_value, _value(evicted))
         self._tree.drop_snapshot(evicted)
+        evicted.is_dropped = True
         if evicted is victim:
             return index, -1
         victim.index = evicted.index
@@ -115,5 +116,5 @@ class StateSnapshots:
 
 
 def _value(s: Snapshot) -> float:
-    """Returns a snapshot's value: 0 if the tree has evicted its last token."""
-    return 0.0 if s.node is None else s.worth
+    """Returns a snapshot's value: 0 if the pages of its last token are lost."""
+    return s.worth if s.node is not None or s.is_stored else 0.0

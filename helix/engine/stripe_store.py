@@ -19,6 +19,7 @@ from hashlib import sha256
 
 import numpy as np
 
+from helix.engine.prefix import Snapshot
 from helix.engine.scheduler_output import StripeHeader
 
 MAX_CHAINS = 32  # prompts whose hashes are remembered
@@ -32,6 +33,7 @@ class Stripe:
         header: what a record of it holds; without tokens, it was found on disk.
         slab, record: -1: none.
         is_ready: whether the slab is filled on all ranks.
+        snapshot: the one at its end, if any.
         users: moves in flight that use the slab or the record, which are not evicted meanwhile.
     """
 
@@ -39,6 +41,7 @@ class Stripe:
     slab: int = -1
     record: int = -1
     is_ready: bool = False
+    snapshot: Snapshot | None = None
     users: int = 0
 
     @property
@@ -161,6 +164,8 @@ class StripeStore:
     def _forget(self, stripe: Stripe) -> None:
         if stripe.slab < 0 and stripe.record < 0:
             del self._stripes[stripe.key]
+            if stripe.snapshot is not None:
+                stripe.snapshot.is_stored = False
 
     # ---- records
 

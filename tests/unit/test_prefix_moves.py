@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -90,6 +91,20 @@ def test_a_failed_restore_is_shorter() -> None:
     assert found.served[name].computed == 61 - 60 + 2 * 4
     assert found.moves is not None and found.moves.counters["failed"] == 1
     found.check_nothing_is_left()
+
+
+def test_states_need_stripes_and_a_snapshot() -> None:
+    """A hit ends at a snapshot, which survives the eviction of its pages as long as its stripes are in host memory."""
+    for snapshots, computed in (((4, 0, 0), 2), ((1, 1, 0), 2), ((1, 0, 0), 62)):
+        found, prompt = engine(lacking=math.inf, snapshots=snapshots), words(61)
+        serve(found, prompt)
+        serve(found, words(80, 1))
+        assert serve(found, [*prompt, 7]) == computed
+        found.check_nothing_is_left()
+    found = engine(slabs=3, lacking=math.inf, snapshots=(4, 0, 0))
+    serve(found, words(61))
+    serve(found, words(80, 1))
+    assert serve(found, words(61)) == 61, "its stripes are not all there"
 
 
 def test_a_preempted_sequence_comes_back_from_host_memory() -> None:
