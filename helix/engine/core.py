@@ -182,7 +182,7 @@ class Engine:
                         yield self._read()
                 elif self._batches:
                     updates = self._read()  # reported after the next batch is launched
-                elif (moves := self._scheduler.moves) is not None and moves.is_busy(begin):
+                elif (moves := self.moves) is not None and moves.is_busy(begin):
                     if not inbox.wait(MOVE_POLL_S) and begin > self._sent_at + self._heartbeat_s:
                         self._send(SchedulerOutput.empty())
                 elif inbox.ended:
@@ -191,6 +191,11 @@ class Engine:
                     PAUSE_S if (capture_graph := self.runner.eager_size is not None) else self._heartbeat_s
                 ):
                     self._send(SchedulerOutput.empty(capture_graph=capture_graph))
+
+    @property
+    def moves(self) -> PrefixMoves | None:
+        """Moves of prefixes to and from host memory and disk, on rank 0."""
+        return self._scheduler.moves
 
     def refusal(self, request: Request) -> str | None:
         """Returns why this engine can never serve a request, or None if it can."""
@@ -270,8 +275,8 @@ class Engine:
 
     def _schedule(self, now: float) -> SchedulerOutput | None:
         self._forget(self._scheduler.running)
-        if self._scheduler.moves is not None:
-            self._scheduler.moves.collect(self.comm.reports(), now)
+        if self.moves is not None:
+            self.moves.collect(self.comm.reports(), now)
         scheduler_output = self._scheduler.schedule(now)
         self.timings.preemptions = self._scheduler.preemptions
         if scheduler_output is not None:
@@ -283,7 +288,10 @@ class Engine:
         """Launches a batch whose scheduling began at `since`; returns updates of the requests that it admits."""
         rows = dict(self._scheduler.running)
         for admission in scheduler_output.new_requests:
-            rows[admission.slot].record_admission(admission, self.runner.model.spec.eos)
+            s = rows[admission.slot]
+            s.record_admission(admission, self.runner.model.spec.eos)
+            if not admission.num_output_tokens:
+                self.timings.record_admission(s)
         self._draft_limits = scheduler_output.draft_limits or self._draft_limits
         self._predict_chunk_s(scheduler_output)  # before the launch, which on a CPU runs the whole chunk
         begin = perf_counter()

@@ -97,8 +97,9 @@ class PrefixMoves:
     Attributes:
         start_s: seconds that any restore takes.
         prefill_start: where prefill begins after a prefix hit without a snapshot, see `Scheduler`.
-        counters: bytes per rank that were stored, loaded, written and read; restores that were late or failed; stripes
-            that were dropped, and failed writes.
+        counters: by name: bytes of the fullest rank that were stored, loaded, written and read, and their seconds
+            (`stored_bytes`, `stored_seconds`, ..); tokens that were looked up here (`queries`) and restored (`hits`);
+            restores that were `late` or `failed`; `dropped` stripes and `failed_writes`.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class PrefixMoves:
         processes: int,
         identity: bytes = b"",
     ) -> None:
-        self.store, self.counters = store, Counter[str]()
+        self.store, self.counters = store, Counter[str]()  # seconds are no integers, which Counter allows
         self.prefill_start: Callable[[int], int] = lambda num_cached_tokens: num_cached_tokens
         self._tables, self._times = tables, times
         self._stripes = tables.tree.stripes
@@ -235,7 +236,7 @@ class PrefixMoves:
 
         def finish(failed: set[int], seconds: float) -> None:
             self._storing -= len(stripes) * self._stripe_bytes
-            self.counters["stored_bytes"] += (len(stripes) - len(failed)) * self._stripe_bytes
+            self._count("stored", len(stripes) - len(failed), seconds)
             pool.release(held.pages)
             if held.node is not None:
                 tree.queue_up(held.node)
@@ -267,7 +268,7 @@ class PrefixMoves:
     def _written(self, stripe: Stripe, record: int, now: float, failed: set[int], seconds: float) -> None:
         self._writing -= 1
         self.store.written(stripe, record, not failed)
-        self.counters["written_bytes"] += 0 if failed else self._stripe_bytes
+        self._count("written", 1 - len(failed), seconds)
         self.counters["failed_writes"] += len(failed)
         self._failures = self._failures + 1 if failed else 0
         if self._failures == MAX_FAILURES:
@@ -286,6 +287,9 @@ class PrefixMoves:
                 of = next((n for n in path(node) if n.depth < snapshot.tokens <= n.end), None)
                 if of is not None:
                     self._tables.tree.add_snapshot(of, snapshot)
+
+    def _count(self, what: str, stripes: int, seconds: float) -> None:
+        self.counters.update({f"{what}_bytes": stripes * self._stripe_bytes, f"{what}_seconds": seconds})  # type: ignore[dict-item]
 
     @contextmanager
     def _used(self, stripes: Sequence[Stripe]) -> Iterator[None]:
@@ -320,6 +324,7 @@ class PrefixMoves:
         hit = self._tables.tree.match(s.tokens, s.request.prefix_salt)
         found = max(self._find(s, hit), key=attrgetter("saved_s", "end"), default=None)
         if found is None or found.saved_s <= 0:
+            self.counters["queries"] += len(s.tokens) - hit.tokens
             s.restore = Restore(now, is_done=True)
             return False
         self._restores = [restore for restore in self._restores if not restore.is_done and now <= restore.deadline]
@@ -335,6 +340,7 @@ class PrefixMoves:
         else:
             self._read(found, records, restore, now)
         s.restore = restore
+        self.counters["queries"] += len(s.tokens) - hit.tokens
         self._restores.append(restore)
         return True
 
@@ -388,7 +394,7 @@ class PrefixMoves:
                 if i in failed and not stripe.users:
                     self.store.drop_record(stripe)
             self.counters["failed"] += bool(failed)
-            self.counters["read_bytes"] += (len(part) - len(failed)) * self._stripe_bytes
+            self._count("read", len(part) - len(failed), seconds)
             restore.disk_tokens += (len(part) - len(failed)) * self._stripes.tokens
             if not left:
                 restore.is_read = True
@@ -425,7 +431,8 @@ class PrefixMoves:
             for stripe in stripes:
                 stripe.users -= 1
             count = min(failed, default=len(stripes))
-            self.counters["loaded_bytes"] += count * self._stripe_bytes
+            self._count("loaded", count, seconds)
+            self.counters["hits"] += count * self._stripes.tokens
             self.counters["failed"] += bool(failed)
             if not failed and seconds > 0:
                 self._link_rate += (count * self._stripe_bytes / seconds - self._link_rate) / 4

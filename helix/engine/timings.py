@@ -27,6 +27,7 @@ class Timings:
         drafts: decode steps by drafts per sequence.
         queries: decode steps by queries: rows, times 1 + drafts.
         accepted: sequence steps by accepted drafts.
+        cached_tokens: prompt tokens of admitted requests that were cached, by source: device, host or disk.
     """
 
     prefill_s: float = 0.0
@@ -44,6 +45,7 @@ class Timings:
     drafts: Counter[int] = field(default_factory=Counter)
     queries: Counter[int] = field(default_factory=Counter)
     accepted: Counter[int] = field(default_factory=Counter)
+    cached_tokens: Counter[str] = field(default_factory=Counter)
     acceptance: Acceptance = field(default_factory=lambda: Acceptance(0))
 
     def step(self, seconds: float, drafts: int, outcomes: Sequence[DraftOutcome]) -> None:
@@ -54,6 +56,12 @@ class Timings:
             self.decode_tokens += 1 + outcome.accepted
             self.accepted[outcome.accepted] += 1
             self.acceptance.add(outcome)
+
+    def record_admission(self, s: RequestState) -> None:
+        restored, on_disk = (0, 0) if s.restore is None else (s.restore.tokens, s.restore.disk_tokens)
+        restored = min(restored, s.cached_tokens)
+        on_disk = min(on_disk, restored)
+        self.cached_tokens += Counter(device=s.cached_tokens - restored, host=restored - on_disk, disk=on_disk)
 
     def record_kv(self, running: Mapping[int, RequestState]) -> None:
         """Records what each running sequence has in the cache, if the total is a new maximum."""

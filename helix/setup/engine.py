@@ -182,6 +182,8 @@ def build_engine(
     )
     micro_batches = 4 if comm.capturable else 2  # captured chunks have their own memory
     free = free_bytes(comm.device) - micro_batches * (apart + piece)
+    if comm.device.type == "cpu":
+        free -= int(kv.prefix_host_bytes)
     buffers = token_buffers(spec, layout, comm.rank, dtype)
     fixed, has_experts = config.decode.prefill_chunk, spec.experts is not None
     chunk = max_chunk(buffers, free, has_experts) if fixed == "auto" else int(fixed)

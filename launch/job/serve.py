@@ -250,7 +250,12 @@ def serve(
 
 def engine_stats(engine: Engine) -> dict[str, float]:
     """Returns the gauges and counters that rank 0 sends every second."""
-    pools, timings = [tables.pool for tables in engine.tables], engine.timings
+    pools, timings, moves = [tables.pool for tables in engine.tables], engine.timings, engine.moves
+    moved: dict[str, float] = {}
+    if moves is not None:
+        moved = {f"prefix_{name}": value for name, value in moves.counters.items()}
+        moved |= {"slabs": moves.store.slabs, "slabs_used": moves.store.used}
+        moved |= {"records": moves.store.records, "records_used": moves.store.used_records}
     return {
         "pages": engine.runner.sizes.pages * len(pools),
         "pages_used": sum(pool.used for pool in pools),
@@ -261,6 +266,8 @@ def engine_stats(engine: Engine) -> dict[str, float]:
         "progress": timings.decisions + engine.runner.model.layers_run,
         "chunk_s": timings.chunk_s,
         "drafts": sum(timings.acceptance.verified[:1]),
+        **{f"cached_{source}": tokens for source, tokens in timings.cached_tokens.items()},
+        **moved,
         **{f"drafts_accepted_{position}": accepted for position, accepted in enumerate(timings.acceptance.accepted)},
     }
 

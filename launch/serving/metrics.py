@@ -26,13 +26,37 @@ ENGINE = {
     "pages_used": ("kv_pages_used", "pages held by sequences"),
     "pages_cached": ("kv_pages_cached", "pages that no sequence uses, kept for prefix hits"),
     "pages_free": ("kv_pages_free", "free pages"),
+    "slabs": ("kv_offload_slabs", "stripes that host memory holds (kv.prefix_host_bytes)"),
+    "slabs_used": ("kv_offload_slabs_used", "stripes in host memory"),
+    "records": ("kv_offload_records", "stripes that the disk holds (kv.prefix_disk_bytes)"),
+    "records_used": ("kv_offload_records_used", "stripes on disk"),
 }
+SOURCES = ("device", "host", "disk")
+# Counters of moves of prefixes by the engine's names: vLLM's name, its tier, and what it is. Bytes are a rank's.
+MOVES = {
+    "prefix_queries": ("external_prefix_cache_queries", None, "prompt tokens looked up in host memory and on disk"),
+    "prefix_hits": ("external_prefix_cache_hits", None, "prompt tokens restored from there"),
+    **{
+        f"prefix_{name}_{unit}": (f"kv_offload_tiering_{kind}_{as_unit}", tier, f"{unit} of {kind}s, by tier")
+        for name, kind, tier in (
+            ("loaded", "read", "host"), ("read", "read", "disk"),
+            ("stored", "write", "host"), ("written", "write", "disk"),
+        )
+        for unit, as_unit in (("bytes", "bytes"), ("seconds", "time"))
+    },
+    "prefix_failed": ("kv_offload_tiering_promotion_job_failures", None, "restores that failed"),
+    "prefix_late": ("kv_offload_tiering_promotion_job_timeouts", None, "restores that took longer than prefill"),
+    "prefix_failed_writes": ("kv_offload_tiering_write_failures", None, "writes to disk that failed"),
+    "prefix_dropped": ("kv_offload_tiering_backpressure_stores_dropped", None, "stripes lost before they were stored"),
+}  # fmt: skip
 OWN = {
     "restarts",
     "chat_format_info",
     "stored_responses",
     "stored_responses_bytes",
     *(name for name, _ in ENGINE.values()),
+    "kv_offload_tiering_promotion_job_timeouts",
+    "kv_offload_tiering_write_failures",
 }  # vLLM does not have these
 # Former names in vLLM, which some routers and dashboards still read.
 OLDER = {
@@ -124,6 +148,15 @@ class Metrics:
             "spec_decode_num_accepted_tokens_per_pos", "accepted draft tokens, by position", "position"
         )
         self.restarts = once("restarts", "restarts of the ranks")
+        self.cached_by_source = once("prompt_tokens_cached_by_source", "cached prompt tokens, by source", "source")
+        for source in SOURCES:
+            self.cached_by_source.labels(source)
+        self.moves: dict[str, Counter] = {}
+        for name, tier, what in MOVES.values():
+            if name not in self.moves:
+                self.moves[name] = once(name, what, *([] if tier is None else ["tier"]))
+            if tier is not None:
+                self.moves[name].labels(tier)
         labels = ("block_size", "num_gpu_blocks")
         self._cache = Gauge("helix:cache_config_info", "the cache's blocks", labels, registry=self.server)
         labels = ("format", "tool_calls")
@@ -245,6 +278,11 @@ class ServerMetrics(Observer):
             LOG.warning(warning)
         for key in (key for key in stats if key.startswith("drafts_accepted_")):
             metrics.accepted_drafts.labels(key.removeprefix("drafts_accepted_")).inc(increase(key))
+        for source in SOURCES:
+            metrics.cached_by_source.labels(source).inc(increase(f"cached_{source}"))
+        for key, (name, tier, _) in MOVES.items():
+            found = metrics.moves[name] if tier is None else metrics.moves[name].labels(tier)
+            found.inc(increase(key))
         if self.engine_client.engine_info is not None and (pages := int(stats.get("pages", 0))):
             metrics.describe_cache(self.engine_client.engine_info.kv_tokens // pages, pages)
         self.rate, self._new_tokens, self._counted = self._new_tokens / (now - self._counted), 0, now

@@ -370,7 +370,7 @@ def serve(engine: Engine, case: Case, cache_salt: str) -> ServeResult:
         if len(served.ends) == len(output_token_ids):
             next_round()
     served.tokens = {name: tuple(tokens) for name, tokens in output_token_ids.items()}
-    timings, cache, moves = engine.timings, engine.runner.cache, engine._scheduler.moves
+    timings, cache, moves = engine.timings, engine.runner.cache, engine.moves
     served.leaked = (
         sum(t.pool.used for t in engine.tables),
         len(engine.runner.requests),

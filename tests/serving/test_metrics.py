@@ -14,7 +14,7 @@ from helix.engine.request import Request, RequestUpdate
 from launch.client.engine_messages import Queued, Stats
 from launch.serving import acceptance
 from launch.serving.acceptance import AcceptanceMonitor
-from launch.serving.metrics import BusyMonitor
+from launch.serving.metrics import MOVES, BusyMonitor
 from launch.serving.response_store import StoredResponse
 from launch.serving.routes import Api
 from launch.serving.security import ApiKeys
@@ -138,6 +138,7 @@ async def test_every_documented_metric_moves(serve: Serve) -> None:
     assert (await look())["num_requests_waiting"] == 1
     api_server.job.send(RequestUpdate(1, 3, 2, 0))
     gauges = {"pages": 9, "pages_used": 2, "pages_cached": 3, "pages_free": 4, "preemptions": 5}
+    gauges |= dict.fromkeys(["slabs", "slabs_used", "records", "records_used", "cached_device", *MOVES], 6)
     api_server.job.send(Stats(gauges | {"drafts": 3, "drafts_accepted_0": 2}))
     await until(lambda: api_server.engine_client.stats)
     assert (await look())["num_requests_running"] == 1
