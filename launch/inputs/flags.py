@@ -91,7 +91,7 @@ FOREIGN_FLAGS = {
     "--num-gpu-blocks-override": "use kv.tokens=N, the total of all ranks",
     "--swap-space": "nothing is swapped: preempted sequences are recomputed",
     "--cpu-offload-gb": "weights stay on the GPU; to offload KV: attention=block_sparse kv.offload=host",
-    "--kv-offloading-size": "use attention=block_sparse kv.offload=host kv.offload_host_bytes=BYTES (per rank)",
+    "--kv-offloading-size": "use kv.prefix_host_bytes=BYTES (per rank)",
     "--enforce-eager": "decode steps always run as CUDA graphs on a GPU",
     "--load-format": "checkpoints are safetensors; for random weights use model.load=random",
     "--revision": "write ORG/NAME@REVISION",

@@ -129,6 +129,10 @@ def _engine(task: Task) -> Engine:
             f"batch: up to {sizes.slots * plan.layout.dp:,} sequences of up to {sizes.length:,} tokens, "
             f"prefill chunks of up to {sizes.chunk:,} tokens"
         )
+        if (slabs := engine.runner.slabs) is not None:
+            stripe = engine.runner.placement.stripes.tokens
+            on_disk = f", on disk: {slabs.num_records * stripe:,}" if slabs.files is not None else ""
+            LOG.info(f"prefixes in host memory: up to {len(slabs.slabs) * stripe:,} tokens{on_disk}")
         if config.kv.offload == "host" and (
             warning := short_chunk_warning(model.spec, dtype, config.kv.dtype, sizes.chunk)
         ):

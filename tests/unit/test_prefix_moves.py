@@ -203,3 +203,41 @@ def test_hashes_depend_on_all_tokens_before_and_are_computed_once() -> None:
     long = np.zeros(4000, dtype=np.int32)
     first = calls_of(lambda: [*hashes.keys(long, None, 0)])
     assert calls_of(lambda: [*hashes.keys(np.append(long, np.int32(1)), None, 0)]) < first / 2
+
+
+def test_a_restart_finds_records_that_all_ranks_have_from_the_root_on() -> None:
+    def header(name: str, generation: int = 1) -> StripeHeader:
+        depth = int(name[1])
+        return StripeHeader(name.encode(), f"{name[0]}{depth - 1}".encode(), generation, 0, depth)
+
+    store = StripeStore(4, 8)
+    one = [
+        (0, header("a0")),
+        (1, header("a1")),
+        (2, header("b1")),
+        (3, header("c0", 7)),
+        (4, header("d0")),
+        (5, header("e0")),
+    ]
+    two = [(0, header("a0")), (1, header("a1")), (2, header("b1")), (3, header("c0", 6)), (4, header("d0"))]
+    store.restore_records([one, two])
+    assert {key: stripe.record for key, stripe in store._stripes.items()} == {b"a0": 0, b"a1": 1, b"d0": 4}
+    (stripe,) = store.add(headers(b"new"))
+    assert store.new_record(stripe) == 2 and stripe.header.generation == 8, "later than all that are there"
+
+
+def test_a_move_is_done_when_all_processes_have_said_so() -> None:
+    found = engine()
+    assert found.moves is not None
+    found.moves._processes = 2
+    found.submit(words(20), 1)
+    while not any(m.move.kind == "store" for m in found.moving):
+        found.advance()
+    number = found.moving[0].move.number
+    found.moving.clear()
+    found.moves.collect([(1, (number, 0.1, ()))], found.now)
+    assert found.pool.used and number in found.moves._in_flight
+    found.moves.collect([(0, (number, 0.1, (1,)))], found.now)
+    stripes = found.moves.store._stripes.values()
+    assert number not in found.moves._in_flight and all(stripe.is_ready for stripe in stripes)
+    assert len(stripes) < 5, "a stripe that failed on one rank is none"
