@@ -315,9 +315,12 @@ def settings_of(
     if drafter == "sparse":
         assert spec is not None
         settings |= _self_drafts(page, rng)
-    if not blocks:
-        return settings, rounds
-    return settings, _block_sparse(layout, settings, dtype, rng) or rounds
+    lossy = blocks and _block_sparse(layout, settings, dtype, rng)
+    if settings["kv.prefix_cache"] and settings.get("kv.offload") != "host":
+        settings["kv.prefix_host_bytes"] = rng.choice((0, 0, 2e6, 2e7))
+        if settings["kv.prefix_host_bytes"] and rng.random() < 0.3:
+            settings |= {"kv.prefix_dir": "below the case's directory", "kv.prefix_disk_bytes": 2e7}
+    return settings, lossy or rounds
 
 
 def _draft_layout(layout: HelixLayout, spec: DecoderSpec | None, page: int, rng: random.Random) -> Settings:

@@ -107,6 +107,15 @@ def test_states_need_stripes_and_a_snapshot() -> None:
     assert serve(found, words(61)) == 61, "its stripes are not all there"
 
 
+def test_a_prefix_does_not_displace_its_own_beginning() -> None:
+    found, prompt = engine(pages=40, slabs=4), words(33)
+    serve(found, prompt[:17])
+    serve(found, prompt)
+    serve(found, words(150, 1)[:2])
+    found.tables[0].tree.evict(found.pool.available)
+    assert serve(found, prompt) == 33 - 16
+
+
 def test_a_preempted_sequence_comes_back_from_host_memory() -> None:
     computed = []
     for slabs in (0, 64):
@@ -124,10 +133,10 @@ def test_a_preempted_sequence_comes_back_from_host_memory() -> None:
 
 def test_stores_leave_pages_to_running_sequences() -> None:
     """A sequence does not have to leave because the pages of one that has ended are being copied."""
-    for pages in (24, 26, 28, 30):
+    for pages, lookahead_tokens in ((24, 16), (26, 16), (28, 16), (24, 32)):
         preemptions = []
         for slabs in (0, 64):
-            found = engine(pages, slabs, lookahead_tokens=24)
+            found = engine(pages, slabs, lookahead_tokens=lookahead_tokens)
             for seed in range(2):
                 found.submit(words(20, seed), 50)
             found.drain()
