@@ -173,11 +173,6 @@ def check_prefix_store(config: Config) -> None:
             f"{what} holds prefixes that leave the GPU, but kv.offload=host keeps all keys and values in host memory: "
             "raise kv.offload_host_bytes instead, or set kv.offload=none"
         )
-    if config.layout.mode == "dp":
-        raise ValueError(
-            f"{what} does not support layout.mode=dp, where each rank has a prefix cache of its own: leave it out, or "
-            "set layout.mode=helix"
-        )
 
 
 def check_resume(config: Config) -> None:
@@ -319,6 +314,11 @@ def check_data_parallel(config: Config, layout: HelixLayout, spec: DecoderSpec) 
         )
     if config.hopb.may_cut:
         raise ValueError(f"{what} has no exchange in attention that {config.hopb} could overlap: set hopb=off")
+    if config.kv.prefix_host_bytes:
+        raise ValueError(
+            f"{what} has a prefix cache on each rank, which kv.prefix_host_bytes={config.kv.prefix_host_bytes:.0f} "
+            "does not support: leave it out, or set layout.mode=helix"
+        )
 
 
 def check_states(config: Config, layout: HelixLayout, spec: DecoderSpec) -> None:

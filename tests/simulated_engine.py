@@ -367,7 +367,9 @@ class SimulatedEngine:
     def copy(self, moving: SimulatedMove) -> None:
         move = moving.move
         for i, (slab, record, header) in enumerate(zip(move.slabs, move.records, move.headers, strict=False)):
-            if move.kind == "write":
+            if move.kind == "write" and i in moving.failed:
+                self.records.pop(record, None)
+            elif move.kind == "write":
                 self.records[record] = replace(header, tokens=NO_PAGES), self.slabs[slab].copy()
             elif i not in moving.failed:
                 held, content = self.records[record]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helix.engine.prefix_moves import STALL_S
+from helix.engine.prefix_moves import MAX_FAILURES, STALL_S, WRITE_PAUSE_S
 from helix.engine.scheduler_output import StripeHeader
 from helix.engine.stripe_store import ChainHashes, StripeStore
 from tests.simulated_engine import SimulatedEngine, calls_of
@@ -148,7 +148,9 @@ def test_stores_leave_pages_to_running_sequences() -> None:
 def test_two_hundred_prompts_with_aborts_and_preemptions(slabs: int, records: int) -> None:
     """Six stripes on the GPU: eviction never stops; the model of the ranks checks each key."""
     rng = np.random.default_rng(slabs)
-    found = SimulatedEngine(6, slabs=slabs, records=records, max_batch=3, lookahead_tokens=2, run_steps=2)
+    found = SimulatedEngine(
+        6, slabs=slabs, records=records, failing=0.05 * (records > 5), max_batch=3, lookahead_tokens=2, run_steps=2
+    )
     systems = [words(9, seed) for seed in range(3)]
     while len(found.served) < 200:
         prompt = systems[rng.integers(3)] + words(rng.integers(1, 8), int(rng.integers(5)))
@@ -160,6 +162,22 @@ def test_two_hundred_prompts_with_aborts_and_preemptions(slabs: int, records: in
     found.drain()
     assert found.moves is not None and (slabs == 1 or found.moves.counters["loaded_bytes"] > 0)
     assert not records or found.moves.counters["read_bytes"] > 0
+    found.check_nothing_is_left()
+
+
+def test_writes_that_fail_in_a_row_pause() -> None:
+    found = engine(records=64, failing=1.0)
+    assert found.moves is not None
+    found.failing, stored = 0.0, found.moves.counters
+    found.submit(words(61), 1)
+    while not found.moves._unwritten:
+        found.advance()
+    found.failing = 1.0
+    found.drain()
+    assert stored["failed_writes"] in range(MAX_FAILURES, MAX_FAILURES + 7) and not found.moves.is_busy(found.now)
+    found.failing, found.now = 0.0, found.now + WRITE_PAUSE_S
+    serve(found, words(5, 1))
+    assert stored["written_bytes"] and found.moves.store.used_records
     found.check_nothing_is_left()
 
 
