@@ -80,6 +80,8 @@ class InFlightMove:
         finish: called with the indices of stripes that failed on any rank, and the longest seconds.
     """
 
+    kind: MoveKind
+    sent: float
     left: int
     finish: Callable[[set[int], float], None]
     seconds: float = 0.0
@@ -141,7 +143,9 @@ class PrefixMoves:
         self._outbox.clear()
 
     def is_busy(self, now: float) -> bool:
-        """Returns whether moves are in flight or due; False if ranks have stopped to report."""
+        """Returns whether requests wait for moves, or moves are due or in flight on ranks that still report."""
+        if any(not restore.is_done and now <= restore.deadline for restore in self._restores):
+            return True
         may_write = (self._has_records or len(self._scans) < self._processes) and now >= self._writes_from
         has_moves = self._outbox or self._offers or self._in_flight or (self._unwritten and may_write)
         return bool(has_moves) and now - self._progress_at < STALL_S
@@ -176,7 +180,8 @@ class PrefixMoves:
                 break
             if not sent:
                 self._offers.popleft()
-        self._write(now)
+        if not self._disk_hangs():
+            self._write(now)
         moves, self._outbox = tuple(self._outbox), []
         if moves:
             self._progress_at = now
@@ -288,6 +293,10 @@ class PrefixMoves:
                 if of is not None:
                     self._tables.tree.add_snapshot(of, snapshot)
 
+    def _disk_hangs(self) -> bool:
+        """Returns whether a read or write takes so long that no other should follow: its slab stays in use."""
+        return any(m.kind in ("read", "write") and self._now - m.sent > STALL_S for m in self._in_flight.values())
+
     def _count(self, what: str, stripes: int, seconds: float) -> None:
         self.counters.update({f"{what}_bytes": stripes * self._stripe_bytes, f"{what}_seconds": seconds})  # type: ignore[dict-item]
 
@@ -351,6 +360,7 @@ class PrefixMoves:
         at = max(self.prefill_start(hit.tokens), 0 if before is None else before.tokens)
         if s.request.sampling.prompt_logprobs is not None:
             return
+        from_disk = from_disk and not self._disk_hangs()
         for start in range(self._stripes.layout.kvp):
             begin = hit.shared if start == hit.start else 0
             stripes: list[Stripe] = []
@@ -475,7 +485,7 @@ class PrefixMoves:
         headers = tuple(stripe.header for stripe in stripes) if records else ()
         if kind == "read":
             headers = tuple(replace(header, tokens=NO_PAGES) for header in headers)
-        self._in_flight[number] = InFlightMove(self._processes, finish)
+        self._in_flight[number] = InFlightMove(kind, self._now, self._processes, finish)
         self._outbox.append(StripeMove(number, kind, slabs, pages.reshape(len(stripes), -1), records, headers))
 
 

@@ -165,6 +165,37 @@ def test_two_hundred_prompts_with_aborts_and_preemptions(slabs: int, records: in
     found.check_nothing_is_left()
 
 
+def test_a_disk_that_hangs_is_left_alone() -> None:
+    """A request waits for as long as its prefill takes; later ones do not try."""
+    found, prompt = engine(pages=44, slabs=16, records=64), words(61)
+    assert found.moves is not None
+    serve(found, prompt)
+    serve(found, words(61, 1))
+    found.tables[0].tree.evict(found.pool.available)
+    name = found.submit([*prompt, 1], 1)
+    decision = found.advance()
+    assert decision is not None and {move.kind for move in decision.moves} == {"read"}
+    for moving in found.moving:
+        moving.left = 10_000
+    found.now += 0.04
+    assert found.moves.is_busy(found.now), "the request is not forgotten"
+    found.now += STALL_S
+    while not found.served[name].ended:
+        found.advance()
+    assert found.served[name].computed == 62 and found.moves.counters["late"] == 1
+    for _ in range(4):
+        found.advance()  # its pages are released
+    found.tables[0].tree.evict(found.pool.available)
+    name = found.submit([*prompt, 2], 1)
+    while not found.served[name].ended:
+        found.advance()
+    assert found.served[name].computed > 30 and found.moves.counters["late"] == 1
+    for moving in found.moving:
+        moving.left = 0
+    found.drain()
+    found.check_nothing_is_left()
+
+
 def test_writes_that_fail_in_a_row_pause() -> None:
     found = engine(records=64, failing=1.0)
     assert found.moves is not None
