@@ -32,13 +32,13 @@ ENGINE = {
     "records_used": ("kv_offload_records_used", "stripes on disk"),
 }
 SOURCES = ("device", "host", "disk")
-# Counters of moves of prefixes by the engine's names: vLLM's name, its tier, and what it is. Bytes are a rank's.
+# Counters of moves of prefixes by the engine's names: vLLM's name, the label `tier`, and what it is; bytes of a rank.
 MOVES = {
     "prefix_queries": ("external_prefix_cache_queries", None, "prompt tokens looked up in host memory and on disk"),
     "prefix_hits": ("external_prefix_cache_hits", None, "prompt tokens restored from there"),
     **{
-        f"prefix_{name}_{unit}": (f"kv_offload_tiering_{kind}_{as_unit}", tier, f"{unit} of {kind}s, by tier")
-        for name, kind, tier in (
+        f"prefix_{name}_{unit}": (f"kv_offload_tiering_{kind}_{as_unit}", memory, f"{unit} of {kind}s, by tier")
+        for name, kind, memory in (
             ("loaded", "read", "host"), ("read", "read", "disk"),
             ("stored", "write", "host"), ("written", "write", "disk"),
         )
@@ -152,11 +152,11 @@ class Metrics:
         for source in SOURCES:
             self.cached_by_source.labels(source)
         self.moves: dict[str, Counter] = {}
-        for name, tier, what in MOVES.values():
+        for name, memory, what in MOVES.values():
             if name not in self.moves:
-                self.moves[name] = once(name, what, *([] if tier is None else ["tier"]))
-            if tier is not None:
-                self.moves[name].labels(tier)
+                self.moves[name] = once(name, what, *([] if memory is None else ["tier"]))
+            if memory is not None:
+                self.moves[name].labels(memory)
         labels = ("block_size", "num_gpu_blocks")
         self._cache = Gauge("helix:cache_config_info", "the cache's blocks", labels, registry=self.server)
         labels = ("format", "tool_calls")
@@ -280,8 +280,8 @@ class ServerMetrics(Observer):
             metrics.accepted_drafts.labels(key.removeprefix("drafts_accepted_")).inc(increase(key))
         for source in SOURCES:
             metrics.cached_by_source.labels(source).inc(increase(f"cached_{source}"))
-        for key, (name, tier, _) in MOVES.items():
-            found = metrics.moves[name] if tier is None else metrics.moves[name].labels(tier)
+        for key, (name, memory, _) in MOVES.items():
+            found = metrics.moves[name] if memory is None else metrics.moves[name].labels(memory)
             found.inc(increase(key))
         if self.engine_client.engine_info is not None and (pages := int(stats.get("pages", 0))):
             metrics.describe_cache(self.engine_client.engine_info.kv_tokens // pages, pages)

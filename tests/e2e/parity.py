@@ -16,7 +16,7 @@ from comm.torch_dist import TorchDistCommunicator
 from helix.attention.base import AttentionPolicy
 from helix.attention.block_sparse import BlockSparseAttention
 from helix.attention.offloaded import OffloadedAttention
-from helix.config import ScheduleConfig, SpeculationConfig
+from helix.config import Config, KVConfig, ScheduleConfig, SpeculationConfig
 from helix.engine.core import Engine
 from helix.engine.request import Request
 from helix.kv_placement import BlockBudget, KVPlacement
@@ -30,6 +30,7 @@ from helix.models.eagle3 import with_eagle3
 from helix.models.loading import Checkpoint
 from helix.setup.drafts import load_eagle3
 from helix.setup.parts import make_eagle3
+from helix.setup.prefix_store import make_slabs
 from helix.speculation import DraftBudget, Drafter, DraftModel, LayerDrafter, ModelDrafter, SparseDrafter
 from helix.worker.blocks import BlockLayout
 from helix.worker.host_store import HostStore
@@ -37,6 +38,7 @@ from helix.worker.kv_cache import KVCache, snapshot_bytes, with_bounds
 from helix.worker.kv_cache_spec import EngineSizes, dtype_name
 from helix.worker.model_runner import ModelRunner
 from helix.worker.offloaded_cache import OffloadedCache, OffloadMemory
+from helix.worker.slabs import slab_bytes
 from tests.sequences import generated_ids
 
 # Maximum prompt chunks without decode steps in between, however slow the machine.
@@ -167,6 +169,7 @@ def build_engine(
     host_snapshots: int = 0,
     snapshot_every: int = 0,
     run_steps: int = 8,
+    slabs: int = 0,
 ) -> Engine:
     """Makes an engine for one rank of a checkpoint, with short runs; uninitialized memory is NaN."""
     device = comm.device
@@ -221,6 +224,11 @@ def build_engine(
         for tensor in drafter.cache.tensors:
             tensor.fill_(torch.nan)
     runner = ModelRunner(model, cache, sizes, policy=policy, drafter=drafter, hopb=sparse.chunks if sparse else "none")
+    if slabs:
+        config = KVConfig(
+            prefix_host_bytes=slabs * slab_bytes([*cache.paged_tensors, *runner.drafter.paged_tensors], 1)
+        )
+        runner.slabs = make_slabs(Config(kv=config), model, cache, runner.drafter, placement, comm)
     options = dict(adaptive=adaptive, prefix_cache=prefix_cache, snapshot_every=snapshot_every, timeout_s=timeout_s)
     return Engine(runner, schedule, **options)  # type: ignore[arg-type]
 

@@ -112,6 +112,32 @@ def test_all_is_kept_behind_padded_chunks(monkeypatch: pytest.MonkeyPatch) -> No
     assert count_steps("qwen3", 45, 24, 4, False, pads=True) == steps_of(45, 24, 4, False)
 
 
+def test_all_is_kept_behind_a_prefix_from_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("START_S", 0.0), ("LINK_RATE", 1e30), ("GRACE_S", 60.0)):
+        monkeypatch.setattr(f"helix.engine.prefix_moves.{name}", value)
+    layout, prompt = HelixLayout.create("helix", 2, 1), tuple(range(1, 120))
+
+    def body(world: LoopbackWorld, rank: int) -> tuple[list[tuple[int, ...]], list[int], int]:
+        ranks = world.communicator(rank, layout.kvp_group(rank))
+        drafter = ModelDrafts(checkpoint("qwen3"), layout, ranks, 4)
+        comm = world.communicator(rank, layout.kvp_group(rank))
+        engine = build_engine(checkpoint("qwen3"), layout, comm, 16, drafter=drafter, adaptive=False, slabs=30)
+        assert isinstance(engine.runner.drafter, ModelDrafter)
+        tokens, steps = [], []
+        for _ in range(2):
+            tokens.append(generated_ids(engine, [Request(0, prompt, 24)]).get(0, ()))
+            steps.append(engine.timings.sequence_steps)
+            for tensor in (*engine.runner.cache.tensors, *engine.runner.drafter.cache.tensors):
+                tensor.fill_(torch.nan)
+            engine.tables[0].tree.evict(engine.tables[0].pool.available)
+        assert engine.moves is not None
+        return tokens, steps, engine.moves.counters["hits"]
+
+    tokens, steps, hits = run_ranks(2, body, timeout_s=120.0)[0]
+    assert tokens[0] == tokens[1] and hits == 96
+    assert steps[0] == steps[1] < 10
+
+
 @pytest.mark.parametrize("lost", ["the last draft's", "the tokens' of steps without drafts"])
 @pytest.mark.usefixtures("erring")
 def test_stale_kv_is_caught(lost: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ FILE = re.compile(
 )  # in any folder, also one not here
 PLACEHOLDER = re.compile(r"\b(?:x|test_x|x_sm90|mine)\.|[A-Z]{2,}")  # in `helix/models/x.py`, `conf/GROUP/`
 LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)")
-NEEDS = re.compile(r"\s+# (needs GPUs|needs several hosts|takes minutes)$")
+NEEDS = re.compile(r"\s+# (needs GPUs|needs several hosts|needs that directory|takes minutes)$")
 RUNS = {
     "torchrun_entry.py": RUNTIME,
     "benchmarks.entry": PROGRAM,

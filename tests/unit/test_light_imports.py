@@ -24,6 +24,7 @@ LINES: dict[str, dict[str, str]] = {  # by command, the words that refuse a line
     "plan": TYPOS | {"demo gpus=x": "gpus=x must be an integer", "demo kv=fp8": "kv=fp8 is now kv.dtype=fp8"},
     "info": {"json=x": "json=x must be -", "/no/model": TYPOS["/no/model"]},
     "convert": {"a.gguf": "expected FILE.gguf DIR", "a.gguf b dtype=x": "dtype=x must be one of"},
+    "cache": {"list": "expected list DIR or clear DIR", "clear /no/folder": "/no/folder is not a directory"},
     "simulate": {"point demo hardware=h200 layout=x": "layout has no option x"},
     "demo": {},
 }

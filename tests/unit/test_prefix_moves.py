@@ -281,7 +281,13 @@ def test_a_restart_finds_records_that_all_ranks_have_from_the_root_on() -> None:
     store.restore_records([one, two])
     assert {key: stripe.record for key, stripe in store._stripes.items()} == {b"a0": 0, b"a1": 1, b"d0": 4}
     (stripe,) = store.add(headers(b"new"))
-    assert store.new_record(stripe) == 2 and stripe.header.generation == 8, "later than all that are there"
+    record = store.new_record(stripe)
+    assert record == 2 and stripe.header.generation == 8, "later than all that are there"
+    store.written(stripe, record, False)
+    assert stripe.record < 0 and store.used_records == 3
+    assert store.new_record(stripe) == record
+    store.written(stripe, record, True)
+    assert stripe.record == record and store.used_records == 4
 
 
 def test_a_move_is_done_when_all_processes_have_said_so() -> None:
