@@ -436,8 +436,7 @@ class SimulatedEngine:
         """Samples the last step's tokens that were left to this scheduler output."""
         rows = (self.in_flight[-1].rows or []) if self.in_flight else []
         guided = {slot: row for slot, row, _ in rows if row.guided}
-        # A prompt whose only token came from its prefill may have a mask as well, which nobody reads.
-        assert masks.keys() <= {slot for slot, row in self.rows.items() if row.guided}
+        assert masks.keys() <= guided.keys()
         for slot, row in guided.items():
             drawn = row.admission.num_output_tokens + row.drawn
             assert row.served.ended or masks[slot].tolist() == [row.served.request.id, drawn], "another draw's mask"
