@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.ranks.serving import Arrival, Client, RequestTiming
+from benchmarks.ranks.timed_client import Arrival, Client, RequestTiming
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.config import ScheduleConfig
 from helix.engine.core import POLL_S, Engine
