@@ -1,5 +1,6 @@
 """Sends the same requests to several OpenAI-compatible servers, in turns, and compares first tokens, gaps and seconds.
 
+python -m benchmarks.compare_servers write=DIR model=qwen2.5-7b   # a config and a tokenizer for all servers
 python -m benchmarks.compare_servers helix=http://127.0.0.1:8000 vllm=http://127.0.0.1:8001 model=qwen2.5-7b gpus=1
 
   model=NAME    what they serve, and gpus=N by how many GPUs each: columns of the record
@@ -31,9 +32,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.models.http import ANSWER_S, HTTPClient, HTTPTiming, row
+from benchmarks.models.http import ANSWER_S, HTTPClient, HTTPTiming, row, write_model
 from benchmarks.runner import BenchContext, record
 from launch.inputs.arguments import handle_help, parse
+from launch.inputs.compose import compose_config
 
 K = 1024
 VOCAB = 100_000  # smaller than that of any model here
@@ -200,18 +202,22 @@ def show(rows: Sequence[dict[str, Any]], last: str) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Compares servers, NAME=URL each."""
+    """Compares servers, NAME=URL each, or writes what they serve."""
     servers = dict(a.split("=", 1) for a in arguments if "://" in a)
-    kinds = {
-        "output": Path,
-        "runs": int,
-        "traces": list[str],
-        "processes": int,
-        "model": str,
-        "gpus": int,
-        "at_once": bool,
-    }
-    values = parse([a for a in arguments if "://" not in a], kinds, needed=("model", "gpus"))
+    kinds: dict[str, Any] = {"model": str, "gpus": int, "output": Path, "write": Path}
+    kinds |= {"runs": int, "traces": list[str], "processes": int, "at_once": bool}
+    values = parse([a for a in arguments if "://" not in a], kinds, needed=("model",))
+    if "write" in values:
+        config = compose_config([f"model={values['model']}"]).model.config
+        if config is None:
+            sys.exit(f"error: model={values['model']} has no shape to write: take one of conf/model/ with a config")
+        values["write"].mkdir(parents=True, exist_ok=True)
+        write_model(values["write"], config)
+        return
+    if not servers or "gpus" not in values:
+        sys.exit(
+            "error: servers or gpus= are missing: add NAME=http://HOST:PORT for each server, and gpus=N (see --help)"
+        )
     if unknown := set(values.get("traces", ())) - set(TRACES):
         sys.exit(f"error: traces= has {', '.join(sorted(unknown))}: there are {', '.join(TRACES)}")
     about = {"model": values["model"], "gpus": values["gpus"]}

@@ -41,6 +41,7 @@ from tokenizers.models import BPE
 from benchmarks import jobs
 from benchmarks.ranks.offline import OFFLINE_LOADS
 from benchmarks.runner import BenchContext, Row
+from helix.models import family_of
 from launch.inputs.compose import ROOT, compose_config
 
 K, M = 1 << 10, 1 << 20
@@ -196,7 +197,9 @@ def write_model(directory: Path, config: dict[str, Any]) -> None:
     tokenizer.add_special_tokens([AddedToken("<end>", special=True)])
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
-    (directory / "config.json").write_text(json.dumps(config | {"eos_token_id": config["vocab_size"] - 1}))
+    # Other engines look at the type, not at the architecture.
+    added = {"eos_token_id": config["vocab_size"] - 1, "model_type": family_of(config)}
+    (directory / "config.json").write_text(json.dumps(config | added))
 
 
 def row(seen: Sequence[HTTPTiming], seconds: float, step_s: float | None = None) -> Row:
