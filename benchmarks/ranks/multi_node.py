@@ -65,7 +65,7 @@ def _time_point(plan: CheckedRun, comm: Communicator, model: Decoder, batch: int
     rounds = [[microseconds(comm, call, EAGER)[0] for call in (*pings, exchange)] for _ in range(ROUNDS)]
     half, twice, measured = (sorted(found)[ROUNDS // 2] for found in zip(*rounds, strict=True))
     us_per_byte = max(twice - half, 0.0) / (sizes[1] - sizes[0])
-    latency = half - us_per_byte * sizes[0]
+    latency = max(half - us_per_byte * sizes[0], 0.0)
     predicted = local_us + latency + us_per_byte * message
     return [
         {

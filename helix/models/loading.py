@@ -84,10 +84,12 @@ class Checkpoint(CheckpointFiles):
 
     def _misshaped(self, matrix: StoredMatrix, shape: Sequence[int]) -> list[str]:
         numbers = matrix.base + matrix.layout.numbers.suffix
-        bits = matrix.bits(shape, self.shapes[numbers])
-        if matrix.layout.format.kind == "int4" and bits in (2, 3, 8):
-            return [f"{numbers} {list(self.shapes[numbers])} has {bits} bits for each of {list(shape)}, supported: 4"]
         expected = {name: shapes for name, (_, shapes) in matrix.expected(shape).items()}
+        bits = matrix.bits(shape, self.shapes[numbers])
+        # Fewer than eight columns fill a word as more bits would.
+        fits = self.shapes[numbers] in expected[numbers]
+        if matrix.layout.format.kind == "int4" and bits in (2, 3, 8) and not fits:
+            return [f"{numbers} {list(self.shapes[numbers])} has {bits} bits for each of {list(shape)}, supported: 4"]
         found = [
             f"{name} {list(self.shapes[name])}, expected {list(shapes[0])}"
             for name, shapes in sorted(expected.items())

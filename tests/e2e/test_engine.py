@@ -96,10 +96,10 @@ def test_a_failure_while_one_request_is_read_is_its_own(where: str, monkeypatch:
     assert resources_in_use(e) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("drafter", ["none", "suffix"])
-def test_the_longest_sequence_of_an_engine_fits(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("drafter, free", [("none", 700_000), ("suffix", 900_000)])
+def test_the_longest_sequence_of_an_engine_fits(drafter: str, free: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that sets no limit asks for as many tokens as a sequence may have."""
-    monkeypatch.setattr(build, "free_bytes", lambda device: 700_000)
+    monkeypatch.setattr(build, "free_bytes", lambda device: free)
     config = Config()
     config.speculation.drafter, config.speculation.suffix_pool_tokens = drafter, 0
     config.decode.prefill_chunk = "64"

@@ -21,7 +21,7 @@ from helix.models import spec_from_config
 from helix.models.checkpoint import read_config
 from helix.models.decoder import Decoder
 from helix.setup import engine as build
-from helix.setup.buffers import max_chunk, token_buffers
+from helix.setup.buffers import max_chunk, prompt_bytes, sampling_bytes, token_buffers
 from helix.setup.drafts import CheckedDraft
 from helix.speculation import DraftModel, ModelDrafter
 from helix.worker.kv_cache import KVCache
@@ -124,7 +124,10 @@ def test_both_caches_fit_the_memory(
     page += draft.page_bytes(placement)
     chunk = max_chunk(token_buffers(target.spec, layout, 0, "float32"), free)
     beside = draft.slot_bytes(placement, EngineSizes(max_batch, chunk=chunk, drafts=sizes.speculation.gamma))
-    if page + beside > int(free * sizes.kv.memory_fraction):
+    sampled = sampling_bytes(max_batch, sizes.speculation.gamma + 1, target.spec.vocab, captured=False)
+    prompts = prompt_bytes(target.spec, layout, 0, chunk, wanted, "float32", captured=False)
+    room = min(int(free * sizes.kv.memory_fraction), free - prompts - sampled)
+    if page + beside > room:
         with pytest.raises(ConfigError, match="holds no page"):
             build.build_engine(layout, target, sizes, max_batch, wanted, draft=draft)
         return
@@ -137,9 +140,9 @@ def test_both_caches_fit_the_memory(
 
     used = size(engine.runner.cache) + size(drafter.cache)
     needed = placement.stripes.pages_for_all(wanted + sizes.speculation.gamma * max_batch, max_batch)
-    assert used == page * drafter.cache.pages + beside <= free * sizes.kv.memory_fraction
+    assert used == page * drafter.cache.pages + beside <= room
     # A page more would not fit, or is not wanted.
-    assert drafter.cache.pages == needed or used + page > free * sizes.kv.memory_fraction
+    assert drafter.cache.pages == needed or used + page > room
 
 
 @given(
