@@ -43,7 +43,7 @@ FOUR_BIT_SHARE: Mapping[str, tuple[Mapping[int, float], Mapping[int, float]]] = 
     "int4": ({16: 0.72, 32: 0.56, 64: 0.40, 128: 0.25, 192: 0.14, 256: 0.08}, {2: 0.75, 5: 0.63, 20: 0.38}),
 }
 # What more rows of x leave of `e4m3_share`, except of experts'. Beyond 128 rows, two launches read a matrix; beyond
-# 192, it is dequantized.
+# 192, it is dequantized (one matrix, benchmarks/LOG.md, 2026-11-30).
 E4M3_ROWS = {16: 1.0, 32: 0.82, 64: 0.63, 128: 0.45, 192: 0.2, 256: 0.15}
 
 
