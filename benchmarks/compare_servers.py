@@ -9,9 +9,10 @@ python -m benchmarks.compare_servers helix=http://127.0.0.1:8000 vllm=http://127
   processes=8   client processes; a single one needs longer for a token than a server does
 
 Prompts are random token ids, and no run repeats another's. Each server is asked alone, and who comes first alternates;
-with at_once=true all are asked at the same time, if each has GPUs of its own and the host has cores enough. Seconds are
-divided by those of the last server given. `goodput` counts the requests a second whose first token came within 2 s and
-whose tokens took at most 50 ms each. Rows have the columns of `helix bench serve-http`. Start the servers first.
+with at_once=true all are asked at the same time, if each has GPUs of its own and the host has cores enough. The table
+divides each server's seconds by those of the server given last. `goodput` counts the requests a second whose first
+token came within 2 s and whose tokens took at most 50 ms each. Rows have the columns of `helix bench serve-http`. Start
+the servers first.
 """
 
 from __future__ import annotations

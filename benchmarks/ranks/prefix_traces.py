@@ -43,6 +43,7 @@ def prefixes(client: Client, small: int) -> Iterator[dict[str, Any]]:
     if computes:
         context = client.tokens(length)
         yield from _row(client, base, "computed", before, _one(client, client.request(context, 100, 4)))
+        before = _counters(client)
     else:
         context = client.context(length)
         _offer(client, context)

@@ -21,7 +21,7 @@ class Restore:
         deadline: when the request stops waiting for it.
         is_done: the request does not wait for it, or not any more.
         is_read: what was on disk is in host memory now.
-        tokens, disk_tokens: restored tokens, and those of them that were on disk.
+        tokens, disk_tokens: restored tokens, and how many of them were read from disk.
     """
 
     deadline: float

@@ -70,7 +70,7 @@ class Drafter(SequenceObserver):
 
     @property
     def paged_tensors(self) -> list[Tensor]:
-        """Like `KVCache.paged_tensors`, of its own cache with the target's page numbers."""
+        """The paged tensors of its own cache, if that has the same page numbers as the target's."""
         return []
 
     def check(self, wait: bool = True) -> None:

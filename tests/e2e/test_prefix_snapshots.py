@@ -97,7 +97,7 @@ def test_snapshots_where_the_last_message_begins_and_every_n_tokens(family: str,
 @pytest.mark.parametrize("length", [191, 192, 193, 208])
 @pytest.mark.parametrize("family, drafter", [("qwen3-next", "mtp"), ("gpt-oss", "eagle3"), ("gemma3", None)])
 def test_at_the_end_of_a_stripe_no_token_counts_twice(family: str, drafter: str | None, length: int) -> None:
-    """A prompt again that ends just before a snapshot, at it, behind it; the last token is always computed."""
+    """A repeated prompt ends before a snapshot, at it or after it; its last token is computed each time."""
     path, more = checkpoint(family), dict[str, Any](snapshots=6)
     if drafter is not None:
         path = mtp.with_layer(family) if drafter == "mtp" else eagle3.target(family)

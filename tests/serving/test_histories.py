@@ -105,7 +105,7 @@ def test_where_the_users_last_message_begins(name: str, tokenizer: ChatTokenizer
     assert begin == other.last_message_start and 20 < begin < len(one.ids)
     assert one.ids[:begin].tolist() == other.ids[:begin].tolist()
     assert tokenizer.decode(one.ids[begin:], special=False).lstrip().startswith("Why?")
-    assert encoded(tokenizer, {"messages": first[:1]}).last_message_start == 0, "nobody asks"
+    assert encoded(tokenizer, {"messages": first[:1]}).last_message_start == 0, "not asked for"
 
 
 def test_a_template_that_refuses_to_end_there_has_no_last_message(tokenizer: ChatTokenizer) -> None:

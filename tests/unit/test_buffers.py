@@ -171,7 +171,7 @@ def test_sampling_allocates_at_most_what_is_reserved(
         with PeakBytes() as peak:
             sampling._last_kept_key(sampling._Weights(p), state, LoopbackWorld(1).communicator(0, [0]))
         reserved = sampling_bytes(slots, queries, columns, captured=False) - 8 * slots * columns
-        bins = 10 * slots * queries * 2048 * 8  # of counts and masses, their sums, and those of the last digit
+        bins = 10 * slots * queries * 2048 * 8  # counts and masses of two digits at a time, and their running sums
         assert logits.nbytes < logits.nbytes + peak.most <= reserved + bins
 
 

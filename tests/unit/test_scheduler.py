@@ -606,7 +606,7 @@ def test_windows_after_an_answer_are_computed_again_if_that_is_less() -> None:
 
 
 def test_windows_of_tokens_that_another_prompt_computes_are_in_no_snapshot() -> None:
-    """Two equal prompts at once: the second skips what the first has computed, and takes its snapshots behind it."""
+    """Prompts that begin alike skip what the first one computes, and no snapshot has windows that were skipped."""
     engine = SimulatedEngine(2000, lacking=9.0, snapshots=(1, 0, 4), prefill_chunk=32)
     for i in range(3):
         engine.submit(words(82) + words(10, i), 3)
