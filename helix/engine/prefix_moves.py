@@ -10,7 +10,7 @@ the other, and a move is done when all ranks have said so.
   predicted to be faster than computing them. A restore reads records into slabs, if it has to; then it is like a
   sequence that computes nothing: it takes pages, and when all ranks have filled them, its stripes enter the prefix
   tree, where the request finds them. If it takes longer than computing would have, or fails, the request does not wait
-  for it.
+  for it. Nor does it wait long for the ranks to have said what their files hold.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ READ_STRIPES = 8  # of a move
 MAX_FAILURES, WRITE_PAUSE_S = 3, 60.0  # writes that fail in a row, and how long none is tried then
 MAX_STORE_BYTES = 512 << 20  # per rank, in flight: their pages are in use for 10 ms
 MAX_OFFERS = 64  # sequences whose stripes wait to be stored
-STALL_S = 10.0  # without a report, nobody waits for moves in flight any more
+STALL_S = 10.0  # without a report, nobody waits for moves in flight any more, nor for scans
 
 MoveReport = tuple[int, float, Any]  # number, seconds, indices of stripes that failed; number 0: what a scan found
 
@@ -130,6 +130,7 @@ class PrefixMoves:
         self._has_records = True  # when one was wanted last
         self._failures, self._writes_from = 0, -math.inf  # writes that failed in a row
         self._scans: dict[int, Sequence[tuple[int, StripeHeader]]] = {}
+        self._scans_due = math.inf  # when requests stop waiting for them
         self._link_rate, self._disk_rate, self.start_s = LINK_RATE, DISK_RATE, START_S
         self._progress_at = -math.inf
 
@@ -146,6 +147,8 @@ class PrefixMoves:
         """Returns whether requests wait for moves, or moves are due or in flight on ranks that still report."""
         if any(not restore.is_done and now <= restore.deadline for restore in self._restores):
             return True
+        if now < self._scans_due < math.inf:
+            return True
         may_write = (self._has_records or len(self._scans) < self._processes) and now >= self._writes_from
         has_moves = self._outbox or self._offers or self._in_flight or (self._unwritten and may_write)
         return bool(has_moves) and now - self._progress_at < STALL_S
@@ -158,6 +161,7 @@ class PrefixMoves:
                 self._scans[rank] = failed
                 if len(self._scans) == self._processes:
                     self.store.restore_records([*self._scans.values()])
+                    self._scans_due = -math.inf
                 continue
             move = self._in_flight[number]
             self._progress_at = now
@@ -312,6 +316,8 @@ class PrefixMoves:
 
     def restores(self, s: RequestState, free_slots: int, now: float) -> bool:
         """Returns whether a waiting request waits for its prefix; starts its restore if that is faster than prefill."""
+        if self._waits_for_scans(s, now):
+            return True
         if s.restore is None:
             waits = self._start_restore(s, free_slots, now)
             if s.restore is None:
@@ -328,6 +334,13 @@ class PrefixMoves:
             restore.is_done = found is None or not self._load(s, found, hit, restore)
         return not restore.is_done
 
+    def _waits_for_scans(self, s: RequestState, now: float) -> bool:
+        """Returns whether nobody knows yet what is on disk, which is so for a moment after the start."""
+        if self.store.records and len(s.tokens) > self._stripes.tokens:
+            self._scans_due = min(self._scans_due, now + STALL_S)
+            return now < self._scans_due
+        return False
+
     def _start_restore(self, s: RequestState, free_slots: int, now: float) -> bool:
         """Starts the restore of a request, if that is faster than prefill; returns whether the request waits."""
         hit = self._tables.tree.match(s.tokens, s.request.prefix_salt)
@@ -339,7 +352,7 @@ class PrefixMoves:
         self._restores = [restore for restore in self._restores if not restore.is_done and now <= restore.deadline]
         if len(self._restores) >= free_slots:
             return self._fits(s, found, hit)
-        restore = Restore(now + max(found.prefill_s, found.restore_s) + GRACE_S)
+        restore = Restore(now + (max(found.prefill_s, found.restore_s) + GRACE_S if found.prefill_s else STALL_S))
         records = [stripe for stripe in found.stripes if stripe.slab < 0]
         if not records:
             if not self._load(s, found, hit, restore):

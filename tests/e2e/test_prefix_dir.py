@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -33,9 +32,7 @@ def copies() -> Iterator[None]:
 
 def started(folder: Path, *more: str, model: Path = DEMO) -> LLM:
     settings = "kv.tokens=8192", "kv.prefix_host_bytes=3e7", f"kv.prefix_dir={folder}", "kv.prefix_disk_bytes=6e7"
-    llm = LLM(model, kvp=2, overrides=[*settings, *more])
-    time.sleep(0.5)  # the files are scanned in the background
-    return llm
+    return LLM(model, kvp=2, overrides=[*settings, *more])
 
 
 def answer(llm: LLM, prompt: list[int] = PROMPT) -> tuple[tuple[int, ...], int]:

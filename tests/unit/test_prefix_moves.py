@@ -222,6 +222,42 @@ def test_ranks_that_stop_to_report_are_not_waited_for() -> None:
     assert found.moves.is_busy(found.now) and not found.moves.is_busy(found.now + STALL_S)
 
 
+@pytest.mark.parametrize("come", [True, False])
+def test_requests_wait_a_while_for_what_ranks_find_on_disk(come: bool) -> None:
+    found, prompt = engine(records=8), words(20)
+    moves = found.moves
+    assert moves is not None
+    moves._scans.clear()
+    moves._scans_due = math.inf
+    long, short = found.submit(prompt, 1), found.submit(words(4, 2), 1)
+    while not found.served[short].ended:
+        found.advance()
+    assert not found.served[long].computed and moves.is_busy(found.now)
+    if come:
+        moves.collect([(0, (0, 0.0, []))], found.now)
+    else:
+        found.now += STALL_S
+        moves.store.restore_records([[]])
+    found.drain()
+    assert found.served[long].computed == 20
+    assert serve(found, words(20, 1)) == 20, "later ones do not wait"
+
+
+def test_a_restore_waits_where_nobody_knows_the_time_of_prefill() -> None:
+    found, prompt = engine(), words(61)
+    serve(found, prompt)
+    serve(found, words(80, 1))
+    found.times._seen.clear()
+    name = found.submit(prompt, 1)
+    found.advance()
+    found.moving[0].left = 1000
+    found.now += STALL_S / 2
+    assert found.advance() is None, "it still waits"
+    found.moving[0].left = 0
+    found.drain()
+    assert found.served[name].computed == 61 - 60
+
+
 def headers(*keys: bytes) -> list[StripeHeader]:
     return [StripeHeader(key, b"", 0, 0, 0) for key in keys]
 
