@@ -116,6 +116,7 @@ class PlannedLayout:
         ttl_s: token-to-token latency of a sequence.
         weight_bytes, kv_bytes: on the fullest rank's GPU.
         host_bytes: keys and values in the fullest rank's host memory.
+        prefix_bytes: a sequence's pages on the fullest rank, which `kv.prefix_host_bytes` holds of a prefix.
         free_bytes: rest of the GPU's memory, for activations, graphs and buffers.
         largest_batch: most sequences of this length that fit.
         longest_context: longest sequences that fit at this batch, in tokens.
@@ -134,6 +135,7 @@ class PlannedLayout:
     weight_bytes: float
     kv_bytes: float
     host_bytes: float
+    prefix_bytes: float
     free_bytes: float
     largest_batch: int
     longest_context: int
@@ -327,6 +329,7 @@ def _planned_layout(q: PlanQuery, step: StepCost, i: int, options: Options) -> P
         weight_bytes=weights,
         kv_bytes=kv,
         host_bytes=float(step.memory.host_bytes[i]),
+        prefix_bytes=float(step.memory.prefix_bytes[i]),
         free_bytes=free - kv,
         largest_batch=int(step.memory.largest_batch[i]),
         longest_context=min(

@@ -30,12 +30,14 @@ class Memory:
         kv_bytes: KV on the GPU.
         largest_batch: most sequences per stage that fit; 0 if the weights do not fit.
         host_bytes: keys and values in host memory.
+        prefix_bytes: what pages hold of one sequence, which host memory and disks keep of a prefix.
     """
 
     weight_bytes: Array
     kv_bytes: Array
     largest_batch: Array
     host_bytes: Array
+    prefix_bytes: Array
 
 
 @dataclass(frozen=True)
@@ -207,6 +209,7 @@ def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int
         fixed_bytes, sequence_bytes = _offload_gpu_bytes(layer, paged / options.page_size)
         fixed_bytes = fixed_bytes + chunk_bytes
         room = free if offload.gpu_bytes is None else np.minimum(free, offload.gpu_bytes)
+        prefix_bytes = host_bytes
     else:
         host_bytes, fixed_bytes, room = np.zeros(len(p)), chunk_bytes, free
         sequence_bytes = paged * imbalance * (full + windowed)
@@ -217,6 +220,7 @@ def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int
             draft_layer = _draft_layer(layer, drafts)
             sequence_bytes = sequence_bytes + paged * draft_layer.token_numbers() * draft_layer.item["kv"]
             sequence_bytes = sequence_bytes + paged * sum(map(draft_layer.index_bytes, drafts.spec.indexers))
+        prefix_bytes = sequence_bytes
         if layer.self_drafts is not None:
             columns = layer.draft_keys() + layer.self_drafts.tail  # one rank may hold the whole tail
             scores = paged * layer.num_score_planes() * SCORE_BYTES + columns * SLOT_BYTES
@@ -226,9 +230,8 @@ def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int
     if sparse is not None and offload is not None:
         largest = np.minimum(largest, np.floor(offload.host_bytes / host_bytes))
     sequences = layer.sequences
-    return Memory(
-        weight_bytes, sequences * sequence_bytes + fixed_bytes, largest.astype(np.int64) * p.dp, sequences * host_bytes
-    )
+    kv_bytes, largest = sequences * sequence_bytes + fixed_bytes, largest.astype(np.int64) * p.dp
+    return Memory(weight_bytes, kv_bytes, largest, sequences * host_bytes, prefix_bytes)
 
 
 def _weight_bytes(model: Layer, drafts: LayerDrafts | None) -> Array:

@@ -11,6 +11,7 @@ import ctypes
 import math
 import mmap
 import platform
+import re
 import resource
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ PORTABLE_MAPPED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
 PREFERRED = 1  # MPOL_PREFERRED
 MBIND = {"x86_64": 237, "aarch64": 235}  # system call numbers
 DEVICES = Path("/sys/bus/pci/devices")
+MEMINFO, CONTAINER_LIMIT = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
 
 
 class HostStore:
@@ -111,6 +113,19 @@ def host_store(
         raise ConfigError(reasons[0])
     assert store is not None
     return store
+
+
+def available_memory() -> int:
+    """Returns the bytes of this host's memory that are available, at most those of its container (cgroup v2).
+
+    Raises:
+        RuntimeError: this is not Linux.
+    """
+    found = re.search(r"^MemAvailable: *(\d+) kB", MEMINFO.read_text(), re.MULTILINE) if MEMINFO.exists() else None
+    if found is None:
+        raise RuntimeError(f"cannot tell how much memory is available: {MEMINFO} has no MemAvailable: run on Linux")
+    limit = CONTAINER_LIMIT.read_text().strip() if CONTAINER_LIMIT.exists() else "max"
+    return min([int(found[1]) * 1024, *([int(limit)] if limit.isdigit() else [])])
 
 
 def mapped(address: int, size: int, device: torch.device) -> torch.Tensor:

@@ -14,7 +14,6 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ from torch import Tensor
 from helix.engine.scheduler_output import NewRequest
 from helix.kv_placement import KVPlacement, PromptChunk
 from helix.worker.graph_keys import DecodeGraphKey
-from helix.worker.host_store import HostStore
+from helix.worker.host_store import HostStore, available_memory
 from helix.worker.kv_cache_spec import (
     ITEMSIZE,
     MAX_RING_TOKENS,
@@ -381,7 +380,4 @@ def free_bytes(device: torch.device) -> int:
     """Returns the free bytes: the GPU's, or this host's divided equally among its ranks."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024 // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # as torchrun sets it
-    raise RuntimeError("cannot size the KV cache: /proc/meminfo has no MemAvailable: run on Linux")
+    return available_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # as torchrun sets it

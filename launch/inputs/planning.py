@@ -200,6 +200,11 @@ def _check(config: PlanConfig, typed: set[str]) -> None:
         raise ValueError(f"comm.backend={config.comm.backend} is not predicted: set auto, symm_mem or nccl")
     if config.modes and config.layout.mode != "auto":
         raise ValueError(f"modes={','.join(config.modes)} and layout.mode={config.layout.mode}: set only one of them")
+    if config.kv.prefix_host_bytes and "dp" in config.modes:
+        raise ValueError(
+            f"modes={','.join(config.modes)}: mode dp does not support kv.prefix_host_bytes="
+            f"{config.kv.prefix_host_bytes:.0f}: leave out either"
+        )
     if config.kv.offload == "host" and config.kv.offload_host_bytes is None:
         config.kv.offload_host_bytes = inf  # unlimited
     check_config(config)

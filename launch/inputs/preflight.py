@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from math import floor
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ from helix.setup.drafts import (
 )
 from helix.setup.parts import make_layout, make_spec, models_of, resolved_config
 from helix.tokenizer import check_tokenizer_files, has_tokenizer, without_tokenizer
+from helix.worker.host_store import available_memory
 from launch.inputs.auto_layout import choose
 from launch.inputs.files import check_record, check_writable
 from launch.inputs.hardware import device_here
@@ -126,11 +130,40 @@ def prepare_run(config: Config, job_kind: JobKind | None = None) -> CheckedRun:
     """
     world_size, gpus = ranks(config), torch.cuda.device_count()
     device = device_here() if gpus >= world_size and config.comm.backend != "gloo" else None
+    check_host(config, world_size)
     run = preflight(config, world_size, device, job_kind)
     check_tokenizer_files(config.model.path)
     # Peer access between the GPUs is checked later, by the ranks.
     choose_backend(config.comm.backend, RankInfo(0, world_size, 0, world_size), [{"gpus": gpus, "peers": True}])
     return run
+
+
+def check_host(config: Config, local_ranks: int) -> None:
+    """Checks that this host has the memory and the disk space that each of its ranks is to use.
+
+    Raises:
+        ValueError: it has less.
+    """
+    kv = config.kv
+    offload_bytes = kv.offload_host_bytes if kv.offload == "host" else 0.0
+    wanted = [("kv.prefix_host_bytes", kv.prefix_host_bytes, "memory", available_memory)]
+    wanted += [("kv.offload_host_bytes", offload_bytes or 0.0, "memory", available_memory)]
+    if kv.prefix_dir is not None:
+        wanted += [("kv.prefix_disk_bytes", kv.prefix_disk_bytes, "disk space", partial(disk_space, kv.prefix_dir))]
+    for key, each, what, available in wanted:
+        if each and each * local_ranks > (free := available()):
+            at_most = floor(free / local_ranks / 1e6) * 1e6
+            raise ValueError(
+                f"{key}={each:.3g} is per rank, {each * local_ranks / 1e9:.1f} GB of {what} for the {local_ranks} "
+                f"ranks on this host, which has {free / 1e9:.1f} GB: set at most {at_most:.4g}"
+            )
+
+
+def disk_space(directory: str) -> int:
+    """Counts the bytes that files in a directory may have: what is free, and what they have already."""
+    path = Path(directory)
+    used = sum(file.stat().st_blocks * 512 for file in path.glob("*/*/*.seg"))
+    return used + shutil.disk_usage(next(p for p in (path, *path.absolute().parents) if p.exists())).free
 
 
 def _check_files(config: Config, job_kind: JobKind, prompts: Sequence[PromptLine]) -> bool:

@@ -86,6 +86,8 @@ def as_text(ranking: Ranking, checked: CheckedQuery, width: int) -> str:
     if q.options.offload is not None:
         fetched = f"with {q.options.offload.hit_rate:.0%} hits fetches its part in {1e3 * first.phases['fetch']:.2f} ms"
         sections.append(wrapped(f"In host memory: {first.host_bytes / 1e9:.1f} GB per rank; a step {fetched}.", width))
+    if prefixes := _prefixes(checked, first):
+        sections.append(wrapped(prefixes, width))
     why = [ranking.reason, ranking.verdict]
     why += [compare_sparse(ranking)] if q.options.sparse is not None else []
     if q.draft_has_cost:
@@ -97,6 +99,17 @@ def as_text(ranking: Ranking, checked: CheckedQuery, width: int) -> str:
     to_serve = f"To serve it{shape if checked.config.model.path is None else ''}:"
     sections.append(f"{wrapped(to_serve, width)}\n{command_line(checked.command(first), width)}")
     return "\n\n".join(sections)
+
+
+def _prefixes(checked: CheckedQuery, choice: PlannedLayout) -> str:
+    # How many prefixes of the query's length fit in host memory and on disk; empty if none are kept there.
+    kv, size, link = checked.config.kv, choice.prefix_bytes, checked.query.hardware.link_bytes_per_s
+    if not kv.prefix_host_bytes:
+        return ""
+    text = f"A prefix of this length takes {size / 1e9:.3g} GB per rank: "
+    text += f"host memory holds {kv.prefix_host_bytes / size:.3g}"
+    text += f", the disk {kv.prefix_disk_bytes / size:.3g}" if kv.prefix_disk_bytes else ""
+    return text + (f". One comes back from host memory in {ms(size / link.value)}." if link is not None else ".")
 
 
 def _formats(options: Options) -> str:

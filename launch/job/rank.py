@@ -33,7 +33,7 @@ from helix.speculation import DraftModel
 from helix.worker.kv_cache import free_bytes
 from launch.client.errors import REFUSED
 from launch.inputs.job_kinds import JobKind
-from launch.inputs.preflight import CheckedRun, assemble, preflight, prepare_run
+from launch.inputs.preflight import CheckedRun, assemble, check_host, preflight, prepare_run
 from launch.inputs.prompt_files import ResultFile
 from launch.job import spawn
 from launch.job.membership import Job
@@ -110,6 +110,7 @@ def _run_job(
         try:
             device = gpu_name(job.rank_info) if config.comm.backend != "gloo" else None
             writes = job.leads and SOCKET not in os.environ  # else the client has already created the files
+            check_host(config, job.rank_info.local_world_size)
             plan = preflight(config, job.rank_info.world_size, device, job_kind, writes)
         except (ValueError, OSError) as error:
             problem = str(error)

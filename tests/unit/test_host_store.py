@@ -15,7 +15,7 @@ import torch
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.errors import ConfigError
 from helix.worker import host_store as module
-from helix.worker.host_store import HostStore, host_store, numa_node, prefer_numa_node
+from helix.worker.host_store import HostStore, available_memory, host_store, numa_node, prefer_numa_node
 
 GPU = torch.device("cuda", 0)
 MIB = 1 << 20
@@ -100,6 +100,17 @@ def test_every_rank_hears_of_one_that_gets_none(monkeypatch: pytest.MonkeyPatch)
     assert len(set(messages)) == 1 and closed == [1024, 1024]
     for part in ("rank 1", f"{1 << 62} bytes", "65536 bytes", "lower kv.offload_host_bytes"):
         assert part in messages[0]
+
+
+@pytest.mark.parametrize("limit, available", [(None, 7 << 10), ("max\n", 7 << 10), ("4096\n", 4096), ("9999\n", 7168)])
+def test_a_container_s_limit_counts(
+    limit: str | None, available: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in (("MEMINFO", "MemFree: 1 kB\nMemAvailable:       7 kB\n"), ("CONTAINER_LIMIT", limit)):
+        monkeypatch.setattr(module, name, tmp_path / name)
+        if text is not None:
+            (tmp_path / name).write_text(text)
+    assert available_memory() == available
 
 
 @pytest.mark.parametrize("text, node", [("1\n", 1), ("-1\n", None), (None, None)])

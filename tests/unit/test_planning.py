@@ -36,7 +36,7 @@ QUESTIONS = (
     "qwen2.5-7b gpus=8 context=1M batch=8",
     "qwen3-30b-a3b gpus=4 context=128K ttl_ms=20",
     "deepseek-v2-lite gpus=4 context=128K speculation=ngram acceptance=0.8",
-    "glm-5.2 gpus=8 context=1M",
+    "glm-5.2 gpus=8 context=1M kv.prefix_host_bytes=64e9 kv.prefix_dir=/nvme kv.prefix_disk_bytes=1e12",
     "gpt-oss-20b gpus=6 context=8K batch=2 comm.backend=nccl",
     "llama-3.1-8b gpus=4 context=128K batch=8 attention=block_sparse attention.num_blocks=16 "
     "speculation=ngram acceptance=.8",
@@ -89,9 +89,26 @@ def test_commands_pass_the_runtime_s_preflight(question: str) -> None:
             "comm.backend",
             "serve.port",
             "attention.num_blocks",
+            "kv.prefix_host_bytes",
         ):
             group, name = key.split(".")
             assert getattr(getattr(config, group), name) == getattr(getattr(checked.config, group), name), key
+
+
+@pytest.mark.parametrize(
+    "model, token_bytes",
+    [  # 28 layers x 2 x 4 heads x 128 x 2 bytes; (78 layers x 576 + 21 x 128) x 2 bytes, an eighth of the tokens
+        ("qwen2.5-7b gpus=1 context=128K", 57344),
+        ("glm-5.2 gpus=8 context=1M", 95232),
+    ],
+)
+def test_how_many_prefixes_host_memory_holds(model: str, token_bytes: int) -> None:
+    size = (131072 + 64) * token_bytes  # the next token has a page, too
+    text = " ".join(as_text(*answered(f"{model} kv.prefix_host_bytes=64e9"), 80).split())
+    assert f"takes {size / 1e9:.3g} GB per rank: host memory holds {64e9 / size:.3g}. One comes back" in text
+    assert f"from host memory in {size / 51.3e6:.2f} ms." in text
+    with pytest.raises(ValueError, match=r"mode dp does not support kv\.prefix_host_bytes=1000"):
+        check_query([*f"model={model}".split(), "kv.prefix_host_bytes=1000", "modes=dp"])
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from helix.kv_placement import KVPlacement
 from helix.layout import HelixLayout
 from helix.tokenizer import load_tokenizer
 from kernels.sparse.select_blocks import MAX_PAGES
+from launch.inputs import preflight as checked
 from launch.inputs.compose import RUN
 from launch.job import spawn
 from launch.run import main
@@ -143,6 +146,31 @@ def test_as_many_ranks_are_started_as_the_layout_has(prompts: Path, monkeypatch:
     monkeypatch.setattr(spawn, "launch", lambda count, *_: started.append(count) or 0)
     assert main([f"model.path={checkpoint('qwen3')}", f"decode.prompts={prompts}", "layout.kvp=2"]) == 0
     assert started == [2]
+
+
+@pytest.mark.parametrize(
+    "more, error",
+    [
+        (
+            "kv.prefix_host_bytes=6e9",
+            r"kv.prefix_host_bytes=6e\+09 is per rank, 12.0 GB of memory .* 10.0 GB: .* 5e\+09",
+        ),
+        ("kv.prefix_host_bytes=4e9", None),
+        (f"{HOST} kv.offload_host_bytes=7e9 {SPARSE}", r"kv.offload_host_bytes=7e\+09 .* 14.0 GB of memory for the 2"),
+        ("kv.prefix_host_bytes=1e9 kv.prefix_disk_bytes=2e9", r"kv.prefix_disk_bytes=2e\+09 .* 4.0 GB of disk space"),
+        ("kv.prefix_host_bytes=1e9 kv.prefix_disk_bytes=1.5e9", None),  # with what its files have already
+    ],
+)
+def test_what_the_host_does_not_have(
+    more: str, error: str | None, tmp_path: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checked, "available_memory", lambda: 10_000_000_000)
+    monkeypatch.setattr(checked.shutil, "disk_usage", lambda path: SimpleNamespace(free=3_000_000_000 - 4096))
+    (tmp_path / "model" / "rank").mkdir(parents=True)
+    (tmp_path / "model" / "rank" / "0.seg").write_bytes(bytes(4096))
+    config = plan(prompts, more + (f" kv.prefix_dir={tmp_path}" if "disk" in more else ""))
+    with pytest.raises(ValueError, match=error) if error else nullcontext():
+        checked.check_host(config, 2)
 
 
 @pytest.mark.parametrize("flag", ["-m", "--multirun"])
