@@ -24,7 +24,8 @@ from helix.engine.prefill_time import PrefillTime
 from helix.engine.prefix import PrefixTree
 from helix.engine.prefix_moves import PrefixMoves
 from helix.engine.request import Request
-from helix.engine.scheduler import MAX_CHUNK_S, MIN_CHUNK, SchedulePolicy, Scheduler
+from helix.engine.schedule_policy import SchedulePolicy
+from helix.engine.scheduler import MAX_CHUNK_S, MIN_CHUNK, Scheduler
 from helix.engine.scheduler_output import NewRequest, SchedulerOutput, StepPlan, StripeHeader, StripeMove
 from helix.engine.snapshots import StateSnapshots
 from helix.engine.stripe_store import StripeStore

@@ -12,7 +12,6 @@ import math
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from zlib import crc32
 
 import numpy as np
@@ -23,6 +22,7 @@ from helix.engine.prefill_time import PrefillTime
 from helix.engine.prefix_moves import PrefixMoves
 from helix.engine.request import Request
 from helix.engine.request_state import PendingTableUpdate, PendingTokens, RequestState
+from helix.engine.schedule_policy import SchedulePolicy
 from helix.engine.scheduler_output import NewRequest, PrefillChunk, SchedulerOutput, SharedPrefix, StepPlan, StripeMove
 from helix.engine.shared_prefix import shared_prefixes
 from helix.worker.graph_keys import SHARED_PREFIXES, DecodeGraphKey
@@ -35,50 +35,6 @@ LOOK_AHEAD = 32  # waiting requests to consider per DP rank and batch: the devic
 UNTIMED_STEPS = 2  # decode steps of a run of unknown duration: new requests wait for all of them
 SALT_MASK = (1 << 39) - 1  # bits of `hash(salt)` that ranks get; the hash differs between processes
 RETRY_S = 1.0  # interval to retry a request that did not fit: its prefix may be cached by then
-
-
-@dataclass(frozen=True)
-class Limits:
-    """How much prefill may delay decode steps.
-
-    Attributes:
-        stall_ms: maximum prefill time between two decode steps.
-        decode_share: minimum share of the time for decode; 0: a single step between two stalls.
-    """
-
-    stall_ms: float
-    decode_share: float
-
-
-GOALS = {  # (limits while prompts hardly wait, limits while they wait for long)
-    "latency": (Limits(25.0, 0.5), Limits(25.0, 0.5)),
-    "balance": (Limits(50.0, 0.25), Limits(400.0, 0.0)),
-    "throughput": (Limits(400.0, 0.0), Limits(1000.0, 0.0)),
-}
-
-
-class SchedulePolicy:
-    """Limits of prefill, which widen with the time that prompts wait."""
-
-    def __init__(self, schedule: ScheduleConfig) -> None:
-        self.tight, self.loose = (
-            Limits(
-                preset.stall_ms if schedule.max_prefill_stall_ms is None else schedule.max_prefill_stall_ms,
-                preset.decode_share if schedule.decode_share is None else schedule.decode_share,
-            )
-            for preset in GOALS[schedule.goal]
-        )
-
-    def max_prefill_stall_s(self, waiting_s: float) -> float:
-        """Returns the maximum seconds of prefill between two decode steps if other prompts wait `waiting_s`."""
-        return min(max(self.tight.stall_ms / 1e3, waiting_s), self.loose.stall_ms / 1e3)
-
-    def decode_debt_s(self, seconds: float, max_prefill_stall_s: float) -> float:
-        """Returns the seconds of decode owed after `seconds` of prefill; the wider the stall limit, the fewer."""
-        tight, loose = self.tight, self.loose
-        wide = (1e3 * max_prefill_stall_s - tight.stall_ms) / max(loose.stall_ms - tight.stall_ms, 1.0)
-        share = tight.decode_share + wide * (loose.decode_share - tight.decode_share)
-        return share / (1 - share) * min(seconds, tight.stall_ms / 1e3)
 
 
 class Scheduler:
@@ -317,6 +273,9 @@ class Scheduler:
                 self._may_admit_more = False
                 return
             _, s = self._waiting[at]
+            if self._waits_for_fork(s):
+                at += 1
+                continue
             fit = self._fit(s, now)
             if fit is None:
                 s.first_rejected_at = now if s.first_rejected_at is None else s.first_rejected_at
@@ -390,6 +349,31 @@ class Scheduler:
                 return dp_rank, table
         s.retry_pages, s.retry_at = available + 1, now + RETRY_S
         return None
+
+    def _waits_for_fork(self, s: RequestState) -> bool:
+        """Returns whether a prompt that is being read will leave a snapshot where a waiting one parts from it.
+
+        With states it can resume only there, and would otherwise compute the shared tokens again. It does not wait for
+        less than half of what it has to compute.
+        """
+        reading = [o for o in self.running.values() if o.num_computed_tokens < len(o.tokens)]
+        if not reading or s.max_new or not math.isinf(self._runner.recomputed_tokens):
+            return False
+        if s.request.sampling.prompt_logprobs is not None:
+            return False
+        tokens, salt, (tables, *_) = s.token_ids(), s.request.prefix_salt, self._dp_tables
+        hit = tables.tree.match(tokens, salt)
+        snapshot = tables.tree.last_snapshot(hit.node, hit.shared)
+        begin = 0 if snapshot is None else snapshot.tokens
+        best, reader = begin + (len(tokens) - begin) // 2, None
+        for other in reading:
+            if other.request.prefix_salt == salt:
+                end = tables.snapshots.fork(tokens, other.tokens)
+                if end > max(best, other.num_computed_tokens):
+                    best, reader = end, other
+        if reader is not None and best not in reader.snapshot_ends:
+            insort(reader.snapshot_ends, best)
+        return reader is not None
 
     def _by_preference(self, s: RequestState) -> list[int]:
         """Returns the DP ranks with a free slot: longest prefix hit first, then most free slots."""

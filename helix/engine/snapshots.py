@@ -5,6 +5,7 @@ prefix hit ends at a snapshot. Layers with a window can compute the tokens befor
 that. All snapshots end with a whole stripe of a prompt:
 
 - where it leaves the cached tokens of others (a junction), if no snapshot is there;
+- where a prompt that waits leaves it;
 - where its last message begins, since agents edit and repeat the last turn;
 - every `kv.snapshot_every` tokens;
 - at its end.
@@ -17,6 +18,8 @@ worthless; those may come back from host memory (`helix.engine.prefix_moves`).
 from __future__ import annotations
 
 from collections.abc import Callable
+
+import numpy as np
 
 from helix.engine.prefix import Node, PrefixTree, Snapshot
 
@@ -70,6 +73,14 @@ class StateSnapshots:
         regular = range(self._every, length, self._every) if self._every else ()
         ends = {end // self._tokens * self._tokens for end in (known, last_message, *regular, length - 1)}
         return sorted(end for end in ends if 0 < end < length)
+
+    def fork(self, tokens: np.ndarray, other: np.ndarray) -> int:
+        """Returns after how many tokens to take a snapshot of the prompt `other` that the prompt `tokens` can use."""
+        count = min(len(tokens), len(other)) - 1
+        if not self._num_on_gpu:
+            return 0
+        differ = np.flatnonzero(tokens[:count] != other[:count])
+        return (int(differ[0]) if len(differ) else count) // self._tokens * self._tokens
 
     def add(self, node: Node | None, tokens: int) -> tuple[int, int]:
         """Takes a snapshot after the first `tokens` tokens of the path to `node`.

@@ -78,6 +78,23 @@ def test_a_fork_computes_its_own_tokens_only(family: str, kvp: int, tpa: int) ->
     check(checkpoint(family), kvp, tpa, requests, [220, min(again, 220), 28, 28], snapshots=6)
 
 
+@pytest.mark.parametrize("kvp, tpa", GRIDS[1:3])
+@pytest.mark.parametrize("family", STATES)
+def test_forks_that_arrive_at_once_get_the_tokens_of_each_alone(family: str, kvp: int, tpa: int) -> None:
+    layout = HelixLayout.create("helix", kvp, tpa)
+    requests = [Request(i, DOCUMENT + question(i), NEW) for i in range(4)]
+
+    def run(engine: Engine) -> tuple[int, dict[int | str, tuple[int, ...]]]:
+        answers = {name: one.token_ids for name, one in generated(engine, requests).items()}
+        return engine.timings.prefill_tokens, answers
+
+    options: dict[str, Any] = dict(page_size=16 // kvp, prefill_chunk=70, adaptive=False)
+    path = checkpoint(family)
+    computed, together = on_loopback(path, layout, 16 // kvp, run, snapshots=6, **options)[0]
+    assert computed == 220 + 3 * 28
+    assert together == on_loopback(path, layout, 16 // kvp, run, prefix_cache=False, **options)[0][1]
+
+
 def recomputed(family: str) -> int:
     """Returns the tokens before a hit that windows compute again."""
     windows = spec_from_config(read_config(checkpoint(family))).windows

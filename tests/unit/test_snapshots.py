@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import numpy as np
@@ -13,6 +14,7 @@ from helix.engine.prefix import PrefixTree
 from helix.engine.snapshots import StateSnapshots
 from helix.kv_placement import Stripes
 from helix.layout import HelixLayout
+from tests.simulated_engine import SimulatedEngine
 
 STRIPE = 8
 
@@ -184,3 +186,36 @@ def test_indices_are_never_shared_and_content_follows() -> None:
                 assert index < 0 or content[index] == tokens[:known].tobytes()
         indices = [s.index for s in of.snapshots._snapshots]
         assert len({*indices}) == len(indices) <= on_gpu + on_host
+
+
+@pytest.mark.parametrize("chunk", [16, 4096])
+@pytest.mark.parametrize(
+    "shared, salts, computed",
+    [
+        (60, "aaaa", [69, 9, 9, 9]),
+        (60, "aabb", [69, 9, 69, 9]),
+        (5, "aaaa", [14, 14, 14, 14]),  # less than half of a prompt is not worth a wait
+    ],
+)
+def test_forks_that_arrive_at_once_compute_what_they_share_once(
+    shared: int, salts: str, computed: list[int], chunk: int
+) -> None:
+    engine = SimulatedEngine(400, max_batch=8, prefill_chunk=chunk, lacking=math.inf, snapshots=(6, 0, 0))
+    prompts = [[*range(shared), *(100 + n for _ in range(9))] for n in range(4)]
+    names = [engine.submit(p, 1, cache_salt=salt) for p, salt in zip(prompts, salts, strict=True)]
+    other = engine.submit([500] * 7, 1)
+    first = engine.advance()
+    assert first is not None
+    waiting = [name for name, tokens in zip(names, computed, strict=True) if tokens == 9]
+    assert {r.id for r in first.new_requests} == {*names, other} - {*waiting}, "the others wait for nobody"
+    engine.drain()
+    assert [engine.served[name].computed for name in names] == computed
+
+
+def test_a_fork_goes_on_when_the_prompt_it_waits_for_is_aborted() -> None:
+    engine = SimulatedEngine(400, max_batch=8, prefill_chunk=16, lacking=math.inf, snapshots=(6, 0, 0))
+    names = [engine.submit([*range(60), 100 + n], 1) for n in range(2)]
+    engine.advance()
+    engine.abort(names[0])
+    engine.drain()
+    assert engine.served[names[1]].computed == 61
