@@ -103,12 +103,7 @@ def check_offload(config: Config) -> None:
                 "kv.offload=none: set kv.offload=host, or leave out kv.offload_prefetch"
             )
         return
-    if config.attention.policy != "block_sparse":
-        raise ValueError(
-            f"kv.offload=host with attention.policy={config.attention.policy} would read the whole cache over the "
-            "link in each step: set attention=block_sparse, or kv.offload=none"
-        )
-    if config.speculation.drafter in ("mtp", "eagle3"):
+    if config.attention.policy == "block_sparse" and config.speculation.drafter in ("mtp", "eagle3"):
         raise ValueError(
             f"kv.offload=host offloads only the model's own layers, and speculation.drafter="
             f"{config.speculation.drafter} adds a layer to their pages: set speculation=ngram or another drafter, or "
@@ -202,6 +197,31 @@ def check_layout(layout: HelixLayout, spec: DecoderSpec) -> None:
         raise ValueError(
             f"layout.ep={layout.ep}, but the model has only {experts} experts: set layout.ep to at most {experts}; "
             "layout.tpf splits each expert over the other ranks"
+        )
+
+
+def check_offloaded_model(config: Config, layout: HelixLayout, spec: DecoderSpec) -> None:
+    """Checks that steps read a small part of a cache in host memory."""
+    if config.kv.offload == "none":
+        return
+    if spec.indexers:
+        if config.kv.offload_prefetch:
+            raise ValueError(
+                "kv.offload_prefetch=true guesses the blocks of attention=block_sparse; this model's indexers say "
+                "exactly which tokens its next layers read, and these are fetched ahead in any case: leave it out"
+            )
+        if layout.mode == "dp":
+            raise ValueError("kv.offload=host does not support layout.mode=dp: set layout.mode=helix")
+        return
+    if spec.attention.latent is not None:
+        raise ValueError(
+            "kv.offload=host supports latents (MLA) only in models with indexers (DSA); this one would read all of "
+            "them over the link in each step: set kv.offload=none"
+        )
+    if config.attention.policy != "block_sparse":
+        raise ValueError(
+            f"kv.offload=host with attention.policy={config.attention.policy} would read the whole cache over the "
+            "link in each step: set attention=block_sparse, or kv.offload=none"
         )
 
 
@@ -350,6 +370,6 @@ CONFIG_RULES: tuple[Callable[[Config], None], ...] = (
     check_resume,
 )  # fmt: skip
 MODEL_RULES: tuple[Callable[[Config, HelixLayout, DecoderSpec], None], ...] = (
-    check_cache, check_length, check_attention, check_sparse_drafter, check_data_parallel, check_states,
-    check_model_snapshots,
+    check_cache, check_length, check_attention, check_offloaded_model, check_sparse_drafter, check_data_parallel,
+    check_states, check_model_snapshots,
 )  # fmt: skip

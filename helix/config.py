@@ -95,9 +95,10 @@ class KVConfig:
         prefix_dir: directory for prefixes that leave host memory, and that outlive the server; needs prefix_host_bytes
             and prefix_disk_bytes. It holds the tokens of prompts and answers.
         prefix_disk_bytes: disk space per rank, with prefix_dir.
-        offload: none: the KV cache is on the GPU; host: it is in pinned host memory, and each step fetches the
-            blocks that it selects over the link (attention=block_sparse only).
-        offload_host_bytes: host memory for keys and values per rank, with offload=host.
+        offload: none: the KV cache is on the GPU; host: it is in pinned host memory, and each step fetches what it
+            selects over the link: blocks, with attention=block_sparse, or the latents that the model's indexers select
+            (DSA).
+        offload_host_bytes: host memory for keys and values, or latents, per rank, with offload=host.
         offload_gpu_bytes: GPU memory for keys and values per rank, with offload=host; unset: from memory_fraction.
         offload_prefetch: with offload=host, predicts the blocks of the next layer and fetches them while the current
             layer computes; blocks that the prediction missed are fetched when they are selected.

@@ -33,9 +33,8 @@ class DenseAttention(AttentionPolicy):
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step, layer: LayerAttention) -> PartialAttention:
         lo, hi = step.bounds(layer.window)
-        if layer.latent is not None and layer.topk is not None and (selected := step.selected) is not None:
-            slots, *bounds = selected
-            keys = cache.selected_latents(layer.latent, slots, bounds[0], bounds[1], layer.scale)
+        if layer.latent is not None and layer.topk is not None and step.selected is not None:
+            keys = cache.selection(layer.latent, step, layer.scale)
             return attend_selected(q, keys, prefill=step.cu_q is not None, sms=layer.sms(q.device), lane=layer.chunk)
         tables, latent = step.pages(layer.window), layer.latent
 

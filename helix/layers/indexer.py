@@ -68,6 +68,7 @@ class Indexer:
         spec, slots, shard = self.spec, step.slot_mapping(None), step.row_shard
         k, weights = self.down(x, exact=True).split([spec.width, spec.heads], 1)  # fp32
         reads_all = shard is None and step.cu_q is not None and step.max_k * step.placement.layout.kvp <= self.topk
+        reads_all = reads_all and not cache.over_link
         q = self.queries(latents).view(len(x), spec.heads, spec.width) if step.selects and not reads_all else None
         # For few single queries, the scoring kernel also builds the histogram of the selection.
         digit_counts = None

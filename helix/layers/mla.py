@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -276,7 +275,7 @@ class MLA(ShardedAttention):
         tensors = gathered(shard, cache, self._cache_names(cache))
         tensors = {"latents": self._unpack_latents(tensors)}  # unpacked once, for all rows
         layer = LayerAttention(self.window, self.scale, self.latent, topk=self.topk)
-        found = policy.attend(q, replace(cache, tensors=tensors), shard.step, layer).merge_states()[0]
+        found = policy.attend(q, LayerCache(cache.index, tensors, cache.accepted), shard.step, layer).merge_states()[0]
         return to_heads(shard, self.comm, per_head_linear(found, self.w_uv), self.shares)
 
     def prefetch_sequences(self, cache: KVCache, shard: RowShard) -> None:

@@ -159,7 +159,7 @@ class Sparse:
 
 @dataclass(frozen=True)
 class Offload:
-    """KV cache in host memory, from which block-sparse steps fetch the selected blocks.
+    """KV cache in host memory, from which block-sparse steps fetch the selected blocks, and DSA the selected latents.
 
     Attributes:
         hit_rate: share of the selected blocks that are resident on the GPU.
@@ -283,7 +283,7 @@ class Options:
 def check(spec: DecoderSpec, options: Options) -> None:
     """Raises ValueError for combinations that are not modeled."""
     s = options.speculation
-    if options.offload is not None and s is not None and s.layer is not None:
+    if options.offload is not None and s is not None and s.layer is not None and not spec.indexers:
         raise ValueError("kv.offload=host offloads only the model's own layers, not a draft layer: set kv.offload=none")
     if s is not None and s.sparsity is not None:
         what, remedy = "speculation=sparse", "use another drafter"

@@ -12,14 +12,11 @@ from helix.layers.specs import GatedDeltaSpec, MLASpec
 from helix.models import DecoderSpec
 from helix.planner.hardware import INTERPOLATED, PROVENANCE, Array, Hardware
 from helix.planner.layer import SCORE_BYTES, SLOT_BYTES, Layer, Phase
+from helix.planner.offload import blocks_on_gpu, fetch_latents, fetched_bytes
 from helix.planner.points import LayerDrafts, Options, Points, check, check_points
-from helix.setup.buffers import PIECE_TOKENS
-from helix.worker.kv_cache_spec import LISTS, MAX_RING_TOKENS
+from helix.worker.kv_cache_spec import MAX_RING_TOKENS
 
 DRAFT_STEP_KERNELS = 8  # small kernels per run of a draft layer: positions, norms, sampling
-NUMBER_BYTES = 4  # of an entry of the resident-block map
-RUN_EDGE_PAGES = 2  # pages that a run of tokens touches but does not fill
-CHUNK_TOKENS = 8192  # of a prompt chunk, besides two pieces of the tokens before it
 
 
 @dataclass(frozen=True)
@@ -119,6 +116,8 @@ def _forward(layer: Layer) -> tuple[list[Phase], Array]:
     if prefetch:
         exposed_s = np.maximum(0.0, link_s - sum(phase.seconds for phase in total.values()))
         add([replace(total["fetch"].times(0), name="wait for the link", seconds=exposed_s)])
+    if layer.options.offload is not None and layer.spec.indexers:
+        add(fetch_latents(layer, np.sum([phase.seconds for phase in total.values()], axis=0)))
     # The stage with the most layers sets the pace.
     seconds = sum(phase.seconds for phase in total.values()) * _stage_imbalance(layer)
     outer = _outer_phases(layer)
@@ -204,10 +203,18 @@ def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int
     copied_size = copied_size + sum(n * layer.state_bytes(mixer) for mixer, n in _states(spec).items())
     fixed_size = (fixed_size + copied_size) * imbalance
     chunk_bytes = (chunk_bytes + options.snapshots * copied_size) * imbalance
-    if sparse is not None and offload is not None:
-        host_bytes = paged * full
-        fixed_bytes, sequence_bytes = _offload_gpu_bytes(layer, paged / options.page_size)
-        fixed_bytes = fixed_bytes + chunk_bytes
+    beside_bytes = paged * sum(map(layer.index_bytes, spec.indexers))
+    if drafts is not None:  # all tokens are paged, whatever its window
+        draft_layer = _draft_layer(layer, drafts)
+        beside_bytes = beside_bytes + paged * draft_layer.token_numbers() * draft_layer.item["kv"]
+        beside_bytes = beside_bytes + paged * sum(map(draft_layer.index_bytes, drafts.spec.indexers))
+    if offload is not None:
+        host_bytes, fixed_bytes = paged * full, chunk_bytes
+        if spec.indexers:
+            sequence_bytes = beside_bytes + fetched_bytes(layer)
+        else:
+            prompts, sequence_bytes = blocks_on_gpu(layer, paged / options.page_size)
+            fixed_bytes = fixed_bytes + prompts
         room = free if offload.gpu_bytes is None else np.minimum(free, offload.gpu_bytes)
         prefix_bytes = host_bytes
     else:
@@ -215,11 +222,7 @@ def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int
         sequence_bytes = paged * imbalance * (full + windowed)
         if sparse is not None:  # two vectors per block or subblock; a key and a value per token
             sequence_bytes = sequence_bytes + paged * imbalance * bounded * sparse.bounds_per_block / sparse.block
-        sequence_bytes = sequence_bytes + paged * sum(map(layer.index_bytes, spec.indexers))
-        if drafts is not None:  # all tokens are paged, whatever its window
-            draft_layer = _draft_layer(layer, drafts)
-            sequence_bytes = sequence_bytes + paged * draft_layer.token_numbers() * draft_layer.item["kv"]
-            sequence_bytes = sequence_bytes + paged * sum(map(draft_layer.index_bytes, drafts.spec.indexers))
+        sequence_bytes = sequence_bytes + beside_bytes
         prefix_bytes = sequence_bytes
         if layer.self_drafts is not None:
             columns = layer.draft_keys() + layer.self_drafts.tail  # one rank may hold the whole tail
@@ -227,7 +230,7 @@ def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int
             sequence_bytes = sequence_bytes + scores * layer.kv * len(spec.full)
     sequence_bytes = sequence_bytes + fixed_size
     largest = np.maximum(np.floor((room - fixed_bytes) / sequence_bytes), 0)
-    if sparse is not None and offload is not None:
+    if offload is not None:
         largest = np.minimum(largest, np.floor(offload.host_bytes / host_bytes))
     sequences = layer.sequences
     kv_bytes, largest = sequences * sequence_bytes + fixed_bytes, largest.astype(np.int64) * p.dp
@@ -277,23 +280,6 @@ def _chunk_tokens(layer: Layer, tokens: int, sequences: int) -> Array:
     # Tokens of prompt chunks in a layer with a ring; see `helix.kv_placement.KVPlacement.chunk_pages`.
     block, page = layer.options.append_block, layer.options.page_size
     return -(-tokens // (layer.points.kvp * block)) * block + sequences * (block + 2 * page)
-
-
-def _offload_gpu_bytes(layer: Layer, pages: Array) -> tuple[Array, Array]:
-    # Minimum GPU bytes of an offloaded cache: for prompts, and per sequence of `pages` pages; the same formula as
-    # `helix.setup.offload.offload_bytes`.
-    layers, sparse, item = len(layer.spec.full), layer.options.sparse, layer.item
-    assert sparse is not None
-    block = 2 * sparse.block * layer.head_dim * item["kv"]  # a page of one head
-    page = layers * layer.kv * (2 * layer.head_dim * item["plain_kv"] * sparse.bounds_per_block + NUMBER_BYTES)
-    resident_block_bytes = layer.kv * (layers * (block + 4 * NUMBER_BYTES) + LISTS * 2 * NUMBER_BYTES)
-    drafts = layer.options.step_tokens - 1
-    whole = replace(sparse, topk=sparse.touched_blocks, parts=1)
-    resident_blocks = (
-        whole.blocks(layer.points.kvp) + RUN_EDGE_PAGES + drafts * -(-sparse.touched_blocks // layer.points.kvp)
-    )
-    prompts = (2 * PIECE_TOKENS + CHUNK_TOKENS) / sparse.block * layer.kv * block
-    return prompts, pages * page + layers * layer.kv * block + resident_blocks * resident_block_bytes
 
 
 def _stage_imbalance(layer: Layer) -> Array:

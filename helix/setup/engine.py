@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -18,7 +19,7 @@ from helix.layout import HelixLayout
 from helix.models.decoder import Decoder
 from helix.models.draft_layer import DraftLayer
 from helix.setup.buffers import MAX_SLOTS, fitting_slots, max_chunk, prompt_bytes, sampling_bytes, token_buffers
-from helix.setup.offload import make_host_snapshots, make_offloaded_cache
+from helix.setup.offload import make_host_snapshots, make_offloaded_cache, make_offloaded_latents
 from helix.setup.prefix_store import make_slabs
 from helix.speculation import (
     DraftBudget,
@@ -212,7 +213,9 @@ def build_engine(
     if isinstance(draft, DraftModel):
         capacity -= draft.slot_bytes(placement, sizes)
         draft_page = draft.page_bytes(placement)
-    make = make_offloaded_cache if kv.offload == "host" else make_cache
+    make: Callable[..., KVCache] = make_cache
+    if kv.offload == "host":
+        make = make_offloaded_latents if isinstance(spec.attention, MLASpec) else make_offloaded_cache
     cache = make(config, model, placement, sizes, capacity, draft_page)
     budget = min(wanted, max(placement.stripes.tokens_in(cache.pages) - drafts, 1))  # drafts follow a sequence
     max_length = min(budget, spec.max_positions)

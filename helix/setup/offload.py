@@ -14,15 +14,31 @@ from helix.attention.policies import budget_of, make_policy
 from helix.config import Config
 from helix.errors import ConfigError
 from helix.kv_placement import KVPlacement
-from helix.layers.specs import AttentionSpec
+from helix.layers.specs import AttentionSpec, MLASpec
 from helix.models import DecoderSpec
 from helix.models.decoder import Decoder
 from helix.setup.buffers import PIECE_TOKENS
 from helix.worker.blocks import BlockLayout
 from helix.worker.host_store import HostStore, host_store
 from helix.worker.kv_cache import slot_bytes, snapshot_bytes, with_bounds
-from helix.worker.kv_cache_spec import LISTS, EngineSizes, KVCacheSpec, dtype_name, keys_and_values, token_bytes
+from helix.worker.kv_cache_spec import (
+    LISTS,
+    EngineSizes,
+    KVCacheSpec,
+    dtype_name,
+    keys_and_values,
+    page_bytes,
+    token_bytes,
+)
 from helix.worker.offloaded_cache import OffloadedCache, OffloadMemory, ring_pages
+from helix.worker.offloaded_latents import (
+    FetchBuffer,
+    OffloadedLatents,
+    host_page_bytes,
+    latents_of,
+    most_sharing,
+    with_latents_on_host,
+)
 
 # FLOPs of a chunk's attention per byte of the link: a chunk of 4,096 takes 2.4 times as long as fetching its prefix,
 # for Qwen2.5-7B on an H200 with PCIe 5.
@@ -145,11 +161,54 @@ def make_offloaded_cache(
     cache = OffloadedCache(cache_specs, placement, replace(sizes, pages=pages), comm.device, memory)
     page_limits = (int(kv.offload_host_bytes) // page_bytes, (capacity - min_bytes) // gpu_page_bytes)
     on_host, on_gpu = (min(comm.all_gather_object(pages)) * stripes.page_tokens for pages in page_limits)
-    cache.remedy = (
-        f"kv.offload_host_bytes={kv.offload_host_bytes:.0f} has room for {on_host} tokens, and the GPU's share of "
-        f"{capacity} bytes for {on_gpu}: raise the smaller one, or layout.kvp"
-    )
+    cache.remedy = _remedy(kv.offload_host_bytes, capacity, on_host, on_gpu)
     return cache
+
+
+def make_offloaded_latents(
+    config: Config, model: Decoder, placement: KVPlacement, sizes: EngineSizes, capacity: int, draft_page: int = 0
+) -> OffloadedLatents:
+    """Creates a cache with its latents in host memory; arguments and errors as in `make_offloaded_cache`.
+
+    Index keys, and latents of a draft layer, take GPU memory.
+    """
+    kv, spec, comm, mixer = config.kv, model.spec, model.comm, model.spec.attention
+    assert isinstance(mixer, MLASpec) and mixer.topk is not None and kv.offload_host_bytes is not None
+    cache_specs = spec.kv_cache_specs(placement.layout, comm.rank, dtype_name(model.weights.dtype), kv.dtype)
+    cache_specs = with_latents_on_host(cache_specs, len(spec.layers))
+    host_page = host_page_bytes(cache_specs, placement.page_size)
+    gpu_page = sum(page_bytes(specs, placement.page_size) for specs in cache_specs) + draft_page
+    queries, layers = sizes.slots * sizes.queries, most_sharing(cache_specs)
+    fixed = FetchBuffer.bytes(latents_of(cache_specs), layers, queries, mixer.topk)
+    fixed += slot_bytes(cache_specs, placement, sizes)
+    capacity = capacity if kv.offload_gpu_bytes is None else int(kv.offload_gpu_bytes)
+    limits = int(kv.offload_host_bytes) // host_page, max(capacity - fixed, 0) // gpu_page
+    on_host, on_gpu = (min(pages) for pages in zip(*comm.all_gather_object(limits), strict=True))
+    pages, wanted = min(on_host, on_gpu, sizes.pages), sizes.pages if kv.tokens is not None else 1
+    if on_host < wanted:
+        raise ConfigError(
+            f"kv.offload_host_bytes={kv.offload_host_bytes:.0f} holds the latents of {on_host} pages of {host_page} "
+            f"bytes: set at least {wanted * host_page}"
+        )
+    if on_gpu < wanted:
+        share = f"kv.memory_fraction={kv.memory_fraction}" if kv.offload_gpu_bytes is None else "kv.offload_gpu_bytes"
+        raise ConfigError(
+            f"{share} gives {capacity} bytes of the GPU, but the latents that decode.max_batch={sizes.slots} sequences "
+            f"select in a step, and the index keys of {wanted} pages, take {fixed + wanted * gpu_page}: set at least "
+            "that, or lower decode.max_batch"
+        )
+    store = host_store((pages * host_page,), torch.uint8, comm)
+    cache = OffloadedLatents(cache_specs, placement, replace(sizes, pages=pages), comm.device, store, mixer.topk)
+    tokens = [limit * placement.stripes.page_tokens for limit in (on_host, on_gpu)]
+    cache.remedy = _remedy(kv.offload_host_bytes, capacity, *tokens)
+    return cache
+
+
+def _remedy(host_bytes: float, gpu_bytes: int, host_tokens: int, gpu_tokens: int) -> str:
+    return (
+        f"kv.offload_host_bytes={host_bytes:.0f} has room for {host_tokens} tokens, and the GPU's share of {gpu_bytes} "
+        f"bytes for {gpu_tokens}: raise the smaller one, or layout.kvp"
+    )
 
 
 def min_chunk(spec: DecoderSpec, dtype: str, kv: str) -> int:
@@ -162,8 +221,11 @@ def min_chunk(spec: DecoderSpec, dtype: str, kv: str) -> int:
 
 
 def short_chunk_warning(spec: DecoderSpec, dtype: str, kv: str, chunk: int) -> str | None:
-    """Returns a warning if chunks are so short that prefill waits for the link with this kv.dtype; else None."""
-    if chunk >= (needed := min_chunk(spec, dtype, kv)):
+    """Returns a warning if chunks are so short that prefill waits for the link with this kv.dtype; else None.
+
+    Not for latents: how long a chunk of them takes depends on the FFN more than on attention.
+    """
+    if isinstance(spec.attention, MLASpec) or chunk >= (needed := min_chunk(spec, dtype, kv)):
         return None
     return (
         f"warning: prompt chunks of {chunk:,} tokens wait for earlier tokens to arrive from host memory: set "

@@ -14,6 +14,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -33,6 +34,7 @@ from helix.worker.kv_cache_spec import (
     token_bytes,
 )
 from helix.worker.sequence_observer import PrefillCommitted, SequenceObserver, Span, StepCommitted
+from helix.worker.step import Step
 from helix.worker.transfers import to_device
 from kernels.paged_keys import PagedKeys
 from kernels.sparse.block_bounds import fold_blocks
@@ -46,7 +48,10 @@ class LayerCache:
         tensors: by name: per token [pages, page_size, *entry], per page [pages, *entry], per slot [slots, *entry], per
             row or recent token [slots, rows, *entry].
         accepted: [slots] int64, accepted rows of a sequence's last step; empty if no layer stores rows.
+        over_link: latents lie in host memory: only selections are read.
     """
+
+    over_link: ClassVar[bool] = False
 
     index: int
     tensors: Mapping[str, Tensor]
@@ -85,6 +90,12 @@ class LayerCache:
         """Returns the latents, of width `latent`, for attention; other arguments as in `paged`."""
         latents, scales, rope = self.tensors["latents"], self.tensors.get("latent_scales"), self.tensors.get("ropes")
         return PagedKeys(latents, latents[..., :latent], table, lo, hi, scale, k_scale=scales, rope=rope)
+
+    def selection(self, latent: int, step: Step, scale: float) -> PagedKeys:
+        """Returns the latents that an indexer selected for the queries of a step, see `Step.selected`."""
+        assert step.selected is not None
+        slots, lo, hi = step.selected
+        return self.selected_latents(latent, slots, lo, hi, scale)
 
     def selected_latents(self, latent: int, slots: Tensor, lo: Tensor, hi: Tensor, scale: float) -> PagedKeys:
         """Returns the latents in columns [lo, hi) of cache slots [N, width], as pages of one token."""

@@ -10,6 +10,7 @@ from typing import Literal
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}  # bytes, by torch's names
 LATENT_GROUP = 128  # elements of an e4m3 latent that share a scale, as in `kernels.scaled_keys`
 MAX_RING_TOKENS = 1024  # longer windows are stored in pages
+LATENTS = ("latents", "latent_scales", "ropes")  # names of the specs of MLA latents
 LISTS = 3  # lists of blocks to fetch from host memory: for the selection, and for the prefetches of two layers
 
 
@@ -58,6 +59,7 @@ class KVCacheSpec:
             them.
         window: size of the sliding window, in tokens, the query's own included; None: queries read all entries.
         by_head: a page stores its entries [heads] head by head, [heads, page_size].
+        on_host: it lies in host memory.
     """
 
     name: str
@@ -67,6 +69,7 @@ class KVCacheSpec:
     window: int | None = None
     before: int = 0
     by_head: bool = False
+    on_host: bool = False
 
     @property
     def bytes(self) -> int:
@@ -118,8 +121,8 @@ def token_bytes(specs: Iterable[KVCacheSpec]) -> int:
 
 
 def page_bytes(specs: Iterable[KVCacheSpec], page_size: int) -> int:
-    """Counts the bytes of a page of paged memory."""
-    return sum(k.bytes * (page_size if k.per == "token" else 1) for k in specs if k.is_paged)
+    """Counts the bytes of a page of paged memory on the GPU."""
+    return sum(k.bytes * (page_size if k.per == "token" else 1) for k in specs if k.is_paged and not k.on_host)
 
 
 def recomputed_tokens(layer_specs: Iterable[Iterable[KVCacheSpec]]) -> float:

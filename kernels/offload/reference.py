@@ -98,3 +98,13 @@ def write_back(
             ring_block = (row * ring_pages + column % ring_pages) * heads
             host[:, page * heads : (page + 1) * heads] = gpu_blocks[:, ring_block + head].to(host.device)
             gpu_block_of[:, :, page] = NOT_RESIDENT
+
+
+def fetch_tokens(
+    source: torch.Tensor, target: torch.Tensor, slots: torch.Tensor, counts: torch.Tensor, last: int | None = None
+) -> None:
+    """Plain torch `kernels.offload.fetch_tokens.fetch_tokens`."""
+    page_size = source.shape[1]
+    for to, row, count in zip(target, slots.long().to(source.device), counts.tolist(), strict=True):
+        columns = slice(0 if last is None else max(count - last, 0), count)
+        to[columns] = source[row[columns] // page_size, row[columns] % page_size].to(to.device)

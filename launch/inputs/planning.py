@@ -10,7 +10,7 @@ from functools import cached_property
 from math import inf, isfinite
 
 from helix.checks import check as check_config
-from helix.checks import check_cache
+from helix.checks import check_cache, check_offloaded_model
 from helix.config import AttentionConfig, Config, LayoutConfig, SpeculationConfig
 from helix.hub import local_directory
 from helix.layout import HelixLayout
@@ -67,7 +67,9 @@ class CheckedQuery:
     def runtime_overrides(self, choice: PlannedLayout) -> list[str]:
         """Returns the overrides that make the runtime use this layout, without the model."""
         q, layout, sparse, offload = self.query, choice.layout, self.query.options.sparse, self.query.options.offload
-        tokens = 0 if offload is not None else None if sparse is None else sparse_pays_from(q, choice)
+        tokens = None
+        if sparse is not None:
+            tokens = 0 if offload is not None else sparse_pays_from(q, choice)
         choice_overrides = [f"layout={layout.mode}"] if layout.mode != "helix" else []
         widths = {key: getattr(layout, key) for key in WIDTHS if key != "tpf"}  # tpf follows from the others
         choice_overrides += [f"layout.{key}={width}" for key, width in widths.items() if width > 1]
@@ -129,6 +131,7 @@ def check_query(overrides: Sequence[str], settings: Settings = PLAN.settings) ->
         config.model.dtype = "bfloat16"
         overrides = [*overrides, "model.dtype=bfloat16"]
     check_cache(config, HelixLayout.create(), spec)
+    check_offloaded_model(config, HelixLayout.create(), spec)
     if "attention.from_tokens" not in typed:
         config.attention.from_tokens = 0  # predict sparse at every length; the command sets where it pays off
     if config.context > spec.max_positions:
@@ -138,6 +141,11 @@ def check_query(overrides: Sequence[str], settings: Settings = PLAN.settings) ->
         raise ValueError(
             f"context={config.context} exceeds {model}'s {spec.context}: set at most {spec.max_positions}"
             f"{spec.stretched(config.context)}"
+        )
+    if spec.indexers and "hits" in typed:
+        raise ValueError(
+            f"hits={config.hits:g}: this model's indexers select tokens, and each step fetches all that it selects: "
+            "leave it out"
         )
     given = [(key, getattr(layout, key)) for key in WIDTHS]
     options = planner_options(config, spec)
@@ -232,7 +240,8 @@ def remedies(checked: CheckedQuery) -> list[tuple[list[str], Ranking]]:
     planned as if it were typed.
     """
     q, config = checked.query, checked.config
-    offload = ["kv.offload=host", *(["attention=block_sparse"] if config.attention.policy == "dense" else [])]
+    needs_blocks = config.attention.policy == "dense" and not q.spec.indexers
+    offload = ["kv.offload=host", *(["attention=block_sparse"] if needs_blocks else [])]
     found = [_replan(checked, [change]) for change in FP8]
     if not any(found):
         found.append(_replan(checked, FP8))

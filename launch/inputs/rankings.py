@@ -84,7 +84,8 @@ def as_text(ranking: Ranking, checked: CheckedQuery, width: int) -> str:
     ]
     sections += [wrapped("\n".join(lacking), width)] if lacking else []
     if q.options.offload is not None:
-        fetched = f"with {q.options.offload.hit_rate:.0%} hits fetches its part in {1e3 * first.phases['fetch']:.2f} ms"
+        hits = "" if q.spec.indexers else f"with {q.options.offload.hit_rate:.0%} hits "
+        fetched = f"{hits}fetches its part in {1e3 * first.phases['fetch']:.2f} ms"
         sections.append(wrapped(f"In host memory: {first.host_bytes / 1e9:.1f} GB per rank; a step {fetched}.", width))
     if prefixes := _prefixes(checked, first):
         sections.append(wrapped(prefixes, width))

@@ -316,6 +316,8 @@ def settings_of(
         assert spec is not None
         settings |= _self_drafts(page, rng)
     lossy = blocks and _block_sparse(layout, settings, dtype, rng)
+    if spec is not None and spec.indexers and drafter != "sparse" and rng.random() < 0.3:
+        settings |= {"kv.offload": "host", "kv.offload_host_bytes": 1e9}
     if settings["kv.prefix_cache"] and settings.get("kv.offload") != "host":
         settings["kv.prefix_host_bytes"] = rng.choice((0, 0, 2e6, 2e7))
         if settings["kv.prefix_host_bytes"] and rng.random() < 0.3:

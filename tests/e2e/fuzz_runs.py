@@ -42,6 +42,7 @@ from helix.setup.drafts import load_eagle3
 from helix.setup.engine import build_engine
 from helix.speculation import DraftModel, ModelDrafter, SparseDrafter
 from helix.worker.offloaded_cache import OffloadedCache
+from helix.worker.offloaded_latents import OffloadedLatents
 from launch.inputs.preflight import CheckedRun, preflight
 from tests.e2e.fuzz_cases import Case, CaseRequest
 from tests.e2e.masked_attention import MaskedAttention
@@ -300,6 +301,8 @@ def _unwritten(engine: Engine) -> Iterator[torch.Tensor]:
     yield from (tensor for group in cache.groups for tensor in group.on_host.values())
     if isinstance(cache, OffloadedCache):
         yield from cache.on_gpu
+    if isinstance(cache, OffloadedLatents):
+        yield from cache.buffer.tensors.values()
     if isinstance(drafter, SparseDrafter) and drafter.scores is not None:
         yield drafter.scores.planes
     if isinstance(drafter, ModelDrafter):

@@ -28,6 +28,7 @@ from kernels.mla.expanded_prefill import expanded_prefill
 from kernels.mla.per_head_linear import per_head_linear
 from kernels.mla.prefill import mla_prefill
 from kernels.offload.copy_blocks import copy_blocks
+from kernels.offload.fetch_tokens import fetch_tokens
 from kernels.offload.resolve import resolve
 from kernels.offload.write_back import write_back
 from kernels.paged_keys import KeyScores, PagedKeys
@@ -266,6 +267,9 @@ def offload() -> Iterator[Launch]:
     for words in (16384, 8448, 12416):  # pages of 128 tokens of a head of 128: bf16, e4m3, and only values in e4m3
         listed = BlockList(i32(4, 64), i32(4, 64), i32(4))
         yield launch(f"copy-blocks-{words}", copy_blocks, i32(2, PAGES, words), i32(2, PAGES, words), listed)
+    for words, last in ((288, None), (128, None), (4, None), (288, 1)):  # latents: bf16, e4m3, scales; a step's own
+        to = i32(8, 2048, words), i32(8, 2048), i32(8)
+        yield launch(f"fetch-tokens-{words}-{last}", fetch_tokens, i32(PAGES, 64, words), *to, last)
     memory = numbers(2, PAGES, 2, 128, 128)
     lengths = i32(4, 40), i64(4), i64(4), i64(4)
     yield launch("write-back", write_back, memory, memory, i32(2, 4, PAGES), *lengths, 2, 0, 2, **grid)

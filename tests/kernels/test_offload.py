@@ -20,7 +20,9 @@ from torch import Tensor
 from helix.kv_placement import KVPlacement
 from helix.layout import HelixLayout
 from kernels.offload.copy_blocks import copy_blocks
+from kernels.offload.fetch_tokens import fetch_tokens
 from kernels.offload.reference import copy_blocks as reference_copy
+from kernels.offload.reference import fetch_tokens as reference_fetch
 from kernels.offload.reference import resolve as reference
 from kernels.offload.reference import write_back as reference_write
 from kernels.offload.resolve import resolve
@@ -366,6 +368,32 @@ def test_listed_blocks_are_copied(lists: int, words: int, layers: int, programs:
     found = target.to(device)
     copy_blocks(source.to(device), found, on_device, programs)
     assert torch.equal(found.cpu(), wanted)
+
+
+@pytest.mark.parametrize("words, page, width, last", [
+    (288, 64, 40, None), (288, 64, 40, 1), (128, 16, 100, 3), (4, 16, 70, None), (576, 1, 9, 9), (5000, 4, 3, 2),
+])  # fmt: skip
+@pytest.mark.parametrize("by_head", [False, True])
+def test_selected_tokens_are_copied(
+    words: int, page: int, width: int, last: int | None, by_head: bool, device: torch.device
+) -> None:
+    """Of each query all, or the last few; what lies beyond the count stays as it is, and its slots are arbitrary."""
+    gen, pages, counts = torch.Generator().manual_seed(words), 7, [0, 1, width // 2, width]
+    shape = (pages, words, page) if by_head else (pages, page, words)
+    source = torch.randint(-(2**31), 2**31 - 1, shape, generator=gen, dtype=torch.int32)
+    source = source.transpose(1, 2) if by_head else source
+    slots = torch.randint(0, pages * page, (len(counts), width), generator=gen, dtype=torch.int32)
+    target = torch.full((len(counts), width, words), -7, dtype=torch.int32)
+    wanted = target.clone()
+    for n, count in enumerate(counts):
+        slots[n, count:] = 2**31 - 1
+        for j in range(0 if last is None else max(count - last, 0), count):
+            wanted[n, j] = source[int(slots[n, j]) // page, int(slots[n, j]) % page]
+    found, numbers = target.to(device), torch.tensor(counts, dtype=torch.int32, device=device)
+    fetch_tokens(source.to(device), found, slots.to(device), numbers, last)
+    assert torch.equal(found.cpu(), wanted)
+    reference_fetch(source, target, slots, torch.tensor(counts, dtype=torch.int32), last)
+    assert torch.equal(target, wanted)
 
 
 def fetched_behind_a_write(generator: random.Random, *waiting: ModuleType) -> bool:

@@ -37,6 +37,7 @@ QUESTIONS = (
     "qwen3-30b-a3b gpus=4 context=128K ttl_ms=20",
     "deepseek-v2-lite gpus=4 context=128K speculation=ngram acceptance=0.8",
     "glm-5.2 gpus=8 context=1M kv.prefix_host_bytes=64e9 kv.prefix_dir=/nvme kv.prefix_disk_bytes=1e12",
+    "glm-5.2 gpus=8 context=1M batch=8 kv.offload=host --kv-cache-dtype fp8",
     "gpt-oss-20b gpus=6 context=8K batch=2 comm.backend=nccl",
     "llama-3.1-8b gpus=4 context=128K batch=8 attention=block_sparse attention.num_blocks=16 "
     "speculation=ngram acceptance=.8",

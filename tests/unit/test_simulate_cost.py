@@ -18,12 +18,20 @@ from helix.layout import HelixLayout
 from helix.models.loading import weights_of
 from helix.planner.hardware import E4M3, PROVENANCE, QUANTIZED, Hardware, Stored, sent_bytes
 from helix.planner.layer import COUNTED_DIGITS, DIGIT_VALUES, Layer, pipelined
+from helix.planner.offload import CHUNK_TOKENS
 from helix.planner.points import Offload, Options, Points, Sparse, Speculation
-from helix.planner.step import CHUNK_TOKENS, Memory, StepCost, memory_of, predict
+from helix.planner.step import Memory, StepCost, memory_of, predict
 from helix.setup.offload import offload_bytes
 from helix.setup.parts import make_formats, make_spec
 from helix.worker.kv_cache import KVCache, with_bounds
 from helix.worker.kv_cache_spec import LATENT_GROUP, EngineSizes, page_bytes, token_bytes
+from helix.worker.offloaded_latents import (
+    FetchBuffer,
+    host_page_bytes,
+    latents_of,
+    most_sharing,
+    with_latents_on_host,
+)
 from kernels.indexer import keys, select_topk
 from kernels.scaled_keys import GROUP
 from launch.inputs.auto_layout import planner_options
@@ -278,6 +286,33 @@ def test_latents_are_counted_as_the_runtime_counts_them(kv: str, known: str) -> 
     assert {token_bytes(kept) for kept in cache_specs} == {{"auto": 1152, "fp8": 656}[kv]}
     found = memory_of(spec, H200, Points.of("helix", 1, kvp=8), K128, Options("bf16", known, "bf16"))
     assert found.kv_bytes[0] == pytest.approx(pages * sum(page_bytes(kept, 64) for kept in cache_specs), rel=EXACT)
+
+
+@pytest.mark.parametrize("model, sharing", [("glm-5.2", 4), ("deepseek-v3.2", 1)])
+def test_offloaded_latents_are_counted_as_the_runtime_counts_them(model: str, sharing: int) -> None:
+    """And a step waits for what the layers with an indexer select, the others fetch ahead."""
+    spec, layout = load_spec(model), HelixLayout.create("helix", 8)
+    pages = KVPlacement(layout, 0, 16, 64).stripes.pages_for(K128 + 1)
+    cache_specs = with_latents_on_host(spec.kv_cache_specs(layout, 0, "bfloat16"), len(spec.layers))
+    fixed = FetchBuffer.bytes(latents_of(cache_specs), most_sharing(cache_specs), 3, 2048)
+    assert most_sharing(cache_specs) == sharing
+    options, points = Options("fp8", "bf16", "bf16", offload=Offload(0.0)), Points.of("helix", 3, kvp=8)
+    found = memory_of(spec, H200, points, K128, options)
+    index_bytes = sum(page_bytes(kept, 64) for kept in cache_specs)
+    assert found.kv_bytes[0] == pytest.approx(3 * pages * index_bytes + fixed, rel=EXACT)
+    assert found.host_bytes[0] == pytest.approx(3 * pages * host_page_bytes(cache_specs, 64), rel=EXACT)
+    half = replace(options, offload=Offload(0.0, host_bytes=2.5 * found.host_bytes[0] / 3))
+    assert memory_of(spec, H200, points, K128, half).largest_batch[0] == 2
+    on_gpu, offloaded = (predict(spec, H200, points, K128, replace(options, offload=o)) for o in (None, Offload(0.0)))
+    layers, selecting, rate = len(spec.layers), len(spec.indexers), H200.link_bytes_per_s
+    assert rate is not None
+    come_s = 3 * 2048 / 8 * 1152 / rate.value
+    extra = layers * H200.kernel_s.value + selecting * come_s
+    assert offloaded.ttl_s[0] - on_gpu.ttl_s[0] == pytest.approx(extra, rel=1e-6)
+    slow = replace(H200, link_bytes_per_s=replace(rate, value=1e8))
+    assert predict(spec, slow, points, K128, options).ttl_s[0] > layers * come_s * rate.value / 1e8, "the link decides"
+    with pytest.raises(ValueError, match="no link_bytes_per_s"):
+        predict(spec, replace(H200, link_bytes_per_s=None), points, K128, options)
 
 
 @pytest.mark.parametrize("mode, kvp, tpa", [("helix", 4, 1), ("helix", 2, 4), ("tp", 1, 8), ("medha", 2, 2)])
