@@ -38,6 +38,7 @@ from helix.worker.model_runner import ModelRunner
 TOKEN_S = 1e-4  # per prefill token at the beginning of a context
 STEP_S = 2e-3
 DOUBLING = 500.0
+SNAPSHOT_SLABS = 2
 
 
 def calls_of(work: Callable[[], object]) -> int:
@@ -219,10 +220,12 @@ class SimulatedEngine:
         plan = StepPlan(drafts, seconds=step_s)
         self.moves: PrefixMoves | None = None
         self.moving: list[SimulatedMove] = []
-        self.slabs = np.full((slabs, self.stripes.pages, kvp, page_size), -3, dtype=np.int64)
+        # A stripe's tokens, and for a part of a snapshot its tokens, its state and the part's number.
+        self.slabs = np.full((slabs, self.stripes.pages, kvp, page_size + 3), -3, dtype=np.int64)
         self.rng, self.failing = np.random.default_rng(slabs), failing
         if slabs and homes == 1:
-            self.moves = PrefixMoves(self.tables[0], self.times, StripeStore(slabs, records), 1000, 1)
+            given = StripeStore(slabs, records), 1000, 1, b"", SNAPSHOT_SLABS
+            self.moves = PrefixMoves(self.tables[0], self.times, *given)
             self.moves.start_s = 0.0
             if records:
                 self.moves.collect([(0, (0, 0.0, []))], 0.0)  # empty files
@@ -378,15 +381,30 @@ class SimulatedEngine:
                 self.slabs[slab] = content
             else:
                 self.slabs[slab] = -6
+        if move.snapshot >= 0:
+            self.copy_snapshot(move, moving.failed)
+            return
         for i, (slab, pages) in enumerate(zip(move.slabs, move.pages, strict=True)):
             if move.kind in ("write", "read"):
                 break
             to, at, content = (
-                (self.slabs, slab, self.memory[0, pages])
+                (self.slabs[..., :-3], slab, self.memory[0, pages])
                 if move.kind == "store"
-                else (self.memory[0], pages, self.slabs[slab])
+                else (self.memory[0], pages, self.slabs[slab, ..., :-3])
             )
             to[at] = -4 if i in moving.failed else content
+
+    def copy_snapshot(self, move: StripeMove, failed: Sequence[int]) -> None:
+        assert len(move.slabs) == SNAPSHOT_SLABS
+        if move.kind == "store":
+            for i, slab in enumerate(move.slabs):
+                self.slabs[slab] = -7
+                self.slabs[slab, 0, 0, -3:] = (-4, -4, i) if i in failed else (*self.snapshots[0, move.snapshot], i)
+            return
+        parts = [self.slabs[slab, 0, 0, -3:].tolist() for slab in move.slabs]
+        whole = [tuple(part[:2]) for part in parts if part[2] == parts.index(part)]
+        assert failed or whole == [whole[0]] * SNAPSHOT_SLABS, "parts of several snapshots"
+        self.snapshots[0, move.snapshot] = (-5, -5) if failed else whole[0]
 
     def report_moves(self) -> None:
         """Ends moves that are due; loads and stores are independent of each other."""
@@ -416,6 +434,7 @@ class SimulatedEngine:
         for moving in self.moving:  # a load may have begun to write
             if moving.move.kind == "load":
                 self.memory[0, moving.move.pages] = -5
+                self.snapshots[0, moving.move.snapshot] = (-5, -5)
         self.in_flight.append(batch := InFlightBatch([]))
         work = sum(self.times.work(s.begin, s.end) for s in decision.prefill_chunks)
         seconds = work * TOKEN_S

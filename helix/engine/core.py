@@ -128,7 +128,8 @@ class Engine:
         if self._moves is None:
             store = StripeStore(len(slabs.slabs), slabs.num_records)
             processes = self.comm.num_processes
-            self._moves = PrefixMoves(self.tables[0], self._times, store, slabs.max_bytes, processes, slabs.identity)
+            of_slabs = slabs.max_bytes, processes, slabs.identity, slabs.snapshot_slabs
+            self._moves = PrefixMoves(self.tables[0], self._times, store, *of_slabs)
         else:  # what is in host memory and on disk stays valid
             self._moves.reset(self.tables[0], self._times)
         return self._moves

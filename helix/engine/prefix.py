@@ -76,6 +76,7 @@ class Snapshot:
         worth: value of the last dropped snapshot at its last use, plus the work of its tokens.
         is_stored: whether its tokens' pages are in host memory or on disk.
         is_dropped: it is not stored any more.
+        users: moves in flight that copy it, which is neither moved nor overwritten meanwhile.
     """
 
     index: int
@@ -84,6 +85,7 @@ class Snapshot:
     worth: float = 0.0
     is_stored: bool = False
     is_dropped: bool = False
+    users: int = 0
 
 
 @dataclass(frozen=True)

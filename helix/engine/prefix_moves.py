@@ -9,8 +9,9 @@ the other, and a move is done when all ranks have said so.
 - Restores. A request whose prefix lies in slabs or records is admitted once its stripes are in pages again, if that is
   predicted to be faster than computing them. A restore reads records into slabs, if it has to; then it is like a
   sequence that computes nothing: it takes pages, and when all ranks have filled them, its stripes enter the prefix
-  tree, where the request finds them. If it takes longer than computing would have, or fails, the request does not wait
-  for it. Nor does it wait long for the ranks to have said what their files hold.
+  tree, where the request finds them. The snapshot from which the request resumes comes back with them. If a restore
+  takes longer than computing would have, or fails, the request does not wait for it. Nor does it wait long for the
+  ranks to have said what their files hold.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from helix.engine.prefill_time import PrefillTime
 from helix.engine.prefix import Node, PrefixHit, Snapshot, path
 from helix.engine.request_state import RequestState, Restore
 from helix.engine.scheduler_output import MoveKind, StripeHeader, StripeMove
-from helix.engine.stripe_store import ChainHashes, Stripe, StripeStore
+from helix.engine.snapshots import StateSnapshots
+from helix.engine.stripe_store import ChainHashes, Stripe, StripeStore, snapshot_headers
 from helix.kv_placement import NO_PAGES
 
 START_S = 0.01  # of a restore: a decision, an event, a report
@@ -53,6 +55,7 @@ class Prefix:
     """Stripes `[begin, end)`, in tokens, of a prompt whose first block is on kvp rank `start`.
 
     Attributes:
+        parts: of the snapshot at the end, unless it is on the GPU, or there is none.
         prefill_s, restore_s: predicted seconds of computing what they save, 0 if unknown, and of restoring them.
     """
 
@@ -60,8 +63,14 @@ class Prefix:
     begin: int
     end: int
     stripes: Sequence[Stripe]
+    parts: Sequence[Stripe]
     prefill_s: float
     restore_s: float
+
+    @property
+    def slabs(self) -> list[Stripe]:
+        """All that has to be in slabs, in order."""
+        return [*self.stripes, *self.parts]
 
     @property
     def saved_s(self) -> float:
@@ -95,6 +104,7 @@ class PrefixMoves:
         stripe_bytes: bytes of a stripe on the fullest rank.
         processes: number of processes that report each move.
         identity: of model and settings, which the hashes depend on.
+        snapshot_slabs: slabs of a snapshot; 0: none are stored.
 
     Attributes:
         start_s: seconds that any restore takes.
@@ -112,13 +122,14 @@ class PrefixMoves:
         stripe_bytes: int,
         processes: int,
         identity: bytes = b"",
+        snapshot_slabs: int = 0,
     ) -> None:
         self.store, self.counters = store, Counter[str]()  # seconds are no integers, which Counter allows
         self.prefill_start: Callable[[int], int] = lambda num_cached_tokens: num_cached_tokens
         self._tables, self._times = tables, times
         self._stripes = tables.tree.stripes
         self._hashes = ChainHashes(self._stripes.tokens, identity)
-        self._stripe_bytes, self._processes = stripe_bytes, processes
+        self._stripe_bytes, self._processes, self._snapshot_slabs = stripe_bytes, processes, snapshot_slabs
         self._numbers = count(1)
         self._in_flight: dict[int, InFlightMove] = {}
         self._outbox: list[StripeMove] = []
@@ -139,6 +150,7 @@ class PrefixMoves:
         self._tables, self._times = tables, times
         self._offers.clear()
         self._restores.clear()
+        self.store.forget_snapshots()
         for move in self._outbox:  # never sent
             self._in_flight.pop(move.number).finish(set(range(len(move.slabs))), 0.0)
         self._outbox.clear()
@@ -222,6 +234,7 @@ class PrefixMoves:
         self.store.touch(known)
         if not headers:
             self._link_snapshots(node, known)
+            self._store_snapshots(known)
         begin = len(known) * size
         pages = tree.pages_of(PrefixHit(start, begin + len(headers) * size, 0, node))[0]
         before, added = np.split(pages, [self._stripes.columns(0, begin).stop])
@@ -255,7 +268,59 @@ class PrefixMoves:
                     self._unwritten.append(stripe)
 
         self._send("store", stripes, finish, pages=held.pages[self._stripes.columns(begin, end)])
+        self._store_snapshots([*known, *stripes])
         return True
+
+    def _store_snapshots(self, stripes: Sequence[Stripe]) -> None:
+        """Sends the snapshots at the ends of a prefix's stripes that are on the GPU and not in slabs."""
+        for stripe in stripes:
+            snapshot = _snapshot(stripe)
+            if not self._snapshot_slabs or snapshot is None or snapshot.users:
+                continue
+            headers = self._parts(stripe)
+            found = [self.store.get(header.key) for header in headers]
+            if any(part is not None and part.slab >= 0 for part in found) or not self._snapshots.is_on_gpu(snapshot):
+                continue
+            with self._used(stripes):
+                parts = self.store.add(headers)
+            if len(parts) < len(headers):
+                for part in reversed(parts):
+                    self.store.filled(part, False)
+                self.counters["dropped"] += len(headers)
+                return
+            snapshot.users += 1
+            self._storing += len(parts) * self._stripe_bytes
+            self._send("store", parts, partial(self._snapshot_stored, snapshot, parts), snapshot=snapshot.index)
+
+    def _snapshot_stored(self, snapshot: Snapshot, parts: Sequence[Stripe], failed: set[int], seconds: float) -> None:
+        snapshot.users -= 1
+        self._storing -= len(parts) * self._stripe_bytes
+        self._count("stored", 0 if failed else len(parts), seconds)
+        for part in reversed(parts):
+            self.store.filled(part, not failed)
+        if self.store.records and not failed:
+            self._unwritten.extend(parts)
+
+    def _parts(self, stripe: Stripe) -> list[StripeHeader]:
+        if stripe.parts is None:
+            given = self._snapshot_slabs, self._stripes.tokens, self.store.records > 0
+            stripe.parts = snapshot_headers(stripe.header, *given)
+        return stripe.parts
+
+    def _stored_snapshot(self, stripe: Stripe, from_disk: bool) -> list[Stripe]:
+        """Returns the parts of the snapshot at a stripe's end, or none if one is not in a slab, or in a record."""
+        headers = self._parts(stripe)
+        found = (self.store.get(header.key) for header in headers)
+        parts = [part for part in found if part is not None and self._is_at_hand(part, from_disk)]
+        return parts if len(parts) == len(headers) else []
+
+    def _is_at_hand(self, stripe: Stripe, from_disk: bool) -> bool:
+        """Returns whether a stripe is in a slab or, if it may be read, in a record."""
+        return stripe.is_ready or (stripe.record >= 0 and stripe.slab < 0 and from_disk)
+
+    @property
+    def _snapshots(self) -> StateSnapshots:
+        return self._tables.snapshots
 
     def _write(self, now: float) -> None:
         """Sends writes, as many at a time as a tenth of the slabs: these are not evicted meanwhile."""
@@ -353,7 +418,7 @@ class PrefixMoves:
         if len(self._restores) >= free_slots:
             return self._fits(s, found, hit)
         restore = Restore(now + (max(found.prefill_s, found.restore_s) + GRACE_S if found.prefill_s else STALL_S))
-        records = [stripe for stripe in found.stripes if stripe.slab < 0]
+        records = [stripe for stripe in found.slabs if stripe.slab < 0]
         if not records:
             if not self._load(s, found, hit, restore):
                 return False
@@ -380,31 +445,36 @@ class PrefixMoves:
             ends: list[int] = []  # numbers of stripes: without any record, and all
             for key in islice(self._hashes.keys(prompt, s.request.prefix_salt, start), begin // size, None):
                 stripe = self.store.get(key)
-                if stripe is None or (not stripe.is_ready and (stripe.record < 0 or stripe.slab >= 0 or not from_disk)):
+                if stripe is None or not self._is_at_hand(stripe, from_disk):
                     break
                 if not stripe.is_ready and not ends:
                     ends.append(len(stripes))
                 stripes.append(stripe)
             for end in (*ends, len(stripes)):
-                resume = self.prefill_start(begin + end * size)
-                snapped = [i for i in range(1, end + 1) if _snapshot(stripes[i - 1]) is not None]
-                if snapped and begin + snapped[-1] * size > resume:
-                    end, resume = snapped[-1], begin + snapped[-1] * size
+                resume, parts = self.prefill_start(begin + end * size), list[Stripe]()
+                for i in range(end, 0, -1) if self._snapshots.are_taken else ():
+                    if begin + i * size <= resume:
+                        break
+                    is_here = _snapshot(stripes[i - 1]) is not None
+                    parts = [] if is_here else self._stored_snapshot(stripes[i - 1], from_disk)
+                    if is_here or parts:
+                        end, resume = i, begin + i * size
+                        break
                 run = stripes[:end]
                 if not run or resume <= at:
                     continue
-                records = sum(stripe.slab < 0 for stripe in run)
-                restore_s = self.start_s + len(run) * self._stripe_bytes / self._link_rate
+                records = sum(stripe.slab < 0 for stripe in (*run, *parts))
+                restore_s = self.start_s + (len(run) + len(parts)) * self._stripe_bytes / self._link_rate
                 restore_s += records * self._stripe_bytes / self._disk_rate
                 prefill_s = self._times.seconds(self._times.work(at, resume))
-                yield Prefix(start, begin, begin + len(run) * size, run, prefill_s, restore_s)
+                yield Prefix(start, begin, begin + len(run) * size, run, parts, prefill_s, restore_s)
 
     def _read(self, found: Prefix, records: Sequence[Stripe], restore: Restore, now: float) -> None:
         """Reads the records of a prefix into slabs, as many as there are."""
-        self.store.touch(found.stripes)
-        with self._used(found.stripes):
+        self.store.touch(found.slabs)
+        with self._used(found.slabs):
             stripes = self.store.add([stripe.header for stripe in records])
-        kept = [stripe for stripe in found.stripes if stripe.is_ready]  # not evicted before they are loaded
+        kept = [stripe for stripe in found.slabs if stripe.is_ready]  # not evicted before they are loaded
         for stripe in kept:
             stripe.users += 1
         left = len(stripes)
@@ -444,29 +514,55 @@ class PrefixMoves:
         """Loads stripes in slabs into new pages; returns False if there are too few pages now."""
         if not self._fits(s, found, hit):
             return False
-        tokens, stripes, tables = s.tokens, found.stripes, self._tables
+        tokens, stripes, parts, tables = s.tokens, found.stripes, found.parts, self._tables
+        snapshot = self._snapshots.reserve(found.end) if parts else None
+        if parts and snapshot is None:
+            return False
         held = self._hold(s.request.prefix_salt, found.hit(hit), len(stripes))
-        self.store.touch(stripes)
-        for stripe in stripes:
+        self.store.touch(found.slabs)
+        for stripe in found.slabs:
             stripe.users += 1
+        loaded, left = len(stripes), 1 + bool(parts)
 
-        def finish(failed: set[int], seconds: float) -> None:
-            for stripe in stripes:
+        def finish(of: Sequence[Stripe], failed: set[int], seconds: float) -> None:
+            nonlocal loaded, left
+            left -= 1
+            for stripe in of:
                 stripe.users -= 1
-            count = min(failed, default=len(stripes))
-            self._count("loaded", count, seconds)
-            self.counters["hits"] += count * self._stripes.tokens
             self.counters["failed"] += bool(failed)
+            self._count("loaded", min(failed, default=len(of)), seconds)
             if not failed and seconds > 0:
-                self._link_rate += (count * self._stripe_bytes / seconds - self._link_rate) / 4
+                self._link_rate += (len(of) * self._stripe_bytes / seconds - self._link_rate) / 4
+            if of is stripes:
+                loaded = min(failed, default=loaded)
+            if snapshot is not None and failed:
+                snapshot.is_dropped = True
+            if left:
+                return
+            self.counters["hits"] += loaded * self._stripes.tokens
             if not restore.is_done:
-                restore.tokens = count * self._stripes.tokens
+                restore.tokens = loaded * self._stripes.tokens
             restore.is_done = True
-            tables.end(held, tokens[: found.begin + count * self._stripes.tokens])
-            self._attach_snapshots(held.node, stripes[:count])
+            tables.end(held, tokens[: found.begin + loaded * self._stripes.tokens])
+            if snapshot is not None:
+                self._attach_restored(tables, snapshot, held.node, stripes[-1])
+            self._attach_snapshots(held.node, stripes[:loaded])
 
-        self._send("load", stripes, finish, pages=held.pages[self._stripes.columns(found.begin, found.end)])
+        columns = self._stripes.columns(found.begin, found.end)
+        self._send("load", stripes, partial(finish, stripes), pages=held.pages[columns])
+        if snapshot is not None:
+            self._send("load", parts, partial(finish, parts), snapshot=snapshot.index)
         return True
+
+    def _attach_restored(self, tables: BlockTables, snapshot: Snapshot, node: Node | None, stripe: Stripe) -> None:
+        """Lets prompts find a snapshot that came back, unless it or the pages before it did not."""
+        snapshot.users -= 1
+        of = next((n for n in path(node) if n.depth < snapshot.tokens <= n.end), None)
+        if of is None or snapshot.is_dropped or any(s.tokens == snapshot.tokens for s in of.snapshots):
+            tables.snapshots.cancel(snapshot)
+            return
+        tables.tree.add_snapshot(of, snapshot)
+        stripe.snapshot, snapshot.is_stored = snapshot, True
 
     # ---- pages
 
@@ -492,6 +588,7 @@ class PrefixMoves:
         finish: Callable[[set[int], float], None],
         pages: np.ndarray = NO_PAGES,
         records: tuple[int, ...] = (),
+        snapshot: int = -1,
     ) -> None:
         number = next(self._numbers)
         slabs = np.array([stripe.slab for stripe in stripes], dtype=np.int32)
@@ -499,7 +596,8 @@ class PrefixMoves:
         if kind == "read":
             headers = tuple(replace(header, tokens=NO_PAGES) for header in headers)
         self._in_flight[number] = InFlightMove(kind, self._now, self._processes, finish)
-        self._outbox.append(StripeMove(number, kind, slabs, pages.reshape(len(stripes), -1), records, headers))
+        pages = pages.reshape(len(stripes), -1)
+        self._outbox.append(StripeMove(number, kind, slabs, pages, records, headers, snapshot))
 
 
 def _snapshot(stripe: Stripe) -> Snapshot | None:

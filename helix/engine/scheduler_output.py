@@ -127,6 +127,7 @@ class StripeMove:
             to records; read: records to slabs.
         slabs: int32 [n].
         pages: int32 [n, p], the p pages of each stripe, of stores and loads.
+        snapshot: of stores and loads: the slabs hold the parts of this snapshot, in order; -1: they hold pages.
         records, headers: of writes and reads, n each.
     """
 
@@ -136,6 +137,7 @@ class StripeMove:
     pages: np.ndarray = field(default_factory=lambda: NO_PAGES)
     records: tuple[int, ...] = ()
     headers: tuple[StripeHeader, ...] = ()
+    snapshot: int = -1
 
 
 MoveKind = Literal["store", "load", "write", "read"]

@@ -12,7 +12,7 @@ that. All snapshots end with a whole stripe of a prompt:
 
 Snapshots are taken on the GPU. When there is no room, the least valuable one moves to host memory, and when that is
 full, too, the least valuable one is dropped, by GreedyDual as in `helix.engine.prefix`. A snapshot without its pages is
-worthless; those may come back from host memory (`helix.engine.prefix_moves`).
+worthless; those may come back from host memory (`helix.engine.prefix_moves`), and so may snapshots.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class StateSnapshots:
         """Takes a snapshot after the first `tokens` tokens of the path to `node`.
 
         Returns:
-            Its index, -1 if that snapshot exists; and the index to which the one that was there moves, -1 if it is
-            dropped.
+            Its index, -1 if that snapshot exists or all others are in use; and the index to which the one that was
+            there moves, -1 if it is dropped.
         """
         while node is not None and node.depth >= tokens:
             node = node.parent
@@ -97,28 +97,61 @@ class StateSnapshots:
                 self._touch(s)
                 return -1, -1
         index, moved = (self._free.pop(), -1) if self._free else self._evict()
+        if index < 0:
+            return -1, -1
         snapshot = Snapshot(index, tokens, node)
         self._tree.add_snapshot(node, snapshot)
         self._snapshots.append(snapshot)
         self._touch(snapshot)
         return index, moved
 
-    def _evict(self) -> tuple[int, int]:
-        """Returns an index on the GPU, and the one to which the snapshot there moves, or -1."""
-        victim = min((s for s in self._snapshots if s.index < self._num_on_gpu), key=_value)
+    def reserve(self, tokens: int) -> Snapshot | None:
+        """Returns a snapshot on the GPU that a move fills, and that nothing finds until `PrefixTree.add_snapshot`."""
+        index = self._free.pop() if self._free else self._evict(moves=False)[0]
+        if index < 0:
+            return None
+        snapshot = Snapshot(index, tokens, None, users=1)
+        self._snapshots.append(snapshot)
+        self._touch(snapshot)
+        return snapshot
+
+    def cancel(self, snapshot: Snapshot) -> None:
+        """Frees a reserved snapshot that could not be filled."""
+        self._snapshots.remove(snapshot)
+        self._free.append(snapshot.index)
+        snapshot.is_dropped = True
+
+    @property
+    def are_taken(self) -> bool:
+        return self._num_on_gpu > 0
+
+    def is_on_gpu(self, snapshot: Snapshot) -> bool:
+        return snapshot.index < self._num_on_gpu and not snapshot.is_dropped
+
+    def _evict(self, moves: bool = True) -> tuple[int, int]:
+        """Returns an index on the GPU, -1 if all are in use; and the one to which the snapshot there moves, or -1."""
+        unused = (s for s in self._snapshots if s.index < self._num_on_gpu and not s.users)
+        if (victim := min(unused, key=_value, default=None)) is None:
+            return -1, -1
         index = victim.index
+        if not moves:
+            self._drop(victim)
+            return index, -1
         if self._free_on_host and _value(victim):
             victim.index = self._free_on_host.pop()
             return index, victim.index
         evicted = min((victim, *(s for s in self._snapshots if s.index >= self._num_on_gpu)), key=_value)
-        self._snapshots.remove(evicted)
-        self._evicted_value = max(self._evicted_value, _value(evicted))
-        self._tree.drop_snapshot(evicted)
-        evicted.is_dropped = True
+        self._drop(evicted)
         if evicted is victim:
             return index, -1
         victim.index = evicted.index
         return index, victim.index
+
+    def _drop(self, evicted: Snapshot) -> None:
+        self._snapshots.remove(evicted)
+        self._evicted_value = max(self._evicted_value, _value(evicted))
+        self._tree.drop_snapshot(evicted)
+        evicted.is_dropped = True
 
     def _touch(self, s: Snapshot) -> None:
         self._snapshots.remove(s)

@@ -6,8 +6,9 @@ it; the first one follows a root that depends on the salt and on the kvp rank of
 either in pages or here.
 
 A slab holds one stripe's share of each rank; slab i of all ranks belongs to the same stripe, and so does record i of
-their files. The least recently used stripe leaves first. Stripes of one use leave deepest first, so that the rest is
-still a prefix.
+their files. A snapshot of states and windows takes several slabs: its parts are kept as stripes that continue its
+prefix with tokens that do not exist, -1, -2 and so on. The least recently used stripe leaves first. Stripes of one use
+leave deepest first, so that the rest is still a prefix.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import numpy as np
 
 from helix.engine.prefix import Snapshot
 from helix.engine.scheduler_output import StripeHeader
+from helix.kv_placement import NO_PAGES
 
 MAX_CHAINS = 32  # prompts whose hashes are remembered
 
@@ -33,7 +35,8 @@ class Stripe:
         header: what a record of it holds; without tokens, it was found on disk.
         slab, record: -1: none.
         is_ready: whether the slab is filled on all ranks.
-        snapshot: the one at its end, if any.
+        snapshot: the one at its end on the GPU or in its host memory, if any.
+        parts: headers of the parts of the one at its end, once they were asked for.
         users: moves in flight that use the slab or the record, which are not evicted meanwhile.
     """
 
@@ -42,6 +45,7 @@ class Stripe:
     record: int = -1
     is_ready: bool = False
     snapshot: Snapshot | None = None
+    parts: list[StripeHeader] | None = None
     users: int = 0
 
     @property
@@ -87,6 +91,18 @@ class ChainHashes:
             if i == len(keys):
                 keys.append(sha256(keys[-1] + tokens[i * size : (i + 1) * size].tobytes()).digest())
             yield keys[i]
+
+
+def snapshot_headers(stripe: StripeHeader, count: int, tokens: int, has_disk: bool) -> list[StripeHeader]:
+    """Returns the headers of the `count` parts of the snapshot at the end of a stripe of `tokens` tokens."""
+    headers, parent = list[StripeHeader](), stripe.key
+    for i in range(count):
+        marks = np.full(tokens, -1 - i, dtype=np.int32)
+        key = sha256(parent + marks.tobytes()).digest()
+        depth = stripe.depth + tokens + i
+        headers.append(StripeHeader(key, parent, 0, stripe.start, depth, marks if has_disk else NO_PAGES))
+        parent = key
+    return headers
 
 
 class StripeStore:
@@ -189,6 +205,11 @@ class StripeStore:
             self._in_records[stripe.key] = stripe
         else:
             self._free_records.append(record)
+
+    def forget_snapshots(self) -> None:
+        """Forgets the snapshots outside slabs, which are not valid any more."""
+        for stripe in self._stripes.values():
+            stripe.snapshot = None
 
     def drop_record(self, stripe: Stripe) -> None:
         del self._in_records[stripe.key]

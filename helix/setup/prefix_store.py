@@ -54,9 +54,11 @@ def make_slabs(
             )
     comm.enable_reports()
     store = host_store((slab_count, size), torch.uint8, comm, "kv.prefix_host_bytes")
-    slabs = Slabs(tensors, stripes.pages, store, max_bytes, comm.device, comm.report)
+    slabs = Slabs(tensors, stripes.pages, store, max_bytes, comm.device, comm.report, cache.snapshot_memory)
+    snapshot = cache.snapshot_memory(0) if cache.snapshots and drafter.resumes_from_snapshots else []
+    slabs.snapshot_slabs = max(comm.all_gather_object(-(-sum(map(len, snapshot)) // size)))
     if kv.prefix_dir is not None:
-        description = describe(config, model, placement, comm, tensors)
+        description = describe(config, model, placement, comm, tensors, snapshot)
         try:
             open_files(slabs, Path(kv.prefix_dir), description, records, placement, comm)
         except ConfigError:
@@ -95,10 +97,20 @@ def open_files(
 
 
 def describe(
-    config: Config, model: Decoder, placement: KVPlacement, comm: Communicator, tensors: Sequence[Tensor]
+    config: Config,
+    model: Decoder,
+    placement: KVPlacement,
+    comm: Communicator,
+    tensors: Sequence[Tensor],
+    snapshot: Sequence[Tensor] = (),
 ) -> dict[str, Any]:
-    """Returns all that the content of slabs depends on, the same on every rank; a collective call."""
-    shapes = comm.all_gather_object([[str(t.dtype), t.shape[0], *t.shape[2:]] for t in tensors])
+    """Returns all that the content of slabs depends on, the same on every rank; a collective call.
+
+    Args:
+        tensors, snapshot: whose pages, and parts of which, are in slabs.
+    """
+    slab_parts = [[str(t.dtype), t.shape[0], *t.shape[2:]] for t in tensors]
+    shapes = comm.all_gather_object([slab_parts, [len(layer) for layer in snapshot]])
     if comm.rank > 0:
         return comm.broadcast_object(None)
     drafts = config.speculation

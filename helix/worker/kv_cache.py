@@ -289,6 +289,12 @@ class KVCache(SequenceObserver):
                         self._snapshot(group, spec, evict_to).copy_(snapshot, non_blocking=True)
                     snapshot.copy_(self._of_slot(group.tensors[spec.name], spec, slot))
 
+    def snapshot_memory(self, position: int) -> list[Tensor]:
+        """Returns a snapshot's memory, contiguous uint8 tensors."""
+        specs = ((group, spec) for group in self.groups for spec in group.kv_cache_specs if spec.in_snapshots)
+        layers = (layer for group, spec in specs for layer in self._snapshot(group, spec, position))
+        return [layer.reshape(-1).view(torch.uint8) for layer in layers if layer.numel()]
+
     def _snapshot(self, group: Group, spec: KVCacheSpec, position: int) -> Tensor:
         if position >= self.snapshots:
             return group.on_host[spec.name][position - self.snapshots]

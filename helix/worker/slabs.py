@@ -77,14 +77,16 @@ class Slabs:
         store: host memory, uint8 [slabs, `slab_bytes`]; closed with this.
         max_bytes: bytes of a slab on the fullest rank.
         report: called with a move's report when it is done.
+        snapshot_memory: returns the memory of a snapshot, contiguous uint8 tensors.
 
     Attributes:
+        snapshot_slabs: slabs that a snapshot takes, the same on all ranks; 0: there are none.
         files: the disk below, if any; it has `num_records` records.
         identity: of the files, the same on all ranks.
     """
 
     files: StripeFiles | None = None
-    num_records = 0
+    num_records = snapshot_slabs = 0
     identity = b""
 
     def __init__(
@@ -95,7 +97,9 @@ class Slabs:
         max_bytes: int,
         device: torch.device,
         report: Callable[[tuple[int, float, tuple[int, ...]]], None],
+        snapshot_memory: Callable[[int], Sequence[Tensor]] = lambda index: [],
     ) -> None:
+        self._snapshot_memory = snapshot_memory
         self.slabs, self.max_bytes, self._store = store.on_cpu, max_bytes, store
         self.device, self._report = device, report
         self._parts, self._stripe_pages = parts_of(tensors, stripe_pages), stripe_pages
@@ -169,8 +173,32 @@ class Slabs:
             LOG.warning("copies between pages and host memory failed: %s: %s", type(error).__name__, error)
         self._report((move.number, perf_counter() - begin, failed))
 
+    def _copy_snapshot(self, move: StripeMove) -> None:
+        # One layer after the other, in pieces that end where a slab does.
+        size, at = self.slabs.shape[1], 0
+        in_flight: deque[torch.cuda.Event] = deque()
+        for data in self._snapshot_memory(move.snapshot):
+            done = 0
+            while done < len(data):
+                index, begin = divmod(at, size)
+                piece = data[done : done + min(PIECE_BYTES, size - begin)]
+                host = self.slabs[int(move.slabs[index]), begin : begin + len(piece)]
+                to, source = (host, piece) if move.kind == "store" else (piece, host)
+                to.copy_(source, non_blocking=True)
+                done, at = done + len(piece), at + len(piece)
+                if self._thread is not None:
+                    if len(in_flight) == PIECES:
+                        in_flight.popleft().synchronize()
+                    in_flight.append(torch.cuda.Event(blocking=True))
+                    in_flight[-1].record()
+        for event in in_flight:
+            event.synchronize()
+
     @torch.inference_mode()
     def _copy(self, move: StripeMove) -> None:
+        if move.snapshot >= 0:
+            self._copy_snapshot(move)
+            return
         pages = to_device(torch.from_numpy(move.pages).long(), self.device)
         in_flight: deque[torch.cuda.Event] = deque()
         pieces = 0

@@ -160,7 +160,7 @@ def settings_of(row: dict[str, Any]) -> Settings:
         settings["kv.prefix_host_bytes"] = 2e7 if row["slabs"] == "all" else 3e5
         if "disk" in row["slabs"]:
             settings |= {"kv.prefix_dir": "below the case's directory", "kv.prefix_disk_bytes": 2e7}
-            settings["kv.prefix_host_bytes"] = 1e5
+            settings["kv.prefix_host_bytes"] = 4e5 if "snapshots" in row else 1e5  # a snapshot takes many slabs
     if "snapshots" in row:
         room, _, every = row["snapshots"].partition(" every ")
         on_gpu, in_host = map(int, room.split("+"))

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from launch import cache
 from launch.llm import LLM
-from tests.e2e.checkpoints import DEMO
+from tests.e2e.checkpoints import DEMO, checkpoint
 from tests.e2e.command_line import as_copies
 from tests.e2e.test_llm import ranks
 
@@ -99,6 +99,17 @@ def test_a_restarted_job_finds_them(
     )
     cache.main(["clear", str(folder)])
     assert capsys.readouterr().out.endswith("GB, deleted\n") and not [*folder.iterdir()]
+
+
+@pytest.mark.parametrize("family", ["qwen3-next", pytest.param("gpt-oss", marks=SLOW)])
+def test_states_and_windows_outlive_a_restart(family: str, tmp_path: Path) -> None:
+    """Their snapshots are found with the prefix; without them all of it is computed again."""
+    prompt, found = [token % 90 + 1 for token in PROMPT[:400]], []
+    for _ in range(2):
+        with started(tmp_path / "prefixes", model=checkpoint(family)) as llm:
+            found.append(answer(llm, prompt))
+    (tokens, cached), (again, later) = found
+    assert len(tokens) == 8 and tokens == again and (cached, later) == (0, 3 * 128)
 
 
 @pytest.mark.parametrize("damage", [flip_payloads, *(pytest.param(f, marks=SLOW) for f in (lose_a_rank, swap_ranks))])

@@ -30,9 +30,10 @@ def paged(device: str) -> list[torch.Tensor]:
 
 
 @contextmanager
-def slabs_of(tensors: list[torch.Tensor], count: int, reports: list[Any]) -> Iterator[Slabs]:
+def slabs_of(tensors: list[torch.Tensor], count: int, reports: list[Any], *more: Any) -> Iterator[Slabs]:
     size, device = slab_bytes(tensors, STRIPE_PAGES), tensors[0].device
-    found = Slabs(tensors, STRIPE_PAGES, HostStore((count, size), torch.uint8, device), size, device, reports.append)
+    store = HostStore((count, size), torch.uint8, device)
+    found = Slabs(tensors, STRIPE_PAGES, store, size, device, reports.append, *more)
     yield found
     found.close()
     found.close()
@@ -68,6 +69,30 @@ def test_stripes_come_back_into_other_pages(device: str, monkeypatch: pytest.Mon
     for t, was in zip(tensors, before, strict=True):
         assert torch.equal(t[:, [9, 2, 11, 0, 8, 10]], was[:, [4, 5, 6, 1, 7, 3]])
         assert (t[:, [1, 3, 4, 5, 6, 7]].view(torch.uint8) == 9).all(), "other pages stay"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_snapshot_comes_back_from_several_slabs(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its layers and the slabs end at different bytes."""
+    monkeypatch.setattr(module, "PIECE_BYTES", 1 << 14)
+    tensors, reports = paged(device)[:2], list[Any]()
+    size = slab_bytes(tensors, STRIPE_PAGES)
+    memory = [torch.randint(0, 255, (n,), dtype=torch.uint8, device=device) for n in (3, 40_000, size, 1)]
+    total = sum(map(len, memory))
+    slabs_needed = -(-total // size)
+    before = [layer.clone() for layer in memory]
+    with slabs_of(tensors, slabs_needed + 1, reports, lambda index: memory if index == 5 else []) as slabs:
+        order = [*range(slabs_needed, 0, -1)]
+        slabs.start([StripeMove(1, "store", np.array(order, dtype=np.int32), snapshot=5)], "store")
+        slabs.drain()
+        flat = slabs.slabs[order].flatten()[:total]
+        assert torch.equal(flat, torch.cat(before).cpu())
+        for layer in memory:
+            layer.fill_(9)
+        slabs.start([StripeMove(2, "load", np.array(order, dtype=np.int32), snapshot=5)], "load")
+        slabs.drain()
+    assert [(number, failed) for number, _, failed in reports] == [(1, ()), (2, ())]
+    assert all(torch.equal(layer, was) for layer, was in zip(memory, before, strict=True))
 
 
 @pytest.mark.parametrize("device", DEVICES)
