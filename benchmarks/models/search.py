@@ -69,13 +69,17 @@ def _over_arrays(function: Callable[[Sequence[Array]], Array], parts: Sequence[A
     return type(first)(*(_over_arrays(function, [getattr(part, f.name) for part in parts]) for f in fields(first)))
 
 
-def ordered(step: StepCost, *speeds: Array) -> Array:
+def ordered(step: StepCost, *speeds: Array, among: Array | slice = slice(None)) -> Array:
     """Sorts points: returns indices from the best to the worst by the first of `speeds`, then by the next ones.
 
     Ties are broken by fewest GPUs, layout and batch, so that the order of points does not matter.
+
+    Args:
+        among: indices of the points to sort; all by default.
     """
-    ties = [getattr(step.points, field.name) for field in reversed(fields(Points))]
-    return np.lexsort((*ties, step.points.gpus, *(-_rounded(speed) for speed in reversed(speeds))))
+    keys = [getattr(step.points, field.name) for field in reversed(fields(Points))]
+    keys += [step.points.gpus, *(-_rounded(speed) for speed in reversed(speeds))]
+    return np.arange(len(step.points))[among][np.lexsort([key[among] for key in keys])]
 
 
 def frontier(step: StepCost) -> Array:
@@ -91,11 +95,12 @@ def best_at(step: StepCost, user: float) -> tuple[int | None, int | None]:
     fast = np.flatnonzero(_rounded(step.tokens_per_s_user) >= _rounded(np.array([user])))
     if not len(fast):
         return None, None
-    fastest = select_points(step, fast)
-    return (
-        int(fast[ordered(fastest, fastest.tokens_per_s_gpu)[0]]),
-        int(fast[ordered(fastest, fastest.points.users.astype(float), fastest.tokens_per_s_gpu)[0]]),
-    )
+    gpu, users = _rounded(step.tokens_per_s_gpu), step.points.users
+
+    def best(among: Array) -> int:  # sorts only those that are as fast as the fastest
+        return int(ordered(step, among=among[gpu[among] == gpu[among].max()])[0])
+
+    return best(fast), best(fast[users[fast] == users[fast].max()])
 
 
 def _rounded(values: Array) -> Array:

@@ -3,8 +3,9 @@
   helix papers               write benchmarks/papers/README.md and docs/simulator.md, and draw the figures of all papers
   helix papers verification  print one paper's items and tables, each with the command that makes it
 
-Papers: helix, verification, vegas, gather. figures=DIR also draws the paper's figures there. Those of helix are the
-simulator's, from conf/hardware/gb200.yaml, and take seconds; all others are drawn from benchmarks/results/.
+Papers: helix, verification, vegas, gather. All is read from benchmarks/results/. helix first simulates its search over
+333,661 configurations of GB200 (conf/hardware/gb200.yaml), and its changes, into simulate.jsonl there: a minute.
+figures=DIR also draws the paper's figures there.
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from benchmarks.papers import gather_items, helix_items, vegas_items, verification_items
-from benchmarks.papers.figures import PAGE as SIMULATOR
+from benchmarks.papers import gather_items, helix_items, simulated, vegas_items, verification_items
 from benchmarks.papers.figures import write_figures
 from benchmarks.papers.items import lines_of
 from benchmarks.papers.verification_figures import CAPTIONS, drawable
@@ -87,7 +87,7 @@ def show(name: str) -> None:
 def draw(name: str, figures: Path) -> None:
     """Draws a paper's figures."""
     if name == "helix":
-        write_figures(BENCHMARKS / "results" / "simulate", figures, None)
+        write_figures(simulated.paper(), figures)
     elif name == "verification":
         draw_verification(verification_items.records(), figures)
     for drawing in DRAWN.get(name, ()):
@@ -96,11 +96,12 @@ def draw(name: str, figures: Path) -> None:
 
 def write() -> None:
     """Writes the pages and draws all figures."""
-    write_figures(BENCHMARKS / "results" / "simulate", BENCHMARKS / "figures", SIMULATOR)
+    write_figures(simulated.paper(), BENCHMARKS / "figures")
     draw_verification(verification_items.records(), BENCHMARKS / "figures")
     for name in (name for names in DRAWN.values() for name in names):
         recorded.draw(name, BENCHMARKS / "results", BENCHMARKS / "figures")
-    PAGE.write_text(with_items(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for page, filled in ((PAGE, with_items), (simulated.PAGE, simulated.with_tables)):
+        page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -120,6 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ValueError as error:
         sys.exit(f"error: {error}")
     for name in names:
+        if name == "helix":
+            simulated.write_record()
         show(name)
         if options:
             draw(name, options["figures"])

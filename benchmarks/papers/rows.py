@@ -1,13 +1,14 @@
 """The Helix paper's figures and tables as rows of numbers, each with its provenance.
 
 Operating point: throughput and batch are compared among points that are as fast for a user as the baseline's fastest,
-or as a stated fraction of it. Batches and GPU counts are powers of two unless a row says otherwise.
+or as a stated fraction of it. GPU counts are 1 to 64, batches `BATCHES`, unless a row says otherwise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, Literal
 
 import numpy as np
@@ -20,9 +21,9 @@ from helix.planner.step import StepCost
 
 Row = dict[str, Any]
 PAPER = Options(queries="all", shared="dense")  # section 2.1.1: every rank projects the queries of all its heads
-GPUS = tuple(2**i for i in range(7))
-BATCHES = 2 ** np.arange(13)
-ALL_BATCHES = np.unique(np.concatenate([np.arange(1, 129), 2 ** np.arange(7, 13), 3 * 2 ** np.arange(6, 11)]))
+BATCHES = np.unique(np.concatenate([np.arange(1, 129), 2 ** np.arange(7, 13), 3 * 2 ** np.arange(6, 11)]))
+POWERS = tuple(2**i for i in range(13))
+WIDTHS = POWERS[:7]  # 1 to 64
 FRACTIONS = (1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 LENGTH = 10**6
 LOOSE = 1 - 1e-9
@@ -54,8 +55,12 @@ class Setting:
     hardware: Hardware
     options: Options = PAPER
     length: int = LENGTH
-    gpus: tuple[int, ...] = GPUS
+    gpus: tuple[int, ...] = tuple(range(1, 65))
     batches: tuple[int, ...] = tuple(map(int, BATCHES))
+
+    def in_powers(self) -> Setting:
+        """Returns the setting with the GPU counts and batches that are powers of two."""
+        return replace(self, gpus=WIDTHS, batches=POWERS)
 
     def run(self, spec: DecoderSpec, modes: tuple[str, ...]) -> StepCost:
         return search(
@@ -117,21 +122,14 @@ def curve(base: StepCost, helix: StepCost) -> list[Row]:
     return [compare(base, helix, fraction) for fraction in FRACTIONS]
 
 
-def frontier_rows(name: str, step: StepCost, base: StepCost) -> list[Row]:
-    """Returns a frontier's points, absolute and relative to the baseline's maxima, as the paper plots them."""
-    top_user, top_gpu = base.tokens_per_s_user.max(), base.tokens_per_s_gpu.max()
-    rows = []
-    for i in frontier(step):
-        p = step.points
-        rows.append(
-            {
-                "series": name, "layout": p.describe(i), "gpus": int(p.gpus[i]), "batch": int(p.batch[i]),
-                "users": int(p.users[i]), "ttl_ms": 1e3 * step.ttl_s[i], "tokens_per_s_user": step.tokens_per_s_user[i],
-                "tokens_per_s_gpu": step.tokens_per_s_gpu[i], "user_normalized": step.tokens_per_s_user[i] / top_user,
-                "gpu_normalized": step.tokens_per_s_gpu[i] / top_gpu, "provenance": step.provenance(i),
-            }
-        )  # fmt: skip
-    return rows
+def front(name: str, step: StepCost) -> Row:
+    """Returns a frontier by columns: a value for each of its points."""
+    p, best = step.points, frontier(step)
+    columns = {"gpus": p.gpus, "batch": p.batch, "tokens_per_s_user": step.tokens_per_s_user,
+               "tokens_per_s_gpu": step.tokens_per_s_gpu}  # fmt: skip
+    return {"series": name, "layout": [p.describe(i) for i in best]} | {
+        key: values[best].tolist() for key, values in columns.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -169,7 +167,7 @@ def figure_1() -> list[Row]:
         return {"panel": panel, "x": x, "tpa": tpa, "kvp": kvp, "tpf": tpf, "length": length,
                 "kv_us": 1e6 * kv, "weights_us": 1e6 * weights, "provenance": "roofline"}  # fmt: skip
 
-    rows = [row("TP width", n, n, 1, n, LENGTH) for n in GPUS]
+    rows = [row("TP width", n, n, 1, n, LENGTH) for n in WIDTHS]
     rows += [row("KV length", s, 8, 1, 8, s) for s in (2**i for i in range(15, 23))]
     return rows + [row("KVP width", kvp, 8, kvp, 8 * kvp, LENGTH) for kvp in (1, 2, 4, 8)]
 
@@ -190,44 +188,79 @@ def figure_3(compute: float = 2.0, exchange: float = 1.2, batch: int = 8) -> lis
     return rows
 
 
-def hopb(spec: DecoderSpec, setting: Setting, exchange: Literal["batched", "serial"]) -> tuple[list[Row], Row]:
-    """Returns frontiers with HOP-B on and off on the paper's grids (KVP x TPA, no data parallelism), and the loss.
+Exchange = Literal["batched", "serial"]
+EXCHANGES: tuple[Exchange, ...] = "batched", "serial"
+# Speeds over which losses without HOP-B are reported, as fractions of the fastest; the paper gives no range.
+SPEEDS = (0.9, 0.8, 0.7, 0.5, 0.0)
 
-    Losses are in tokens/s/user: `fixed` at the same tokens/s/GPU (as in the paper), where it is at least
-    half of the maximum; `fixed_all` over the whole frontier without HOP-B; `same` at the same layout and batch.
-    """
-    setting = replace(setting, batches=tuple(map(int, ALL_BATCHES)))
+
+def hopb_steps(spec: DecoderSpec, setting: Setting, exchange: Exchange) -> tuple[StepCost, StepCost]:
+    """Returns the paper's grids (KVP x TPA, no data parallelism) with HOP-B on and off, the same points in order."""
     steps = []
     for on in (True, False):
         selected = replace(setting.options, hopb=on, exchange=exchange)
         step = replace(setting, options=selected).run(spec, ("helix",))
         steps.append(select_points(step, step.points.dp == 1))
-    on_step, off_step = steps  # the same points in the same order
-    rows: list[Row] = []
-    for name, step in (("HOP-B on", on_step), ("HOP-B off", off_step)):
-        rows += [{"exchange": exchange, **row} for row in frontier_rows(name, step, on_step)]
-    best, behind = frontier(on_step), frontier(off_step)[::-1]
-    best = best[on_step.tokens_per_s_gpu[best] <= off_step.tokens_per_s_gpu.max()]
+    return steps[0], steps[1]
+
+
+def hopb_lost(on: StepCost, off: StepCost) -> list[Row]:
+    """Returns the largest loss of tokens/s/user without HOP-B over each range of `SPEEDS`.
+
+    Losses are `fixed` at the same tokens/s/GPU, as in the paper; `same` at the same layout and batch.
+    """
+    best, behind = frontier(on), frontier(off)[::-1]
+    best = best[on.tokens_per_s_gpu[best] <= off.tokens_per_s_gpu.max()]
     # Frontiers are points, not lines: interpolate the speed between those of `off` (both logarithmic).
     reached = np.interp(
-        np.log(on_step.tokens_per_s_gpu[best]),
-        np.log(off_step.tokens_per_s_gpu[behind]),
-        np.log(off_step.tokens_per_s_user[behind]),
+        np.log(on.tokens_per_s_gpu[best]),
+        np.log(off.tokens_per_s_gpu[behind]),
+        np.log(off.tokens_per_s_user[behind]),
     )
-    everywhere = 1 - np.exp(reached) / on_step.tokens_per_s_user[best]
-    fast = on_step.tokens_per_s_user[best] >= on_step.tokens_per_s_user.max() / 2
-    best, fixed = best[fast], everywhere[fast]
-    same = 1 - off_step.tokens_per_s_user[best] / on_step.tokens_per_s_user[best]
-    i = int(np.argmax(fixed))
-    return rows, {
-        "exchange": exchange,
-        "fixed": float(fixed[i]),
-        "fixed_all": float(everywhere.max()),
-        "fixed_median": float(np.median(fixed)),
-        "same": float(same.max()),
-        "at": _words(on_step, best[i]),
-        "provenance": on_step.provenance(best[i]),
-    }
+    user = on.tokens_per_s_user[best]
+    fixed, same = 1 - np.exp(reached) / user, 1 - off.tokens_per_s_user[best] / user
+    rows = []
+    for speed in SPEEDS:
+        among = np.flatnonzero(user >= speed * on.tokens_per_s_user.max())
+        i = int(among[np.argmax(fixed[among])])
+        rows.append(
+            {"speed": speed, "fixed": float(fixed[i]), "median": float(np.median(fixed[among])),
+             "same": float(same[among].max()), "at": _words(on, int(best[i])), "provenance": on.provenance(best[i])}
+        )  # fmt: skip
+    return rows
+
+
+# Of the sweep: factors of kernel times, of collectives, and of latency and rate of the exchange alone. Of a batched
+# exchange the latency is the same with HOP-B and without.
+FACTORS = (0.0, 0.25, 0.5, 1.0, 2.0)
+EXCHANGE_FACTORS = ((0.01, 0.1, 0.25, 0.5, 1.0, 2.0), (1.0, 0.1, 0.01))
+
+
+def hopb_sweep(specs: Mapping[str, DecoderSpec], setting: Setting) -> Iterator[Row]:
+    """Yields the losses without HOP-B of each model and range of speeds, for each set of constants."""
+    setting, latency_s = setting.in_powers(), setting.hardware.collectives["all_to_all"].latency_s
+    for exchange, kernel, collective, latency, link in product(EXCHANGES, FACTORS, FACTORS, *EXCHANGE_FACTORS):
+        if exchange == "batched" and latency != 1:
+            continue
+        hardware = scaled(setting.hardware, kernel=kernel, collective=collective)
+        ops = dict(hardware.collectives)
+        ops["all_to_all"] = replace(
+            ops["all_to_all"],
+            latency_s={width: constant.times(latency) for width, constant in latency_s.items()},
+            bytes_per_s=ops["all_to_all"].bytes_per_s.times(link),
+        )
+        changed = replace(setting, hardware=replace(hardware, collectives=ops))
+        row: Row = {
+            "kind": "hopb-sweep",
+            "exchange": exchange,
+            "kernel": kernel,
+            "collective": collective,
+            "latency": latency,
+            "link": link,
+        }
+        for model, spec in specs.items():
+            row[model] = [lost["fixed"] for lost in hopb_lost(*hopb_steps(spec, changed, exchange))]
+        yield row
 
 
 def scaled(
@@ -251,8 +284,8 @@ def scaled(
     )
 
 
-def sensitivity(spec: DecoderSpec, setting: Setting) -> list[Row]:
-    """Returns the headline with one setting changed at a time."""
+def sensitivity(spec: DecoderSpec, setting: Setting) -> Iterator[Row]:
+    """Yields the headline with one setting changed at a time."""
     hw, options = setting.hardware, setting.options
     changes: dict[str, Setting] = {
         "as stated": setting,
@@ -270,15 +303,43 @@ def sensitivity(spec: DecoderSpec, setting: Setting) -> list[Row]:
         "HOP-B off": replace(setting, options=replace(options, hopb=False)),
         "queries gathered where faster": replace(setting, options=replace(options, queries="faster")),
         "shared experts among the routed": replace(setting, options=replace(options, shared="routed")),
-        "all batches to 128": replace(setting, batches=tuple(map(int, ALL_BATCHES))),
-        "any number of GPUs": replace(setting, gpus=tuple(range(1, 65))),
+        "TP hides its all-reduces": replace(setting, options=replace(options, overlap=("tp",))),
+        "TP and Helix hide theirs": replace(setting, options=replace(options, overlap=("tp", "helix"))),
+        "GPUs and batches in powers of two": setting.in_powers(),
     }
-    rows = []
     for name, changed in changes.items():
         row, _, _ = headline(spec, changed)
         keys = ("user_gain", "batch_gain", "gpu_gain", "gpu_gain_95", "baseline", "helix", "provenance")
-        rows.append({"change": name, **{key: row[key] for key in keys}})
-    return rows
+        yield {"change": name, **{key: row[key] for key in keys}}
+
+
+def simulated(model: str, spec: DecoderSpec, setting: Setting) -> Iterator[Row]:
+    """Yields what is simulated of a model: each row has a `kind`."""
+
+    def of(kind: str, row: Row, **fields: Any) -> Row:
+        return {"kind": kind, "model": model, **fields, **row}
+
+    row, base, helix = headline(spec, setting)
+    yield of("headline", row, points=len(base.points) + len(helix.points))
+    for name, step in {**components(base), "Baseline": base, "Helix": helix}.items():
+        yield of("front", front(name, step))
+    yield from (of("gain", row) for row in curve(base, helix))
+    for exchange in EXCHANGES:
+        on, off = hopb_steps(spec, setting, exchange)
+        for name, step in (("HOP-B on", on), ("HOP-B off", off)):
+            yield of("hopb", front(name, step), exchange=exchange)
+        for row in hopb_lost(on, off):
+            yield of("hopb-lost", row, exchange=exchange, paper=CLAIMS[model].hopb_off)
+    yield from (of("sensitivity", row) for row in sensitivity(spec, setting))
+
+
+def rounded(value: Any) -> Any:
+    """Rounds the floats of a row to six digits, so that the last bits of a sum do not change a record."""
+    if isinstance(value, dict):
+        return {key: rounded(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [rounded(each) for each in value]
+    return round(float(f"{value:.6g}"), 12) + 0.0 if isinstance(value, float) else value  # no -0.0
 
 
 def _words(step: StepCost, i: int) -> str:

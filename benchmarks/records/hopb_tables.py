@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-
 from benchmarks.ranks.hopb import PEER_MEMORY
 from benchmarks.records.columns import Cells
 from benchmarks.records.rows import Row, grouped, kv, results
-from launch.inputs.compose import ROOT
 
 RECORDS = {"hopb": "", "hopb.emulated-8": "8 emulated ranks", "hopb.emulated-16": "16 emulated ranks"}
 POINT = ("backend", "model", "link", "layout", "batch", "length", "chunks", "regime")
-SIMULATED = ROOT / "benchmarks" / "results" / "simulate" / "hopb-lost.csv"
+HALF = 0.5  # of the fastest speed: the range of the simulated losses
 
 
 def timed(name: str) -> list[Row]:
@@ -42,13 +39,13 @@ def links() -> list[Row]:
 def ablation() -> Cells:
     """Tabulates the loss without HOP-B: in the paper (its figure 7), simulated, and at most measured on each link."""
     table = [["model", "where", "lost without HOP-B, at most", "there", "share hidden", "lost by auto, at most"]]
-    with SIMULATED.open(encoding="utf-8") as file:
-        simulated = grouped(csv.DictReader(file), "model")
-    for (model,), rows in simulated.items():
-        table.append([model, "paper, GB200", f"{float(rows[0]['paper']):.0%}", "1M", "-", "-"])
+    for (model,), rows in grouped(
+        results("simulate", "model", "exchange", kind="hopb-lost", speed=HALF), "model"
+    ).items():
+        table.append([model, "paper, GB200", f"{rows[0]['paper']:.0%}", "1M", "-", "-"])
         for row in rows:
             where = f"simulated, GB200, exchange {row['exchange']}"
-            table.append([model, where, f"{float(row['fixed']):.1%}", row["at"], "-", "-"])
+            table.append([model, where, f"{row['fixed']:.1%}", row["at"], "-", "-"])
         for name, ranks in RECORDS.items():
             ours = [row for row in timed(name) if row["model"] == model and not row["older"]]
             for link, backend in dict.fromkeys((row["link"], row["backend"]) for row in ours):

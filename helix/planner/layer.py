@@ -25,7 +25,7 @@ from helix.planner.hardware import (
     interpolate,
     sent_bytes,
 )
-from helix.planner.points import DP, HELIX, MEDHA, Options, Points, Sparse
+from helix.planner.points import DP, HELIX, MEDHA, MODES, Options, Points, Sparse
 from helix.worker.kv_cache_spec import LATENT_GROUP, score_planes
 
 MAX_KERNEL_ROWS = 32  # more rows use cuBLAS, except for experts
@@ -511,8 +511,13 @@ class Layer:
         width = np.where(p.mode == MEDHA, p.tpa, p.kvp * p.tpa)
         return [
             self.kernel("output", self.o * value * self.spec.hidden, self.rows, kind="output", scaled=self.spec.hidden),
-            self.collective("output all-reduce", "all_reduce", width, self.row_bytes(self.rows)),
+            self._all_reduce("output all-reduce", width, self.row_bytes(self.rows)),
         ]
+
+    def _all_reduce(self, name: str, width: Array, message: Array) -> Phase:
+        summed = self.collective(name, "all_reduce", width, message)
+        hidden = np.isin(self.points.mode, [MODES.index(mode) for mode in self.options.overlap])
+        return replace(summed, seconds=np.where(hidden, 0.0, summed.seconds))
 
     def _gather_rows(self) -> Phase:
         return self.collective("gather rows", "all_gather", self.points.dp, self.row_bytes(self.all_rows))
@@ -543,7 +548,7 @@ class Layer:
     def _sum_rows(self) -> Phase:
         # All-reduce of all rows; in the runtime's mode dp a reduce-scatter.
         ranks, message = self.points.ranks, self.row_bytes(self.all_rows)
-        summed = self.collective("ffn all-reduce", "all_reduce", ranks, message)
+        summed = self._all_reduce("ffn all-reduce", ranks, message)
         scattered = self.collective("ffn all-reduce", "all_gather", ranks, message)  # a reduce-scatter's bytes
         return scattered.where(self.gathered, summed)
 

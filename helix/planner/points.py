@@ -238,6 +238,7 @@ class Options:
             (the runtime).
         shared: shared experts are a `dense` FFN (the paper), or `routed` experts if they have the same width and ep = 1
             (the runtime).
+        overlap: modes that hide their all-reduces whole behind other work: a bound of what a schedule can hide.
         dispatch: in mode dp, rows go to the ranks of their `selected` experts (all-to-all, the papers' baseline), or to
             `all` ranks, which share the shared experts (all-gather and reduce-scatter, the runtime).
         offload: KV cache in host memory for block-sparse steps; None: on the GPU.
@@ -259,6 +260,7 @@ class Options:
     exchange: Literal["batched", "serial"] = "batched"
     queries: Literal["faster", "all"] = "faster"
     shared: Literal["routed", "dense"] = "routed"
+    overlap: tuple[str, ...] = ()
     dispatch: Literal["selected", "all"] = "selected"
     sparse: Sparse | None = None
     offload: Offload | None = None

@@ -107,6 +107,17 @@ def test_attention_and_exchange(
         assert pipelined(data / batch, wire / batch, batch) == pytest.approx(expected, rel=EXACT)
 
 
+@pytest.mark.parametrize("hides, mode", [((), "tp"), (("tp",), "tp"), (("tp",), "helix"), (("tp", "helix"), "helix")])
+def test_a_mode_that_hides_its_all_reduces_takes_what_they_took_less(hides: tuple[str, ...], mode: str) -> None:
+    """Of both all-reduces in each layer; no other phase changes, and they still send what they sent."""
+    widths = {"tpa": 8} if mode == "tp" else {"tpa": 4, "kvp": 2}
+    usual, hidden = (step("llama-3.1-8b", GB200, mode, **widths, overlap=overlap) for overlap in ((), hides))
+    reduces = [phase for phase in usual.phases if phase.name.endswith("all-reduce")]
+    expected = sum(phase.seconds[0] for phase in reduces) if mode in hides else 0.0
+    assert len(reduces) == 2 and usual.ttl_s[0] - hidden.ttl_s[0] == pytest.approx(expected, rel=EXACT)
+    assert [phase.sent[0] for phase in hidden.phases] == [phase.sent[0] for phase in usual.phases]
+
+
 @pytest.mark.parametrize(
     "mode, batch, tpa, kvp, ms",
     [("tp", 1, 64, 1, 2.439186432), ("helix", 1, 8, 8, 0.90639744), ("helix", 32, 8, 8, 8.71839744)],

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from dataclasses import replace
 from functools import cache
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,8 @@ from matplotlib.figure import Figure
 
 from benchmarks.models.search import frontier, select_points
 from benchmarks.papers import rows as paper_rows
-from benchmarks.papers.figures import recorded, write_figures
+from benchmarks.papers.figures import write_figures
+from benchmarks.papers.simulated import PAGE, RECORD, paper, recorded, with_tables
 from benchmarks.records import style
 from helix.checks import check_layout
 from helix.layout import HelixLayout
@@ -30,7 +31,8 @@ from tests.figure_legibility import illegible
 from tests.unit.test_planning import shown_as
 
 M = 10**6
-GB200 = paper_rows.Setting(load_hardware("gb200"))
+WHOLE = paper_rows.Setting(load_hardware("gb200"))
+GB200 = WHOLE.in_powers()
 BF16 = Options(weights="bf16", kv="bf16", messages="bf16")
 
 
@@ -153,19 +155,32 @@ def test_the_runtime_s_layout_of_a_point() -> None:
 # ---- the command
 
 
-def test_figures_and_tables_are_those_of_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_record_is_what_the_code_simulates() -> None:
+    """All of Llama-405B, whose search is small, one change of DeepSeek-R1, and the first constants of the sweep."""
+    kept = [json.loads(line) for line in RECORD.read_text().splitlines()]
+    llama, r1 = "llama-3.1-405b", "deepseek-r1"
+    found = [paper_rows.rounded(row) for row in paper_rows.simulated(llama, load_spec(llama), WHOLE)]
+    assert found == [row for row in kept if row.get("model") == llama], "run helix papers helix"
+    in_powers, _, _ = paper_rows.headline(load_spec(r1), GB200)
+    (row,) = (
+        row for row in kept if row.get("model") == r1 and row.get("change") == "GPUs and batches in powers of two"
+    )
+    assert row.items() >= {key: paper_rows.rounded(in_powers[key]) for key in row.keys() & in_powers.keys()}.items()
+    specs = {model: load_spec(model) for model in (r1, llama)}
+    sweep = [row for row in kept if row["kind"] == "hopb-sweep"]
+    assert [*map(paper_rows.rounded, islice(paper_rows.hopb_sweep(specs, WHOLE), 3))] == sweep[:3]
+    assert sum(row["points"] for row in kept if "points" in row) > 100_000
+
+
+def test_tables_and_figures_are_those_of_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert with_tables(PAGE.read_text()) == PAGE.read_text(), "run helix papers"
     figures: list[Figure] = []
     monkeypatch.setattr(style.plt, "close", figures.append)
-    write_figures(tmp_path, tmp_path, None)
+    write_figures(paper(), tmp_path)
     monkeypatch.undo()
     for figure in figures:
         assert not illegible(figure)
         style.plt.close(figure)
-    kept = ROOT / "benchmarks" / "results" / "simulate"
-    assert {path.name for path in kept.iterdir()} == {path.name for path in tmp_path.glob("*.csv")}
-    for path in kept.iterdir():
-        with path.open() as old, (tmp_path / path.name).open() as new:
-            assert list(csv.reader(old)) == list(csv.reader(new)), f"run helix papers: {path.name}"
     for picture in tmp_path.glob("*.png"):
         assert (ROOT / "benchmarks" / "figures" / picture.name).is_file() and picture.stat().st_size > 10_000
     assert len(list(tmp_path.glob("*.png"))) == 6
