@@ -1,6 +1,6 @@
 """Compares all drafters and plain steps in one engine: `helix bench drafters`.
 
-Decode steps of whole models over a cache of random data, at each batch and length with 0 to 6 drafts, for each
+Decode steps of whole models over a cache of random data, at each batch and length with 0 to 10 drafts, for each
 self-draft policy and for lookup drafts. The time of an iteration does not depend on which drafts are accepted. Random
 weights give no acceptance rate: `helix tables drafters` takes tokens per iteration from the records of trained
 models (`helix acceptance`), and the gain is tokens per second, from these times and those tokens, over plain steps.
@@ -33,7 +33,8 @@ POLICIES = ("any", "ngram", "c2q", "quest", "window")
 BATCHES = ((1, 4), (8, 20, 32))  # per job
 LENGTHS = (8 * K, 32 * K, 112 * K)
 EMULATED_BATCHES, EMULATED_LENGTHS = ((1, 8, 32),), LENGTHS[1:]  # at 8K, eight ranks would have 1K each
-GAMMAS = [0, 2, 4, 6]
+GAMMAS = [0, 2, 4, 6, 8, 10]
+ADAPTIVE_GAMMA = 6
 STEPS = 12
 SPARSITY = 0.07
 STEP_COLUMNS = (
@@ -116,7 +117,7 @@ def adaptively(ctx: BenchContext, model: str, batch: int) -> Iterator[Row]:
         ]
         prompts.write_text("".join(json.dumps(prompt) + "\n" for prompt in wanted), encoding="utf-8")
         for policy in ("none", "any", "ngram"):
-            drafted = ["speculation=none"] if policy == "none" else drafting(policy, GAMMAS[-1])
+            drafted = ["speculation=none"] if policy == "none" else drafting(policy, ADAPTIVE_GAMMA)
             job = [*named(model), f"layout.kvp={ctx.ranks}", f"decode.prompts={prompts}", "decode.stream=false"]
             row: Row = {"kind": "adaptive", "model": model, "batch": batch, "length": PROMPT, "drafter": policy}
             try:

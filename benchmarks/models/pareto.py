@@ -2,8 +2,8 @@
 
 DeepSeek-R1's and Llama-405B's whole shapes in FP8. Layouts have 16 to 64 ranks, and 8 where a GPU holds their share;
 one or two GPUs emulate them, and run the real kernels of a rank. The simulator selects the layouts and batches to time:
-a few evenly spaced points of Helix's front and of plain TP's, at 128K and 1M tokens. One job per layout; rows of
-several runs make one record.
+a few evenly spaced points of the fronts of Helix, plain TP and DP attention, at 128K and 1M tokens. One job per layout;
+rows of several runs make one record.
 
   helix bench pareto models=deepseek-r1
 """
@@ -24,7 +24,7 @@ from comm.emulated import emulating_processes
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
 from helix.planner.hardware import E4M3, QUANTIZED, Hardware
-from helix.planner.points import Options
+from helix.planner.points import DP, Options
 from helix.planner.step import StepCost
 from launch.inputs.hardware import hardware_of
 from launch.inputs.shapes import load_spec
@@ -33,8 +33,10 @@ MODELS = "deepseek-r1", "llama-3.1-405b"
 LENGTHS = 128 * K, M
 RANKS = 8, 16, 32, 64
 BATCHES = 2 ** np.arange(8)
-TIMED = {"helix": 4, "tp": 2}  # points of a mode's front per length
-FP8 = Options("bf16", "bf16", "bf16", hopb=False, matrices=dict.fromkeys(QUANTIZED, E4M3))  # what the runtime runs
+TIMED = {"helix": 4, "tp": 2, "dp": 2}  # points of a mode's front per length
+FP8 = Options(  # what the runtime runs
+    "bf16", "bf16", "bf16", hopb=False, dispatch="all", matrices=dict.fromkeys(QUANTIZED, E4M3)
+)
 WEIGHTS = ["model.weights=fp8"]  # for a shape that is published in bf16
 ON_CPU = Workload("demo", 1, K)
 
@@ -46,7 +48,8 @@ def front(spec: DecoderSpec, hardware: Hardware, length: int, mode: str) -> Step
         step = search(spec, wide, length, FP8, gpus=RANKS, batches=BATCHES, modes=(mode,))
     except ValueError:
         return None
-    step = select_points(step, (step.points.dp == 1) & (step.points.pp == 1))
+    p = step.points
+    step = select_points(step, (p.pp == 1) & ((p.dp == 1) | ((p.mode == DP) & (p.tpa == 1))))
     return select_points(step, frontier(step)) if len(step.points) else None
 
 

@@ -1,15 +1,20 @@
 """Policies from papers to compare with, set by import path.
 
 attention.policy=benchmarks.papers.policies:MeanBlocks (Attention Pays Its Bill, Table 5) scores blocks by the mean of
-their keys. speculation.policy=benchmarks.papers.policies:full lets self-drafts read every key, so that none is
-rejected: the other end of Vegas' Figure 8.
+their keys, and MeanQueries by the mean query of a KV head's group as well. With
+speculation.policy=benchmarks.papers.policies:full self-drafts read every key, so that none is rejected: the other end
+of Vegas' Figure 8.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+from torch import Tensor
+
 from helix.attention.block_sparse import BlockSparseAttention
 from helix.attention.dense import DenseAttention
-from helix.worker.kv_cache import KVCache
+from helix.worker.kv_cache import KVCache, LayerCache
 from helix.worker.kv_cache_spec import EngineSizes
 from helix.worker.sequence_observer import Span
 
@@ -45,6 +50,15 @@ class MeanBlocks(BlockSparseAttention):
     """Block-sparse attention that selects blocks by mean keys."""
 
     cache = MeanCache
+
+
+class MeanQueries(MeanBlocks):
+    """Block-sparse attention that selects by mean keys and the mean query of a KV head, not by its best query."""
+
+    def select_local(self, q: Tensor, cache: LayerCache, *args: Any, **more: Any) -> Tensor:
+        groups = q.unflatten(1, (cache.bounds.shape[1], -1))
+        means = groups.mean(2, keepdim=True).expand_as(groups).flatten(1, 2)
+        return super().select_local(means, cache, *args, **more)
 
 
 def full(cache: KVCache, sizes: EngineSizes) -> DenseAttention:

@@ -35,6 +35,7 @@ SCANS = [
 PACKS = [(b, g, a, d) for b in BATCHES for g in GAMMAS for a in ALPHAS for d in WIDTHS]
 PACKS_ALONE = [(32, 128, a, d) for a in ALPHAS for d in WIDTHS]
 SORTED = [(b, g, a) for b in (32, 128, 512) for g in (64, 128) for a in ALPHAS]
+SPREAD = 0.1  # of sequences' acceptance rates around alpha, in sorted batches
 BEYOND = [(b, g, 0.9, d) for b, g in ((128, 8), (512, 8), (128, 128)) for d in (128, 2048)]  # the paper has 32
 Replay = Callable[[int], Any]
 
@@ -59,11 +60,11 @@ class VerifiedBatch:
 
 
 def workload(
-    batch: int, gamma: int, alpha: float, width: int, dtype: torch.dtype, device: torch.device, seed: int
+    batch: int, gamma: int, alpha: float | torch.Tensor, width: int, dtype: torch.dtype, device: torch.device, seed: int
 ) -> VerifiedBatch:
-    """Makes random tokens whose accepted lengths follow Binomial(gamma, alpha)."""
+    """Makes random tokens whose accepted lengths follow Binomial(gamma, alpha); alpha may be of each sequence [B]."""
     generator = torch.Generator().manual_seed(seed)
-    accepted = (torch.rand(batch, gamma, generator=generator) < alpha).sum(1)
+    accepted = (torch.rand(batch, gamma, generator=generator) < torch.as_tensor(alpha)[..., None]).sum(1)
     draft = torch.randint(VOCABULARY, (batch, gamma), generator=generator)
     target = torch.randint(VOCABULARY, (batch, gamma + 1), generator=generator)
     j = torch.arange(gamma)
@@ -198,33 +199,40 @@ def measure_pack(ctx: BenchContext, batch: int, gamma: int, alpha: float, width:
 
 
 def measure_pack_alone(ctx: BenchContext, batch: int, gamma: int, alpha: float, width: int) -> list[Row]:
-    """Measures packing with known lengths: our kernel, and torch's mask."""
+    """Measures packing with known lengths: our kernel, torch's mask, and the paper's packer, which waits."""
     works = batches(ctx, batch, gamma, alpha, width)
     rows, offsets = reference.pack(works[0].kv, works[0].accepted)
     baselines.pack(works[0].kv, works[0].accepted, works[0].packed)
     if not torch.equal(works[0].packed.kv[: len(rows)], rows) or not torch.equal(works[0].packed.offsets, offsets):
         raise RuntimeError(f"pack differs from the reference at {tuple(works[0].kv.shape)}")
+    if not torch.equal(baselines.pack_waiting(works[0].kv, works[0].accepted)[0], rows):
+        raise RuntimeError(f"pack_waiting differs from the reference at {tuple(works[0].kv.shape)}")
     runs: dict[str, Replay] = {
         "pack": lambda i: baselines.pack(works[i].kv, works[i].accepted, works[i].packed),
         "pack_torch": lambda i: reference.pack(works[i].kv, works[i].accepted),
+        "pack_waiting": lambda i: baselines.pack_waiting(works[i].kv, works[i].accepted),
     }
     row: Row = {"kind": "pack_alone", "batch": batch, "gamma": gamma, "alpha": alpha, "kv_dim": width}
     return [row | timed(runs, len(works), ctx.device, captured={"pack"})]
 
 
 def measure_sorted(ctx: BenchContext, batch: int, gamma: int, alpha: float) -> list[Row]:
-    """Measures one lane per sequence, in request order and sorted by accepted length, and the scan.
+    """Measures one lane per sequence, in request order and sorted, and the scan.
 
-    A warp takes as long as its longest sequence. Sorting uses the true lengths, the best case of a prediction;
-    its cost is not included.
+    A warp takes as long as its longest sequence. Sequences have rates within SPREAD of alpha. They are sorted by their
+    true lengths, the best case, and by what a step before accepted, a prediction; sorting itself is not included.
     """
-    work = workload(batch, gamma, alpha, 1, torch.bfloat16, ctx.device, seed=7)
-    order = work.accepted.argsort()
-    in_order = replace(
-        work, draft=work.draft[order], target=work.target[order], kv=work.kv[order], accepted=work.accepted[order]
-    )
-    kernels = {"naive": (baselines.naive, work), "naive_sorted": (baselines.naive, in_order)}
-    kernels["scan"] = baselines.verify, work
+    rates = alpha + SPREAD * (2 * torch.rand(batch, generator=torch.Generator().manual_seed(5)) - 1)
+    work, before = (workload(batch, gamma, rates, 1, torch.bfloat16, ctx.device, seed=seed) for seed in (7, 8))
+
+    def in_order(lengths: torch.Tensor) -> VerifiedBatch:
+        order = lengths.argsort()
+        rows = {name: getattr(work, name)[order] for name in ("draft", "target", "kv", "accepted")}
+        return replace(work, **rows)
+
+    kernels = {"naive": (baselines.naive, work), "scan": (baselines.verify, work)}
+    kernels["naive_sorted"] = baselines.naive, in_order(work.accepted)
+    kernels["naive_predicted"] = baselines.naive, in_order(before.accepted)
     for name, (scan, kernel_work) in kernels.items():
         check(kernel_work, name, scan, None)
     runs = {name: scanning(scan, kernel_work) for name, (scan, kernel_work) in kernels.items()}
@@ -246,8 +254,8 @@ PARTS = (
         "batch gamma alpha kv_dim",
         "fused one_block two_step two_step_torch dispatcher",
     ),
-    _part(PACKS_ALONE, measure_pack_alone, "batch gamma alpha kv_dim", "pack pack_torch"),
-    _part(SORTED, measure_sorted, "batch gamma alpha", "naive naive_sorted scan"),
+    _part(PACKS_ALONE, measure_pack_alone, "batch gamma alpha kv_dim", "pack pack_torch pack_waiting"),
+    _part(SORTED, measure_sorted, "batch gamma alpha", "naive naive_sorted naive_predicted scan"),
 )
 ABOUT = "verification of drafts against the paper's kernels and plain torch, on one GPU"
 BENCHMARK = Benchmark(ABOUT, __doc__, PARTS)

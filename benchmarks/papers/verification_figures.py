@@ -30,6 +30,7 @@ KERNELS: dict[str, Style] = {
 PACKERS: dict[str, Style] = {
     "pack_torch": {"label": "torch's mask", "color": GRAY, "marker": "D"},
     "pack": {"label": "our pack", "color": BLUE, "marker": "o"},
+    "pack_waiting": {"label": "the paper's pack", "color": ORANGE, "marker": "s"},
 }
 FUSED: dict[str, Style] = {
     "two_step_torch": {"label": "scan, torch's mask", "color": GRAY, "marker": "D"},
@@ -40,6 +41,7 @@ FUSED: dict[str, Style] = {
 ORDERS: dict[str, Style] = {
     "naive": {"label": "a lane a sequence", "color": ORANGE, "marker": "s"},
     "naive_sorted": {"label": "the same, sorted", "color": GREEN, "marker": "P"},
+    "naive_predicted": {"label": "sorted by a prediction", "color": PURPLE, "marker": "X"},
     "scan": {"label": "reduction", "color": BLUE, "marker": "o"},
 }
 # The paper's figures, on an L40S from Python: by gamma and alpha; by width; by batch, gamma, width and alpha.

@@ -88,6 +88,16 @@ def _dispatched() -> str:
     return f"dispatcher over fused {'; '.join(parts)}"
 
 
+def _launch() -> str:
+    """Time of a launch from Python: a short kernel's, less its time in a graph."""
+    row = records().us("scan", *WORST)
+    return (
+        f"{row['scan_us'] - row['scan_graph_us']:.1f} us"
+        if {"scan_us", "scan_graph_us"} <= row.keys()
+        else NOT_RECORDED
+    )
+
+
 def _commit() -> str:
     rows = [r for r in results("accept", "mode", "rows", "drafts", "columns") if (r["rows"], r["drafts"]) == (8, 8)]
     parts = span([r["us"] for r in rows if r["mode"] == "greedy"], ".1f", "us")
@@ -100,6 +110,7 @@ FIGURES: dict[str, Callable[..., str]] = {
     "dispatched": _dispatched,
     "eight": partial(_over, "pack", "two_step_torch_us", "fused_us", ".1f", 32, gamma=8),
     "largest": _largest,
+    "launch": _launch,
     "lost": _lost,
     "over": _over,
     "packs": partial(_over, "pack_alone", "pack_us", "pack_torch_us", alpha=0.9),

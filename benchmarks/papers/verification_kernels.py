@@ -15,7 +15,6 @@ import triton.language as tl
 
 from benchmarks.papers import verification_reference as reference
 from benchmarks.papers.verify_and_pack import (
-    TILE_BYTES,
     Launch,
     Like,
     Packed,
@@ -37,7 +36,9 @@ from kernels import dispatch
 from kernels.overlap import start_successor, wait_for_predecessor
 
 LANES = 32  # warp size: sequences per program of the naive kernel, tokens per ballot
+LANE_BYTES = 16  # of a lane's widest load
 ONE_BLOCK_BATCH = 32
+WAITING_THREADS = 256  # of the packer that waits, which moves one element each at a time
 
 
 @jit
@@ -146,14 +147,13 @@ def _one_block_kernel(
     ends = tl.cumsum(k, 0)
     tl.store(offsets + b, (ends - k).to(tl.int64), mask=b < B)
     tl.store(offsets + B, tl.sum(k, 0).to(tl.int64))
-    source = kv
-    for s in range(B):
-        size = tl.sum(tl.where(b == s, k, 0), 0) * D
-        out = packed + tl.sum(tl.where(b == s, ends - k, 0), 0).to(tl.int64) * D
-        for at in range(0, size, BLOCK):
-            i = at + tl.arange(0, BLOCK)
-            tl.store(out + i, tl.load(source + i, mask=i < size), mask=i < size)
-        source += kv_b
+    # BLOCK is what a warp loads at once, so each of the 32 warps copies one sequence.
+    source = kv + b.to(tl.int64)[:, None] * kv_b
+    out = packed + (ends - k).to(tl.int64)[:, None] * D
+    for at in range(0, tl.max(k, 0) * D, BLOCK):
+        i = at + tl.arange(0, BLOCK)[None, :]
+        inside = i < (k * D)[:, None]
+        tl.store(out + i, tl.load(source + i, mask=inside), mask=inside)
 
 
 def naive(draft: torch.Tensor, target: torch.Tensor, out: Verified) -> None:
@@ -200,6 +200,22 @@ def pack(kv: torch.Tensor, accepted: torch.Tensor, packed: Packed) -> None:
     return launch(kv, accepted, packed.kv, packed.offsets)
 
 
+def pack_waiting(kv: torch.Tensor, accepted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Packs like the paper's first packer, which loses: a baseline.
+
+    The host waits for the total to allocate the output, and one program of 256 threads copies each sequence.
+
+    Returns:
+        The rows [total, D], and their offsets [B + 1] int64.
+    """
+    if not dispatch.on_gpu(kv):
+        return reference.pack(kv, accepted)
+    total, offsets = int(accepted.sum().item()), reference.offsets_of(accepted)
+    rows = kv.new_empty(total, kv.shape[2])
+    waiting_launch(like(kv), kv.device)(kv, accepted, rows, offsets)
+    return rows, offsets
+
+
 def verify_and_pack_one_block(
     draft: torch.Tensor, target: torch.Tensor, kv: torch.Tensor, out: Verified, packed: Packed
 ) -> None:
@@ -244,6 +260,14 @@ def packing_launch(kv: Like, accepted: Like, packed: tuple[Like, Like], device: 
 
 
 @cache
+def waiting_launch(kv: Like, device: torch.device) -> Launch:
+    """Returns the launch of the packing kernel with one program for each sequence."""
+    (B, _, D), (kv_b, *_), *_ = kv
+    tile = {"BLOCK": WAITING_THREADS, "MORE": True}
+    return Launch(_pack_kernel, (1, B, 1), WAITING_THREADS // LANES, (kv_b, B, D), BLOCK_B=block_of(B), **tile)
+
+
+@cache
 def one_block_launch(
     draft: Like, target: Like, kv: Like, out: tuple[Like, ...], packed: tuple[Like, Like], device: torch.device
 ) -> Launch:
@@ -253,6 +277,5 @@ def one_block_launch(
     assert B <= ONE_BLOCK_BATCH, f"one block takes at most {ONE_BLOCK_BATCH} sequences, got {B}"
     return Launch(
         _one_block_kernel, (1, 1, 1), 32, (draft[1][0], target[1][0], kv[1][0], B, G, D),
-        BLOCK_B=ONE_BLOCK_BATCH, BLOCK_G=block_of(G),
-        BLOCK=min(TILE_BYTES // kv[2].itemsize, max(256, triton.next_power_of_2(G * D))),
+        BLOCK_B=ONE_BLOCK_BATCH, BLOCK_G=block_of(G), BLOCK=LANES * LANE_BYTES // kv[2].itemsize,
     )  # fmt: skip

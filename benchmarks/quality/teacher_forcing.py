@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 
-from benchmarks.papers.policies import fold_means
+from benchmarks.papers.policies import MeanQueries, fold_means
 from benchmarks.quality.hit_meter import HitMeter
 from benchmarks.quality.prefill import EvalSetup, prefilled
 from comm.base import Communicator
@@ -41,7 +41,7 @@ class Policy:
     """What a step reads: all keys, or a budget of blocks of `page` tokens.
 
     Attributes:
-        score: bounds, or mean: the policy of benchmarks.papers.policies.
+        score: bounds, or the policies of benchmarks.papers.policies: mean (of keys) or mean_query (of queries too).
         choice: local or global selection over the ranks of a kvp group.
         frozen: pages that fill up after the prefill are never selected; with score=bounds only.
         attends: a policy made by the caller, for one rank, instead of the budget.
@@ -188,7 +188,7 @@ def _steps(
     state, cache, comm = runner.state, runner.cache, runner.comm
 
     def fold(span: Span) -> None:
-        if policy.score == "mean":
+        if policy.score != "bounds":
             fold_means(cache)
         else:
             cache.fold(span)
@@ -224,4 +224,4 @@ def _attention(policy: Policy, placement: KVPlacement, length: int, comm: Commun
     attention_args = placement, length, comm.device, comm if policy.choice == "global" else None
     if policy.resident_shares:
         return HitMeter(policy.resident_shares, policy.budget, *attention_args)
-    return BlockSparseAttention(policy.budget, *attention_args)
+    return (MeanQueries if policy.score == "mean_query" else BlockSparseAttention)(policy.budget, *attention_args)

@@ -12,7 +12,7 @@ from benchmarks.models.pareto import FP8, RANKS, TIMED, front
 from benchmarks.records.columns import Cells
 from benchmarks.records.rows import WORKLOAD, Row, grouped, results, tokens
 from benchmarks.records.step_tables import points_of
-from benchmarks.records.style import BLUE, ORANGE, Style, curves, facets, plain_ticks, square
+from benchmarks.records.style import BLUE, GREEN, ORANGE, Style, curves, facets, plain_ticks, square
 from helix.planner.step import predict
 from launch.inputs.hardware import hardware_of
 from launch.inputs.shapes import load_spec
@@ -23,8 +23,10 @@ BUDGETS_MS = 10, 20, 50  # of TTL
 STYLES: dict[str, Style] = {
     "helix, measured": {"label": "Helix, measured", "color": BLUE, "marker": "o", "linestyle": ""},
     "helix, simulated": {"label": "Helix, simulated", "color": BLUE},
-    "tp, measured": {"label": "plain TP, measured", "color": ORANGE, "marker": "s", "linestyle": ""},
-    "tp, simulated": {"label": "plain TP, simulated", "color": ORANGE, "linestyle": "--"},
+    "tp, measured": {"label": "TP, measured", "color": ORANGE, "marker": "s", "linestyle": ""},
+    "tp, simulated": {"label": "TP, simulated", "color": ORANGE, "linestyle": "--"},
+    "dp, measured": {"label": "DP, measured", "color": GREEN, "marker": "^", "linestyle": ""},
+    "dp, simulated": {"label": "DP, simulated", "color": GREEN, "linestyle": ":"},
 }
 
 
@@ -90,4 +92,5 @@ def figure(rows: list[Row]) -> Figure:
         return f"{tokens(length)} tokens, {device.removeprefix('NVIDIA ').split()[0]}"
 
     axes = "tokens/s/user (higher is better)", "tokens/s/GPU (higher is better)"
-    return facets(grouped(points, "length", "device"), draw, STYLES.values(), title, *axes, across=square, height=3)
+    shown = [style for name, style in STYLES.items() if name in {r["name"] for r in points}]
+    return facets(grouped(points, "length", "device"), draw, shown, title, *axes, across=square, height=3)

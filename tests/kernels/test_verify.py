@@ -138,8 +138,11 @@ def test_packing(B: int, G: int, D: int, alpha: float, device: torch.device) -> 
     for fused in list(FUSED.values())[: 1 + (B <= baselines.ONE_BLOCK_BATCH)]:
         check_fused(fused, case, 2)
     _, packed = poisoned(case)
-    baselines.pack(case.kv, torch.tensor(case.accepted, device=device), packed)
+    accepted = torch.tensor(case.accepted, device=device)
+    baselines.pack(case.kv, accepted, packed)
     check_packed(packed, case)
+    rows, offsets = baselines.pack_waiting(case.kv, accepted)
+    assert torch.equal(rows, packed.kv[: len(rows)]) and torch.equal(offsets, packed.offsets)
 
 
 @triton.jit

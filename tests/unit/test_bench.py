@@ -261,8 +261,9 @@ def test_points_are_of_the_front_and_fit(model: str) -> None:
     hardware, spec = load_hardware("h100"), load_spec(model)
     found = timed.pareto_layouts(model, hardware)
     works = [work for same in found.values() for work in same]
-    assert {work.length for work in works} == {*timed.LENGTHS} and len(works) <= 12 and len(found) <= 6
-    assert {layout.mode for layout in found} == {"helix", "tp"}
+    assert {work.length for work in works} == {*timed.LENGTHS} and len(works) <= 16 and len(found) <= 9
+    modes = {layout.mode for layout in found}  # DP attention repeats its weights: Llama-405B's leave no room
+    assert modes == ({*timed.TIMED} if model == "deepseek-r1" else {"helix", "tp"})
     for layout, same in found.items():
         assert layout.world_size in timed.RANKS
         layout.check_heads(spec.attention.q_heads, spec.attention.kv_heads)
