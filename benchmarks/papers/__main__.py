@@ -2,6 +2,7 @@
 
   helix papers               write benchmarks/papers/README.md and docs/simulator.md, and draw the figures of all papers
   helix papers verification  print one paper's items and tables, each with the command that makes it
+  helix papers --count       print how many items of the papers are as described, partly, and not
 
 Papers: helix, verification, vegas, gather. All is read from benchmarks/results/. helix first simulates its search over
 333,661 configurations of GB200 (conf/hardware/gb200.yaml), and its changes, into simulate.jsonl there: a minute.
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from benchmarks.papers import gather_items, helix_items, simulated, vegas_items, verification_items
+from benchmarks.papers import count, gather_items, helix_items, simulated, vegas_items, verification_items
 from benchmarks.papers.figures import write_figures
 from benchmarks.papers.items import lines_of
 from benchmarks.papers.verification_figures import CAPTIONS, drawable
@@ -74,7 +75,7 @@ def _image(caption: str, name: str) -> str:
     return f"![{caption}](../figures/{name}.png)"
 
 
-SHOWN = {"verification-figures": _verification, "pareto-figures": _pareto}  # figures that depend on records
+SHOWN = {"verification-figures": _verification, "pareto-figures": _pareto, "count": count.lines}
 
 
 def show(name: str) -> None:
@@ -110,6 +111,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if handle_help(arguments, __doc__):
         return
     need_checkout("helix papers")
+    if [*arguments] == ["--count"]:
+        print(*count.lines(), sep="\n")
+        return
     names = [text for text in arguments if "=" not in text]
     try:
         options = parse([text for text in arguments if "=" in text], {"figures": Path})
