@@ -13,8 +13,8 @@ from benchmarks.papers.simulated import HALF, SHORT
 from benchmarks.papers.simulated import paper as simulated
 from benchmarks.records.columns import page
 from benchmarks.records.hopb_tables import timed
-from benchmarks.records.rows import WORKLOAD, Row, check_commit, grouped, kv, results
-from benchmarks.records.step_tables import best_step
+from benchmarks.records.rows import WORKLOAD, Row, grouped, kv, results
+from benchmarks.records.step_tables import best_step, over_helix
 from benchmarks.records.tables import TABLES
 from launch.inputs.shapes import load_spec
 
@@ -42,11 +42,7 @@ def _over(mode: str, model: str, batch: int, length: int) -> str:
         for r in results("baselines.emulated-8", *WORKLOAD)
         if (r["model"], r["batch"], r["length"]) == (model, batch, length)
     ]
-    ours, theirs = best_step(rows, "helix"), best_step(rows, mode)
-    if ours is None or theirs is None:
-        return "does not fit"
-    check_commit(ours, theirs)
-    return f"{theirs['ttl_p50_us'] / ours['ttl_p50_us']:.2f} x"
+    return f"{over_helix(rows, mode)} x"
 
 
 def _modes(mode: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -142,9 +143,9 @@ def headline() -> list[Row]:
     rows = []
 
     def add(r: Row, gpus: int, *times: str) -> None:
-        attention = load_spec(r["model"]).attention
-        heads = "1 latent" if attention.latent is not None else str(attention.kv_heads)
-        rows.append({**r, "heads": heads, "gpus": gpus, **dict(zip(("helix", "tp", "vllm"), times, strict=True))})
+        rows.append(
+            {**r, "heads": heads_of(r["model"]), "gpus": gpus, **dict(zip(("helix", "tp", "vllm"), times, strict=True))}
+        )
 
     for r in (r for r in vllm_splits() if r["gpus"] > 1 and r["length"] == 1_000_000):
         add(r, r["gpus"], *(f"{r[name] / 1e3:.2f} ms" for name in ("helix", "tp", "vllm")))
@@ -186,6 +187,34 @@ def _over_tp(by_commit: dict[str, list[Row]]) -> tuple[str, Row]:
     over = [(f"{tp['ttl_p50_us'] / helix['ttl_p50_us']:.2f}", helix) for helix, tp in both if helix and tp]
     tried = any(r["layout"].startswith("tp ") for rows in by_commit.values() for r in rows)
     return over[-1] if over else ("plain TP does not fit" if tried else "-", {})
+
+
+def over_emulated() -> list[Row]:
+    """Returns the times of plain TP and of Medha's layout over Helix's on eight emulated ranks, one sequence."""
+    rows = []
+    for (model,), same in grouped(results("baselines.emulated-8", *WORKLOAD), "model").items():
+        row: Row = {**same[0], "heads": heads_of(model)}
+        for mode, length in product(("tp", "medha"), (128 << 10, 1 << 20)):
+            row[f"{mode}_{length >> 10}"] = over_helix(
+                [r for r in same if (r["batch"], r["length"]) == (1, length)], mode
+            )
+        rows.append(row)
+    return rows
+
+
+def over_helix(rows: list[Row], mode: str) -> str:
+    """Returns a mode's best time at a point over the best Helix layout's, or that one does not fit."""
+    ours, theirs = best_step(rows, "helix"), best_step(rows, mode)
+    if ours is None or theirs is None:
+        return "does not fit"
+    check_commit(ours, theirs)
+    return f"{theirs['ttl_p50_us'] / ours['ttl_p50_us']:.2f}"
+
+
+def heads_of(model: str) -> str:
+    """Returns how many KV heads a model has."""
+    attention = load_spec(model).attention
+    return "1 latent" if attention.latent is not None else str(attention.kv_heads)
 
 
 def emulated_eight() -> list[Row]:

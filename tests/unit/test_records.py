@@ -182,6 +182,15 @@ PLANTED: dict[str, tuple[Records, list[str]]] = {
         {"fp8-steps": WHOLE[:1], "step": []},
         ["| deepseek-r1, FP8 | 1 latent | 8 | 1 x 1M | 5.00 ms | does not fit, planned | - |"],
     ),
+    "over-emulated": (
+        {
+            "baselines.emulated-8": [
+                LATENTS | {"layout": layout, **(of if isinstance(of, dict) else {"ttl_p50_us": of})}
+                for layout, of in ((HELIX, 1000.0), (TP, 4000.0), ("medha kvp=8 tpa=1", {"failed": "no room"}))
+            ]
+        },
+        ["| deepseek-v2-lite | 1 latent | does not fit | 4.00 | does not fit | does not fit |"],
+    ),
     # The newest commit that has both counts, not the newest of each.
     "over-tp": (
         {
