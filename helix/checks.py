@@ -348,8 +348,6 @@ def check_states(config: Config, layout: HelixLayout, spec: DecoderSpec) -> None
     why = "is not supported for models with recurrent states (Gated DeltaNet)"
     if layout.mode == "dp":
         raise ValueError(f"layout.mode=dp {why}: set layout.mode=helix")
-    if config.speculation.drafter == "sparse":
-        raise ValueError(f"speculation.drafter=sparse {why}: set speculation=ngram")
 
 
 def check_model_snapshots(config: Config, layout: HelixLayout, spec: DecoderSpec) -> None:

@@ -60,7 +60,8 @@ class GatedDeltaNet:
         layer = cache.layer(self.index)
         state = DeltaState(**layer.tensors, accepted=layer.accepted)
         if step.cu_q is None:
-            return self.output(gated_delta_step(q, self.rule, state, step.slots, step.positions, step.live))
+            rows = step.slots, step.positions, step.live, step.drafted
+            return self.output(gated_delta_step(q, self.rule, state, *rows))
         return self.output(gated_delta_prefill(q, self.rule, state, step.slots, step.positions, step.cu_q))
 
 

@@ -242,12 +242,16 @@ class Layer:
         ]
 
     def recurrent(self, spec: GatedDeltaSpec) -> list[Phase]:
-        """Lists the phases of a recurrent layer, whose states a step reads and writes once."""
-        p, s, heads = self.points, self.spec, self._state_heads(spec)
+        """Lists the phases of a recurrent layer, whose states a step reads and writes once.
+
+        With self-speculation only the first draft step writes them.
+        """
+        p, s, heads, drafts = self.points, self.spec, self._state_heads(spec), self.self_drafts
+        writes = 1.0 if drafts is None or not drafts.gamma else 1 / drafts.gamma if self.drafting else 0.0
         width = np.where(p.mode == MEDHA, p.tpa, p.ranks)
         return [
             self.kernel("qkv", s.hidden * self._state_rows(spec), self.rows),
-            self._roofline_phase("states", 2 * self.sequences * self.state_bytes(spec)),
+            self._roofline_phase("states", (1 + writes) * self.sequences * self.state_bytes(spec)),
             self.kernel("output", s.hidden * heads * spec.value_dim, self.rows, kind="output", scaled=s.hidden),
             self.collective("output all-reduce", "all_reduce", width, self.row_bytes(self.rows)),
         ]

@@ -291,8 +291,6 @@ def check(spec: DecoderSpec, options: Options) -> None:
         what, remedy = "speculation=sparse", "use another drafter"
         if options.sparse is not None:
             raise ValueError(f"{what} verifies drafts with full attention: set attention=dense")
-        if spec.has_states:
-            raise ValueError(f"{what} is not supported for models with recurrent states (Gated DeltaNet): {remedy}")
     elif options.sparse is not None:
         what, remedy = "block-sparse attention", "use dense attention"
     else:

@@ -23,7 +23,7 @@ from helix.layout import HelixLayout
 from helix.models import DecoderSpec
 from helix.models.decoder import Decoder
 from helix.packages import import_object
-from helix.speculation.base import Draft, Drafter, check_states
+from helix.speculation.base import Draft, Drafter
 from helix.speculation.draft_sampler import DraftSampler
 from helix.worker.graph_keys import DecodeGraphKey
 from helix.worker.kv_cache import KVCache
@@ -135,7 +135,6 @@ class SparseDrafter(Drafter):
 
     def __init__(self, model: Decoder, cache: KVCache, sizes: EngineSizes, budget: DraftBudget, noise: str) -> None:
         super().__init__(sizes.drafts)
-        check_states(cache, "sparse")
         placement, device, layers = cache.placement, cache.device, model.spec.full
         layout = placement.layout
         self.model, self.comm, self.cache, self.placement = model, model.comm, cache, placement
@@ -208,6 +207,8 @@ class SparseDrafter(Drafter):
         for n in range(drafts):
             step = draft_steps.step(n, tokens)
             hidden = self.model.hidden(self.cache, step, self.policy)
+            if n == 0:
+                self.cache.on_draft(step.live)
             tokens = sampler.sample(hidden, state, step.positions + 1)
         return sampler.draft()
 

@@ -315,6 +315,11 @@ class KVCache(SequenceObserver):
             self.accepted[: step.kind.rows] = step.span.after - step.span.before
         self.fold(step.span)
 
+    def on_draft(self, live: Tensor) -> None:
+        """Notes that a draft step has added the accepted rows to the states of the first rows, where `live` [rows]."""
+        if self._replays:
+            self.accepted[: len(live)].masked_fill_(live, 0)
+
     def close(self) -> None:
         """Frees host memory; no kernel may use the cache any more. A second call does nothing."""
         if self._host_states is None:

@@ -97,6 +97,7 @@ class Step:
         selects: indexers select tokens; if False, they only add keys, or do nothing after `with_selection`.
         num_tokens_across_dp: in mode dp, prefill tokens of each rank; empty: the same number on all ranks.
         prefixes: of all tokens of a decode step, the keys in prefixes that sequences share; None: each reads its own.
+        drafted: number of preceding steps that the model drafted in, whose tokens are not committed yet.
     """
 
     placement: KVPlacement
@@ -121,6 +122,7 @@ class Step:
     selects: bool = True
     num_tokens_across_dp: tuple[int, ...] = ()
     prefixes: PrefixKeys | None = None
+    drafted: int = 0
 
     def pages(self, window: int | None) -> Tensor:
         """Returns the pages [n, P] int32 that layers with this window read: their ring's, if there is one."""
@@ -239,6 +241,7 @@ class DraftSteps:
             live=joint.live[rows],
             slot_mappings={window: slots[rows] for window, slots in joint.slot_mappings.items()},
             shared={key: tuple(per_token[rows] for per_token in made) for key, made in joint.shared.items()},
+            drafted=draft_index,
         )
 
 

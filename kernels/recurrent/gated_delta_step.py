@@ -122,7 +122,7 @@ def _gated_delta_step_kernel(
     ROWS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     W: tl.constexpr, GROUP: tl.constexpr, FIRST: tl.constexpr, RING: tl.constexpr, MAX_ROWS: tl.constexpr,
     SYSTEM: tl.constexpr, WORK: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_V: tl.constexpr, DRAFTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     i, head = tl.program_id(0), tl.program_id(1)
     n = i.to(tl.int64) * ROWS
@@ -141,7 +141,7 @@ def _gated_delta_step_kernel(
 
     req_idx = tl.load(req_indices + i).to(tl.int64)
     begin = tl.load(positions + n)
-    count = tl.load(accepted + req_idx)
+    count = tl.load(accepted + req_idx) if DRAFTED == 0 else DRAFTED
     row: tl.constexpr = VALUES * (DK + DV)
     last_rows = cached_rows + req_idx * (MAX_ROWS * row) + head * (DK + DV)
     last_decays = cached_decays + req_idx * (MAX_ROWS * VALUES) + head
@@ -180,10 +180,11 @@ def _gated_delta_step_kernel(
                 (S0, S1, S2, S3), last_rows, last_decays, x, count, last, d4, e4, DK, DV, row, VALUES,
                 pair, aligned,
             )  # fmt: skip
-        tl.store(states, tl.reshape(S0, flat), mask=whole)
-        tl.store(states + DV, tl.reshape(S1, flat), mask=whole1)
-        tl.store(states + 2 * DV, tl.reshape(S2, flat), mask=whole2)
-        tl.store(states + 3 * DV, tl.reshape(S3, flat), mask=whole3)
+        if DRAFTED == 0:
+            tl.store(states, tl.reshape(S0, flat), mask=whole)
+            tl.store(states + DV, tl.reshape(S1, flat), mask=whole1)
+            tl.store(states + 2 * DV, tl.reshape(S2, flat), mask=whole2)
+            tl.store(states + 3 * DV, tl.reshape(S3, flat), mask=whole3)
     decay, bias = tl.exp(tl.load(a_log + head)), tl.load(dt_bias + head)
     norm_weight = tl.load(norm + e, mask=e < DV, other=0.0).to(tl.float32)
 
@@ -218,8 +219,13 @@ def _gated_delta_step_kernel(
     row_work = ours + r[:, None] * (VALUES * WORK)
     factors = row_work + DK + 2 * DV  # of deltas, in its delta and in its output; of S^T q and of S^T k
     tl.debug_barrier()  # all warps have read the last step's rows
+    last_rows += DRAFTED * row
     tl.store(last_rows + r[:, None] * row + d[None, :], k, mask=key_mask)
-    tl.store(last_decays + r * VALUES, total, mask=new)
+    if DRAFTED == 0:
+        tl.store(last_decays + r * VALUES, total, mask=new)
+    else:  # summed from the first draft on
+        before = tl.load(last_decays + (DRAFTED - 1) * VALUES)
+        tl.store(last_decays + (DRAFTED + r) * VALUES, before + total, mask=new)
     tl.store(row_work + d[None, :], q, mask=key_mask)
     tl.store(row_work + DK + e[None, :], beta[:, None] * v, mask=inside)
     tl.store(factors + 2 * SYSTEM, decay_since[:, None], mask=new[:, None])
@@ -292,20 +298,25 @@ def gated_delta_step(
     req_indices: torch.Tensor,
     positions: torch.Tensor,
     live: torch.Tensor,
+    drafted: int = 0,
 ) -> torch.Tensor:
     """Applies the last step's accepted rows to the states, computes this step's outputs [N, V dv], stores its rows.
+
+    After a step of one draft row, later drafts leave the state alone: they apply the rows of the drafts before them in
+    registers, and store theirs after these. A step that verifies them overwrites these rows.
 
     Args:
         req_indices: of the n sequences [n] int64; each has N / n rows.
         positions: of the rows [N] int64.
         live: [N]; a sequence whose first row is not live is left unchanged, and its outputs are 0.
+        drafted: rows of preceding draft steps, since the state; then N = n.
     """
     if not dispatch.on_gpu(x.z):
-        return reference(x, p, cache, req_indices, positions, live)
+        return reference(x, p, cache, req_indices, positions, live, drafted)
     n, rows = len(req_indices), len(positions) // len(req_indices)
     _, values, key_dim, value_dim = cache.state.shape
     ring, max_rows, conv_width = cache.qkv.shape[1], cache.rows.shape[1], p.conv.shape[0]
-    assert rows <= max_rows and conv_width - 1 + max_rows <= ring
+    assert drafted + rows <= max_rows and (rows == 1 or not drafted) and conv_width - 1 + max_rows <= ring
     assert x.qkv.stride(1) == x.gates.stride(1) == x.z.stride(1) == 1
     assert all(t.is_contiguous() for t in (cache.state, cache.qkv, cache.rows, cache.decays, p.conv))
     block_r = triton.next_power_of_2(max_rows)
@@ -327,6 +338,7 @@ def gated_delta_step(
         WORK=width,
         BLOCK_K=triton.next_power_of_2(max(key_dim, RUN.value * KI.value)),
         BLOCK_V=triton.next_power_of_2(max(value_dim, VI.value)),
+        DRAFTED=drafted,
         num_warps=8, maxnreg=TWO_ON_AN_SM if crowded else None, **pdl_options(out),
     )  # fmt: skip
     return out

@@ -18,6 +18,7 @@ def gated_delta_step(
     req_indices: torch.Tensor,
     positions: torch.Tensor,
     live: torch.Tensor,
+    drafted: int = 0,
 ) -> torch.Tensor:
     """Plain torch `kernels.recurrent.gated_delta_step.gated_delta_step`."""
     rows, before = len(positions) // len(req_indices), p.conv.shape[0] - 1
@@ -26,17 +27,21 @@ def gated_delta_step(
         mine = slice(i * rows, (i + 1) * rows)
         if not live[mine.start]:
             continue
-        begin, count = int(positions[mine.start]), int(cache.accepted[req_idx])
+        begin, count = int(positions[mine.start]), drafted or int(cache.accepted[req_idx])
+        state, decay = cache.state[req_idx], torch.zeros_like(p.a_log)
         if count:
-            cache.state[req_idx] = with_rows(
-                cache.state[req_idx], cache.rows[req_idx, :count], cache.decays[req_idx, :count]
-            )
+            state = with_rows(state, cache.rows[req_idx, :count], cache.decays[req_idx, :count])
+        if drafted:
+            decay = cache.decays[req_idx, drafted - 1]
+        else:
+            cache.state[req_idx] = state
         inputs = convolve(torch.cat((recent(cache, req_idx, begin - before, begin), x.qkv[mine])), p)
         q, k, v, g, beta = heads(inputs, x.gates[mine], p)
-        seen, deltas, _ = recurrent(cache.state[req_idx], q, k, v, g, beta)
+        seen, deltas, _ = recurrent(state, q, k, v, g, beta)
         out[mine] = gated_norm(seen, x.z[mine], p)
         remember(cache, req_idx, begin, x.qkv[mine])
-        cache.rows[req_idx, :rows], cache.decays[req_idx, :rows] = torch.cat((k, deltas), -1), g.cumsum(0)
+        to = slice(drafted, drafted + rows)
+        cache.rows[req_idx, to], cache.decays[req_idx, to] = torch.cat((k, deltas), -1), decay + g.cumsum(0)
     return out
 
 

@@ -292,7 +292,7 @@ def settings_of(
         drafters += ["mtp"] * 6
     sparse_pages = page == 1 or (page >= 16 and page & (page - 1) == 0)
     blocks = has_heads and rng.random() < 0.35
-    if spec is not None and OF["drafts alone"](spec) and not blocks and sparse_pages:
+    if spec is not None and _whole(spec) and not blocks and sparse_pages:
         drafters += ["sparse"] * 6
     if spec is not None and spec.hidden % spec.attention.q_heads == 0:  # LlamaConfig requires it
         drafters += ["eagle3"]
@@ -464,7 +464,6 @@ OF: dict[str, Callable[[DecoderSpec], bool]] = {
     "any": lambda spec: True,
     "states": lambda spec: spec.has_states,
     "no states": lambda spec: not spec.has_states,
-    "drafts alone": lambda spec: _whole(spec) and not spec.has_states,  # self-drafts over a few keys
     "latents": lambda spec: spec.attention.latent is not None,
     "whole": _whole,
     "windows": lambda spec: not spec.full,

@@ -170,6 +170,9 @@ def states() -> Iterator[Launch]:
         rows = i64(4), i64(4 * most), numbers(4 * most, dtype=torch.bool)
         yield launch(f"delta-step-{values}-{most}", gated_delta_step, step, gated_delta, kept, *rows)
         if most == 5:
+            drafted = DeltaInput(*(numbers(4, columns) for columns in (C, 2 * values, 128 * values)))
+            row = i64(4), i64(4), numbers(4, dtype=torch.bool), 3
+            yield launch(f"delta-step-{values}-drafted", gated_delta_step, drafted, gated_delta, kept, *row)
             prompts = i64(2), i64(512), i32(3)
             yield launch(f"delta-prefill-{values}", gated_delta_prefill, chunk, gated_delta, kept, *prompts)
 

@@ -203,6 +203,26 @@ def test_a_verified_row_is_that_of_a_plain_step(device: torch.device) -> None:
         close(batch.step(gated_delta_step, alone, row), together[row])
 
 
+@pytest.mark.parametrize("h", HEADS[:3])
+def test_drafts_leave_the_state(h: Heads, device: torch.device) -> None:
+    """Draft rows one by one are those of one step; then that step finds the state and the ring as without drafts."""
+    batch = Batch.of(h, [9, 1, 40], [3] * 3, device, counts=[2, 0, 3], most=3)
+    alone, plain, first = copy_of(batch.state_cache), copy_of(batch.state_cache), torch.arange(0, 9, 3, device=device)
+    wanted = batch.step(gated_delta_step, plain)
+    for drafted in range(3):
+        rows = first + drafted
+        x = DeltaInput(*(t[rows] for t in vars(batch.x).values()))
+        live = torch.ones(3, dtype=torch.bool, device=device)
+        found = gated_delta_step(x, batch.p, alone, batch.slots, batch.at[rows], live, drafted)
+        close(found, wanted[rows])
+        assert torch.equal(alone.state.nan_to_num(), plain.state.nan_to_num()), drafted
+        alone.accepted[batch.slots] = 0
+    close(alone.decays, plain.decays)
+    assert torch.equal(batch.step(gated_delta_step, alone), wanted) and torch.equal(
+        alone.rows.nan_to_num(), plain.rows.nan_to_num()
+    )
+
+
 @pytest.mark.parametrize("mistake", ["count", "conv", "place"])
 def test_mistakes_are_caught(mistake: str, device: torch.device) -> None:
     """An accepted row too few, a row of the convolution lost, value heads with another's key."""
