@@ -301,7 +301,16 @@ def check_sparse_drafter(config: Config, layout: HelixLayout, spec: DecoderSpec)
     if config.speculation.drafter != "sparse":
         return
     what = "speculation.drafter=sparse"
-    if spec.attention.latent is not None:
+    policy = config.speculation.policy
+    if spec.indexers and policy == "c2q":
+        raise ValueError(
+            f"speculation.policy={policy} selects by scores, but this model's indexers select (DSA): leave it out"
+        )
+    if spec.attention.latent is not None and policy == "quest":
+        raise ValueError(
+            f"speculation.policy={policy} does not support latents (MLA), which have no key bounds: leave it out"
+        )
+    if spec.attention.latent is not None and policy in ("any", "c2q") and not spec.indexers:
         raise ValueError(f"{what} does not support latents (MLA), which this model has: set speculation=ngram")
     if not spec.full:
         raise ValueError(f"{what}: every layer of the model already has a sliding window: set speculation=ngram")

@@ -23,7 +23,7 @@ from helix.layers.rotary import Angles
 from helix.layers.specs import MLASpec
 from helix.layers.weights import ModelShard
 from helix.worker.kv_cache import LayerCache
-from helix.worker.row_shard import all_gather_rows, gathered
+from helix.worker.row_shard import all_gather_rows, gather_some_rows, gathered
 from helix.worker.step import SELECTED, Step
 from kernels.indexer.append import index_append
 from kernels.indexer.keys import DIGITS
@@ -58,8 +58,8 @@ class Indexer:
     def __call__(self, x: Tensor, latents: Tensor, angles: Angles, cache: LayerCache, step: Step) -> None:
         """Appends index keys to the cache, and selects tokens for this layer and the layers that share its selection.
 
-        Stores the selection as `step.selected`. Prefill steps of short sequences read all tokens and select none, nor
-        do steps without attention (`step.selects`).
+        Sets `step.selected`, and stores the selection in the cache if drafts reuse it. Prefill steps of short sequences
+        read all tokens and select none, nor do steps without attention (`step.selects`).
 
         Args:
             x: [N, H], the layer's normalized input; if row-sharded, this rank's rows.
@@ -94,12 +94,41 @@ class Indexer:
             append(q, k, angles.rows(shard.local), torch.full_like(slots[shard.local], -1))
             runs = {name: data.flatten(0, 1).unflatten(0, (-1, shard.run_length)) for name, data in tensors.items()}
             shard.step.shared[SELECTED] = self._select(q, weights, runs, None, shard.step)
+            if spec.stored_topk:
+                rows, lasts = step.last_tokens()
+                q, weights = (gather_some_rows(shard, self.comm, part, rows) for part in (q, weights))
+                self._store(self._select(q, weights, cache.tensors, None, lasts), cache, lasts)
             return
         append(q, k, angles, slots)
         if (micro_batch := step.micro_batch) is not None:  # the second reads what the first writes in the same stage
             micro_batch.record("index keys", x.device) if micro_batch.first else micro_batch.wait("index keys")
         if q is not None:
             step.shared[SELECTED] = self._select(q, weights, cache.tensors, digit_counts, step)
+        if not spec.stored_topk or not step.selects:
+            return
+        if step.cu_q is None:
+            assert step.selected is not None
+            self._store(step.selected, cache, step)
+        else:
+            rows, lasts = step.last_tokens()
+            found = _all_tokens(lasts, self.topk) if reads_all else tuple(part[rows] for part in step.selected or ())
+            self._store(found, cache, lasts)
+
+    def _store(self, selection: tuple[Tensor, ...], cache: LayerCache, step: Step) -> None:
+        # The selections of all rows of a decode step; in prefill, of sequences' last rows, as each one's first row.
+        slots, _, counts = selection
+        n, width = len(step.slots), slots.shape[1]
+        to, counts_to = cache.tensors["selected"], cache.tensors["num_selected"]
+        if step.cu_q is None:
+            at = slice(step.first, step.first + n)
+            to[at, : step.max_q, :width] = slots.view(n, step.max_q, width)
+            counts_to[at, : step.max_q] = counts.view(n, step.max_q)
+            return
+        # Repeat a sequence in place of those without tokens; without any, nothing changes.
+        rows = torch.where(step.live, torch.arange(n, device=slots.device), step.live.int().argmax())
+        req_indices, live = step.slots[rows], step.live[rows]
+        to[req_indices, 0, :width] = torch.where(live[:, None], slots[rows], to[req_indices, 0, :width])
+        counts_to[req_indices, 0] = torch.where(live, counts[rows], counts_to[req_indices, 0])
 
     def cache_names(self, cache: LayerCache) -> list[str]:
         return [name for name in ("index_keys", "index_scales") if name in cache.tensors]
@@ -140,3 +169,10 @@ class Indexer:
         if placement.layout.kvp > 1:  # with MLA, a kvp group of several ranks is the world, as all_gather requires
             gather = self.comm.gather_in_group if step.micro_batch is not None else self.comm.all_gather
         return Shard(**placement.grid, page_size=placement.page_size, gather=gather)
+
+
+def _all_tokens(step: Step, topk: int) -> tuple[Tensor, ...]:
+    # `Step.selected` of sequences of at most `topk` tokens.
+    page, tables, (lo, hi) = step.placement.page_size, step.block_tables, step.bounds(None)
+    local = torch.arange(min(topk, tables.shape[1] * page), device=tables.device)
+    return tables[:, local // page] * page + (local % page).int(), lo, hi

@@ -250,21 +250,29 @@ class IndexerSpec:
         width: D_I, of a query and of the single key.
         rope: width of the rotated part, which comes first.
         interleaved: whether rotated pairs are adjacent in the checkpoint, instead of in two halves.
+        stored_topk: tokens per query whose selection is stored until the next step, for drafts; 0: none is.
     """
 
     heads: int
     width: int
     rope: int
     interleaved: bool
+    stored_topk: int = 0
 
     def weights(self, hidden: int, q_rank: int) -> int:
         return hidden * (self.width + self.heads) + q_rank * self.heads * self.width
 
     def kv_cache_specs(self, dtype: str, kv: str = "auto") -> tuple[KVCacheSpec, ...]:
-        """Lists what it caches: keys in `dtype`, or with kv.dtype=fp8_all (`kv`) in e4m3 with a scale."""
+        """Lists what it caches: keys in `dtype`, or with kv.dtype=fp8_all (`kv`) in e4m3 with a scale; selections."""
+        selections = (
+            KVCacheSpec("selected", (self.stored_topk,), "int32", "row"),
+            KVCacheSpec("num_selected", (), "int32", "row"),
+        )
+        stored = selections if self.stored_topk else ()
         if kv != "fp8_all":
-            return (KVCacheSpec("index_keys", (self.width,), dtype),)
-        return KVCacheSpec("index_keys", (self.width,), "float8_e4m3fn"), KVCacheSpec("index_scales", (), "float32")
+            return KVCacheSpec("index_keys", (self.width,), dtype), *stored
+        keys = KVCacheSpec("index_keys", (self.width,), "float8_e4m3fn")
+        return keys, KVCacheSpec("index_scales", (), "float32"), *stored
 
     def activations_per_token(self, topk: int) -> int:
         """Returns the activations per token of a prefill step, in 16-bit numbers.

@@ -136,6 +136,17 @@ class DecoderSpec:
 
         return replace(self, layers=tuple(map(alone, self.layers)))
 
+    def with_stored_selections(self) -> DecoderSpec:
+        """Returns the spec with indexers that store what they select, for `speculation=sparse`."""
+
+        def stored(layer: LayerSpec) -> LayerSpec:
+            mixer = layer.mixer
+            if not isinstance(mixer, MLASpec) or mixer.indexer is None or mixer.topk is None:
+                return layer
+            return replace(layer, mixer=replace(mixer, indexer=replace(mixer.indexer, stored_topk=mixer.topk)))
+
+        return replace(self, layers=tuple(map(stored, self.layers)))
+
     @property
     def windows(self) -> tuple[int | None, ...]:
         """Sliding window, in tokens, of each attention layer; None for full attention."""

@@ -41,6 +41,8 @@ def make_spec(config: Config, key: str = "model") -> DecoderSpec:
     spec = spec_from_config(resolved_config(model))
     if config.speculation.drafter == "eagle3":
         return with_eagle3(spec, make_eagle3(config.speculation, spec))
+    if config.speculation.drafter == "sparse" and config.speculation.policy == "any":
+        return spec.with_stored_selections()
     return spec.with_mtp() if config.speculation.drafter == "mtp" else spec
 
 

@@ -3,22 +3,24 @@
 A draft step is a forward pass of the target over the selected keys and all newer ones. Verification overwrites the KV
 of drafts. It also scores every key by its queries, and these scores select the keys of the next drafts, in all layers
 at once (Vegas, arXiv:2602.07223, section 3). Each rank selects among its own keys.
+
+In models with indexers (DSA), drafts reuse what verification's indexers selected for the last token.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from helix.attention.base import AttentionPolicy
 from helix.attention.block_sparse import BlockSparseAttention
-from helix.attention.selected import ScoringAttention, SelectedAttention
+from helix.attention.selected import ScoringAttention, SelectedAttention, StoredSelection
 from helix.config import LEAST_KEYS, MAX_SELECTED
 from helix.engine.scheduler_output import BlockTableUpdate, NewRequest
 from helix.kv_placement import BlockBudget, KeyBudget, KVPlacement
-from helix.layers.specs import AttentionSpec
+from helix.layers.specs import AttentionSpec, MLASpec
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
 from helix.models.decoder import Decoder
@@ -82,9 +84,13 @@ class DraftBudget:
             )
         return BlockBudget(1, local, topk, 0)
 
+    def reuses(self, spec: DecoderSpec) -> bool:
+        """Returns whether drafts read what indexers selected in verification."""
+        return self.policy == "any" and bool(spec.indexers)
+
     def planes(self, spec: DecoderSpec, layout: HelixLayout, rank: int, queries: int, dtype: str) -> int:
         """Returns the score planes per layer on a rank, for verification of `queries` queries per sequence."""
-        if SCORED_QUERIES.get(self.policy) is None:
+        if SCORED_QUERIES.get(self.policy) is None or spec.indexers:
             return 0
         spec_attention = attention(spec)
         group = len(layout.q_heads(rank, spec_attention.q_heads, spec_attention.kv_heads)) // len(
@@ -98,7 +104,7 @@ class DraftBudget:
         return int(self.keys(placement.layout.kvp).num_keys(torch.tensor(capacity))) + tail(drafts)
 
     def table_bytes(self, spec: DecoderSpec, placement: KVPlacement, rank: int, sizes: EngineSizes) -> int:
-        if self.policy not in SCORED_QUERIES:
+        if self.policy not in SCORED_QUERIES or self.reuses(spec):
             return 0
         heads = len(placement.layout.kv_heads(rank, spec.attention.kv_heads))
         columns = self.columns(placement, sizes.length, sizes.drafts)
@@ -114,6 +120,15 @@ class DraftBudget:
 def tail(drafts: int) -> int:
     """Returns the number of keys newer than the candidates: accepted drafts, and drafts of this step."""
     return 2 * drafts + 1
+
+
+def selecting_layers(spec: DecoderSpec) -> dict[int, int]:
+    """Returns for each layer with DSA the layer whose indexer selects for it."""
+    found: dict[int, int] = {}
+    for i, layer in enumerate(spec.layers):
+        if isinstance(layer.mixer, MLASpec) and layer.mixer.topk is not None:
+            found[i] = i if layer.mixer.indexer is not None else found[i - 1]
+    return found
 
 
 def attention(spec: DecoderSpec) -> AttentionSpec:
@@ -142,7 +157,9 @@ class SparseDrafter(Drafter):
         self.tail = tail(self.limit)
         self.keys = budget.keys(layout.kvp)
         self.selected: SelectedAttention | None = None
+        self.stored: StoredSelection | None = None
         self.scores: ScorePages | None = None
+        self.selects = budget.policy not in SCORED_QUERIES  # indexers select for drafts, too
         self.policy: AttentionPolicy
         heads = len(layout.kv_heads(self.comm.rank, model.spec.attention.kv_heads))
         if budget.policy == "quest":
@@ -150,6 +167,8 @@ class SparseDrafter(Drafter):
             self.policy = BlockSparseAttention(blocks, placement, sizes.length, device)
         elif budget.policy not in SCORED_QUERIES:
             self.policy = import_object("speculation.policy", budget.policy)(cache, sizes)
+        elif budget.reuses(model.spec):
+            self.policy = self.stored = StoredSelection(cache, selecting_layers(model.spec), self.limit)
         else:
             width = budget.columns(placement, sizes.length, self.limit)
             self.policy = self.selected = SelectedAttention(layers, sizes.slots, heads, width, device)
@@ -158,7 +177,7 @@ class SparseDrafter(Drafter):
                 len(layers), 1, 1, heads, placement.page_size, dtype=torch.float16, device=device
             )
             self._flags = torch.tensor([[False], [True]], device=device).expand(-1, sizes.slots).contiguous()
-        if rows := SCORED_QUERIES.get(budget.policy):
+        if (rows := SCORED_QUERIES.get(budget.policy)) and not model.spec.indexers:
             shape = len(layers), self._planes(1 + self.limit), sizes.pages, heads, placement.page_size
             planes = torch.empty(shape, dtype=torch.float16, device=device)
             capacity = placement.stripes.pages_for(sizes.length + self.limit)
@@ -202,10 +221,12 @@ class SparseDrafter(Drafter):
     def propose(self, state: DecodeState, kind: DecodeGraphKey) -> Draft:
         rows, drafts = kind.rows, kind.drafts
         tokens, draft_steps = state.tokens[:rows], state.draft_steps(rows, drafts)
+        if self.stored is not None:
+            self.stored.begin(state, rows)
         self.policy.prepare(draft_steps.joint, set(self.model.spec.windows))
         sampler = DraftSampler(self.model.logits, self.model.embedding.rows, self.comm, self.noise == "shared", kind)
         for n in range(drafts):
-            step = draft_steps.step(n, tokens)
+            step = replace(draft_steps.step(n, tokens), selects=self.selects)
             hidden = self.model.hidden(self.cache, step, self.policy)
             if n == 0:
                 self.cache.on_draft(step.live)

@@ -183,7 +183,8 @@ class KVCache(SequenceObserver):
     def _allocate(self, spec: KVCacheSpec, layers: int) -> Tensor:
         count = entries(spec, self.placement, self._sizes)
         shape = (count[0], *spec.entry, count[1]) if spec.by_head else (*count, *spec.entry)
-        return torch.empty(layers, *shape, dtype=getattr(torch, spec.dtype), device=self.device)
+        make = torch.zeros if spec.dtype == "int32" else torch.empty  # steps may read indices before any is written
+        return make(layers, *shape, dtype=getattr(torch, spec.dtype), device=self.device)
 
     def _view_host_snapshots(self, numbers: Tensor) -> None:
         """Views host memory as snapshots, widest dtypes first so that all are aligned."""

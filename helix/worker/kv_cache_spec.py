@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}  # bytes, by torch's names
+ITEMSIZE = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}  # bytes, by torch's names
 LATENT_GROUP = 128  # elements of an e4m3 latent that share a scale, as in `kernels.scaled_keys`
 MAX_RING_TOKENS = 1024  # longer windows are stored in pages
 LATENTS = ("latents", "latent_scales", "ropes")  # names of the specs of MLA latents

@@ -180,6 +180,12 @@ def reduce_scatter_rows(shard: RowShard, comm: Communicator, parts: Tensor) -> T
     return comm.reduce_scatter(parts.view(ranks, shard.rows_per_rank, -1))[: shard.local.stop - shard.local.start]
 
 
+def gather_some_rows(shard: RowShard, comm: Communicator, x: Tensor, rows: Tensor) -> Tensor:
+    """Gathers the given rows [m] int64 of the step from all ranks' rows [R, ...] -> [m, ...]."""
+    local = (rows - shard.local.start).clamp(0, len(x) - 1)
+    return comm.gather_in_group(x[local])[rows // shard.rows_per_rank, torch.arange(len(rows), device=rows.device)]
+
+
 def all_gather_rows(shard: RowShard, comm: Communicator, x: Tensor) -> Tensor:
     """Gathers all ranks' rows [R, H] -> [N, H]."""
     missing = shard.rows_per_rank - len(x)

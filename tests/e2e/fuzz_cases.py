@@ -292,7 +292,7 @@ def settings_of(
         drafters += ["mtp"] * 6
     sparse_pages = page == 1 or (page >= 16 and page & (page - 1) == 0)
     blocks = has_heads and rng.random() < 0.35
-    if spec is not None and _whole(spec) and not blocks and sparse_pages:
+    if spec is not None and (_whole(spec) or spec.indexers) and not blocks and sparse_pages:
         drafters += ["sparse"] * 6
     if spec is not None and spec.hidden % spec.attention.q_heads == 0:  # LlamaConfig requires it
         drafters += ["eagle3"]
@@ -314,7 +314,7 @@ def settings_of(
         settings["kv.snapshot_every"] = rng.choice((0, 0, 16, 50))
     if drafter == "sparse":
         assert spec is not None
-        settings |= _self_drafts(page, rng)
+        settings |= _self_drafts(spec, page, rng)
     lossy = blocks and _block_sparse(layout, settings, dtype, rng)
     if spec is not None and spec.indexers and drafter != "sparse" and rng.random() < 0.3:
         settings |= {"kv.offload": "host", "kv.offload_host_bytes": 1e9}
@@ -342,9 +342,10 @@ def _draft_layout(layout: HelixLayout, spec: DecoderSpec | None, page: int, rng:
     return {f"speculation.layout.{key}": value for key, value in rng.choice(candidates).items()}
 
 
-def _self_drafts(page: int, rng: random.Random) -> Settings:
-    policies = ["any", "any", "c2q", "window", FULL]
-    policies += ["quest"] if page >= 16 else []  # with smaller pages a query would select too many
+def _self_drafts(spec: DecoderSpec, page: int, rng: random.Random) -> Settings:
+    policies = ["any", "any", "window", FULL, *([] if spec.indexers else ["c2q"])]
+    if spec.attention.latent is None and page >= 16:  # with smaller pages a query would select too many
+        policies.append("quest")
     return {
         "speculation.policy": rng.choice(policies),
         "speculation.sparsity": rng.choice((0.05, 0.1, 0.3, 1.0)),
@@ -464,6 +465,7 @@ OF: dict[str, Callable[[DecoderSpec], bool]] = {
     "any": lambda spec: True,
     "states": lambda spec: spec.has_states,
     "no states": lambda spec: not spec.has_states,
+    "indexers": lambda spec: bool(spec.indexers),
     "latents": lambda spec: spec.attention.latent is not None,
     "whole": _whole,
     "windows": lambda spec: not spec.full,

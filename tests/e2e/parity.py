@@ -91,6 +91,9 @@ class SelfDrafts:
     budget: DraftBudget
     noise: str = "shared"
 
+    def spec(self, target: DecoderSpec) -> DecoderSpec:
+        return target.with_stored_selections() if self.budget.reuses(target) else target
+
 
 def build_model(path: Path, layout: HelixLayout, comm: Communicator, dtype: torch.dtype) -> Decoder:
     """Loads one rank's shards of a checkpoint, without EOS: random models would stop anywhere."""
@@ -173,7 +176,7 @@ def build_engine(
 ) -> Engine:
     """Makes an engine for one rank of a checkpoint, with short runs; uninitialized memory is NaN."""
     device = comm.device
-    if isinstance(drafter, LayerDrafts):
+    if isinstance(drafter, LayerDrafts | SelfDrafts):
         model = _built(Checkpoint(path), layout, comm, dtype, unquantized, drafter.spec)
     else:
         model = build(path, layout, comm, dtype)
@@ -210,7 +213,7 @@ def build_engine(
         cache_specs = with_bounds(cache_specs, dtype_name(dtype), parts) if sparse or quest else cache_specs
         cache = (sparse.policy.cache if sparse else KVCache)(cache_specs, placement, sizes, device, host_snapshot_store)
     for tensor in cache.tensors:
-        tensor.fill_(torch.nan)
+        tensor.fill_(torch.nan if tensor.is_floating_point() else 0)
     if isinstance(drafter, SelfDrafts):
         drafter = SparseDrafter(model, cache, sizes, drafter.budget, drafter.noise)
         if drafter.scores is not None:

@@ -20,7 +20,7 @@ from helix.worker.step import DecodeState, Step
 from helix.worker.warmup import fill
 from kernels.attention.split_kv import PartialAttention
 from tests.e2e.checkpoints import checkpoint, oracle
-from tests.e2e.fuzz_runs import SMALL_CHUNKS, random_pace
+from tests.e2e.fuzz_runs import CODE_PATHS, SMALL_CHUNKS, random_pace
 from tests.e2e.parity import SelfDrafts, on_loopback
 from tests.e2e.parity_cases import SAMPLED
 from tests.e2e.test_parity import LENGTHS, NEW_TOKENS
@@ -153,6 +153,83 @@ def test_tables(policy: str, pads: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     drafts = SelfDrafts(3, DraftBudget(policy, 0.1, recent=0.25, reach=4))
     on_loopback(checkpoint("qwen2"), HelixLayout.create("helix", 2), 16, run, drafter=drafts, adaptive=True)
     assert all(watch.checked > 100 for watch in watches)
+
+
+Read = dict[tuple[object, ...], set[int]]  # positions of a rank's tokens, by request, layer and position of the query
+
+
+def latents_read(engine: Engine, requests: list[Request]) -> tuple[Read, Read]:
+    """Generates, and returns what queries of exact steps read, at last, and those of drafts, by cached tokens, too."""
+    exact, drafted, state, runner = Read(), Read(), engine.runner.state, engine.runner
+    drafter, dense = engine.runner.drafter, engine.runner.dense
+    assert isinstance(drafter, SparseDrafter) and drafter.stored is not None
+    attend, attend_stored, p = dense.attend, drafter.stored.attend, drafter.placement
+
+    def positions(slot: int, cache_slots: list[int]) -> set[int]:
+        pages, first = state.block_tables[slot].tolist(), (p.kvp_rank - int(state.starts[slot])) % p.layout.kvp
+        local = [pages.index(x // p.page_size) * p.page_size + x % p.page_size for x in cache_slots]
+        found = {(i // p.append_block * p.layout.kvp + first) * p.append_block + i % p.append_block for i in local}
+        assert len(found) == len(cache_slots), "a token is read once"
+        return found
+
+    def record(q: Tensor, cache: LayerCache, step: Step, *args: object) -> PartialAttention:
+        owners = step.owners() if step.cu_q is not None else torch.arange(len(q)) // step.max_q
+        assert owners is not None
+        for row in range(len(q)) if step.placement is p else ():
+            slot, position = int(step.slots[owners[row]]), int(step.positions[row])
+            if step.live[row]:
+                read = set(range(position + 1))
+                if step.selected is not None:
+                    slots, lo, hi = (x[row] for x in step.selected)
+                    read = positions(slot, slots[int(lo) : int(hi)].tolist())
+                exact[runner.requests[slot].id, cache.index, position] = read
+        return attend(q, cache, step, *args)  # type: ignore[arg-type]
+
+    def record_drafts(q: Tensor, cache: LayerCache, step: Step, *args: object) -> PartialAttention:
+        lo, hi = drafter.stored._read_ranges(step)
+        for slot in range(len(q)):
+            if step.live[slot]:
+                place = drafter.stored._positions[cache.index]
+                row = drafter.stored.tables[place, slot, int(lo[slot]) : int(hi[slot, place])].tolist()
+                key = runner.requests[slot].id, cache.index, int(step.positions[slot]), int(state.lengths[slot])
+                drafted[key] = positions(slot, row)
+        return attend_stored(q, cache, step, *args)  # type: ignore[arg-type]
+
+    dense.attend, drafter.stored.attend = record, record_drafts  # type: ignore[method-assign, assignment]
+    generated(engine, requests)
+    return exact, drafted
+
+
+@pytest.mark.parametrize("model", ["glm-5-shared", "glm-5-all", "deepseek-v32"])
+def test_selections_of_indexers_are_reused(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft reads what the last token in the cache read, and all since, whatever ranks gathered and padded."""
+    prompts = [c.prompt for c in oracle(model, (7, 1, 60, 200), 14)]
+    asked = [Request(i, prompt, 24, p) for i, (prompt, p) in enumerate(zip(prompts, SAMPLED, strict=False))]
+
+    def run(layout: str, **code_paths: object) -> list[tuple[Read, Read]]:
+        with monkeypatch.context() as patch:
+            patch.setattr(DraftPolicy, "plan_steps", random_pace(0))
+            for target, value in code_paths.items():
+                patch.setattr(target, value)
+
+            def body(engine: Engine) -> tuple[Read, Read]:
+                engine.runner.pads_chunks |= "padded" in layout
+                return latents_read(engine, asked)
+
+            size = HelixLayout.create("helix", int(layout[0]))
+            return on_loopback(checkpoint(model), size, 4, body, drafter=SelfDrafts(3, DraftBudget()), adaptive=True)
+
+    ((exact, drafted),) = run("1")
+    assert len(drafted) > 150 and any(len(read) < key[2] for key, read in drafted.items())  # type: ignore[operator]
+    for (request, layer, position, length), read in drafted.items():
+        assert isinstance(length, int) and isinstance(position, int)
+        assert read == exact[request, layer, length - 1] | set(range(length, position + 1)), (request, layer, length)
+    for layout, paths in (("2 padded", SMALL_CHUNKS), ("3 dealt", CODE_PATHS["dealt"])):
+        ranks, common = [drafts for _, drafts in run(layout, **paths)], 0
+        for key in drafted.keys() & ranks[0].keys():
+            assert set().union(*(rank[key] for rank in ranks)) == drafted[key], (layout, key)
+            common += 1
+        assert common > 100, layout
 
 
 def test_phases_of_an_iteration() -> None:
