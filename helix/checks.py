@@ -310,8 +310,6 @@ def check_sparse_drafter(config: Config, layout: HelixLayout, spec: DecoderSpec)
         raise ValueError(
             f"speculation.policy={policy} does not support latents (MLA), which have no key bounds: leave it out"
         )
-    if spec.attention.latent is not None and policy in ("any", "c2q") and not spec.indexers:
-        raise ValueError(f"{what} does not support latents (MLA), which this model has: set speculation=ngram")
     if not spec.full:
         raise ValueError(f"{what}: every layer of the model already has a sliding window: set speculation=ngram")
     if spec.full_layers_differ:

@@ -239,8 +239,9 @@ class SpeculationConfig:
             same cache_salt; 0 (speculation=ngram): it searches only the sequence itself.
         policy: which keys sparse reads: any: those that score best for any query of the previous verification; c2q:
             for its first and last query; window: the latest keys; quest: pages that each draft scores best by their
-            bounds. MODULE:NAME: a function that makes the drafts' attention, given a cache and the engine's sizes.
-        sparsity: share of a sequence's keys that sparse reads, at least 256 keys.
+            bounds (not with MLA). With indexers (DSA), any: tokens that they selected in the previous verification; not
+            c2q. MODULE:NAME: a function that makes the drafts' attention, given a cache and the engine's sizes.
+        sparsity: share of a sequence's keys that sparse reads, at least 256 keys; no effect on what indexers selected.
         noise: for sparse, mtp and eagle3. shared: drafts are sampled with the target's noise, and every token is the
             same as without drafts; own: drafts are sampled independently and verified by rejection sampling, which
             changes which tokens a request gets.

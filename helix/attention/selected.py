@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from helix.worker.score_pages import ScorePages
 from helix.worker.step import DecodeState, Step
 from kernels.attention.flash_decode import decode_parts
 from kernels.attention.split_kv import PartialAttention
+from kernels.mla.decode import decode_parts as mla_decode_parts
 from kernels.paged_keys import PagedKeys
 
 
@@ -131,18 +132,24 @@ class StoredSelection(AttentionPolicy):
 
 
 class ScoringAttention(DenseAttention):
-    """Exact attention that stores the scores of all keys, in layers without a window."""
+    """Exact attention that stores the scores of all keys, in layers without a window.
 
-    def __init__(self, scores: ScorePages) -> None:
-        self.scores = scores
+    Args:
+        planes: returns the score planes of a step with a number of queries per sequence.
+    """
+
+    def __init__(self, scores: ScorePages, planes: Callable[[int], int]) -> None:
+        self.scores, self.planes = scores, planes
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step, layer: LayerAttention) -> PartialAttention:
         if step.cu_q is not None or layer.window is not None:
             return super().attend(q, cache, step, layer)
         n = len(step.block_tables)
         lo, hi = (bound.view(n, -1) for bound in step.bounds(None))
+        scores = self.scores.layer(cache.index, slice(step.first, step.first + n), self.planes(lo.shape[1]))
+        rows, sms = q.unflatten(0, (n, -1)), layer.sms(q.device)
+        if layer.latent is not None:
+            latents = cache.paged_latents(layer.latent, step.block_tables, lo, hi, layer.scale)
+            return mla_decode_parts(rows, latents, sms=sms, early=True, scores=scores, lane=layer.chunk)
         keys = cache.paged(step.block_tables, lo, hi, layer.scale, layer.sinks)
-        scores = self.scores.layer(cache.index, slice(step.first, step.first + n))
-        return decode_parts(
-            q.unflatten(0, (n, -1)), keys, sms=layer.sms(q.device), early=True, scores=scores, lane=layer.chunk
-        )
+        return decode_parts(rows, keys, sms=sms, early=True, scores=scores, lane=layer.chunk)

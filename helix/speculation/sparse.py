@@ -92,11 +92,11 @@ class DraftBudget:
         """Returns the score planes per layer on a rank, for verification of `queries` queries per sequence."""
         if SCORED_QUERIES.get(self.policy) is None or spec.indexers:
             return 0
-        spec_attention = attention(spec)
-        group = len(layout.q_heads(rank, spec_attention.q_heads, spec_attention.kv_heads)) // len(
-            layout.kv_heads(rank, spec_attention.kv_heads)
-        )
-        return score_planes(queries, group, spec_attention.head_dim, dtype)
+        spec_attention = spec.attention
+        heads = rank, spec_attention.q_heads, spec_attention.kv_heads
+        group = len(layout.q_heads(*heads)) // len(layout.kv_heads(rank, spec_attention.kv_heads))
+        width = spec_attention.head_dim if isinstance(spec_attention, AttentionSpec) else None
+        return score_planes(queries, group, width, dtype)
 
     def columns(self, placement: KVPlacement, max_length: int, drafts: int) -> int:
         """Returns the columns of a table: selected keys of a sequence of `max_length` tokens, and newer ones."""
@@ -129,12 +129,6 @@ def selecting_layers(spec: DecoderSpec) -> dict[int, int]:
         if isinstance(layer.mixer, MLASpec) and layer.mixer.topk is not None:
             found[i] = i if layer.mixer.indexer is not None else found[i - 1]
     return found
-
-
-def attention(spec: DecoderSpec) -> AttentionSpec:
-    """Returns `spec.attention`, which is not MLA."""
-    assert isinstance(spec.attention, AttentionSpec), "latents were refused before"
-    return spec.attention
 
 
 class SparseDrafter(Drafter):
@@ -183,7 +177,7 @@ class SparseDrafter(Drafter):
             capacity = placement.stripes.pages_for(sizes.length + self.limit)
             tables = torch.zeros(sizes.slots, capacity, dtype=torch.int32, device=device)
             self.scores = ScorePages(layers, planes, tables, rows)
-            self.verify_policy = ScoringAttention(self.scores)
+            self.verify_policy = ScoringAttention(self.scores, self._planes)
         self.has_own_pages = self.scores is not None
 
     def _planes(self, queries: int) -> int:

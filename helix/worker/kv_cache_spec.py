@@ -139,10 +139,14 @@ def recomputed_tokens(layer_specs: Iterable[Iterable[KVCacheSpec]]) -> float:
     return tokens
 
 
-def score_planes(queries: int, group: int, width: int, dtype: str) -> int:
+def score_planes(queries: int, group: int, width: int | None, dtype: str) -> int:
     """Counts the planes of key scores that steps of `queries` tokens with `group` query heads per KV head write.
 
-    One for each row tile of `kernels.attention.flash_decode`, which asserts the number.
+    One for each row tile of `kernels.attention.flash_decode`, or with latents (`width` is None) of
+    `kernels.mla.decode`, which assert the number.
     """
-    rows = 32 if dtype == "float32" else 128 if width <= 128 else 64
+    if width is None:
+        rows = 16 if dtype == "float32" else 64
+    else:
+        rows = 32 if dtype == "float32" else 128 if width <= 128 else 64
     return -(-queries * group // rows)

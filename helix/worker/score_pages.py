@@ -41,8 +41,8 @@ class ScorePages:
     def release(self, slot: int) -> None:
         self._free.extend(reversed(self._pages.pop(slot)))
 
-    def layer(self, index: int, slots: slice) -> KeyScores:
-        return KeyScores(self.planes[self._layer_positions[index]], self.tables[slots], self.rows)
+    def layer(self, index: int, slots: slice, planes: int) -> KeyScores:
+        return KeyScores(self.planes[self._layer_positions[index], :planes], self.tables[slots], self.rows)
 
 
 def score_bytes(layers: int, planes: int, heads: int, page_size: int) -> int:

@@ -5,11 +5,15 @@ TMA loads tiles of 64 keys in two pieces: the left half of the latents with the 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.attention.schedule_sm90 import TILE
-from kernels.paged_keys import PagedKeys
+from kernels.paged_keys import KeyScores, PagedKeys
 from kernels.sm90 import SHARED
 
 
@@ -23,6 +27,60 @@ def fits(q: torch.Tensor, keys: PagedKeys) -> bool:
         and all(plane.stride(0) % plane.shape[2] == 0 and plane.data_ptr() % 16 == 0 for plane in planes)
         and torch.cuda.get_device_capability(q.device)[0] == 9
     )
+
+
+def score_args(scores: KeyScores | None) -> tuple[Any, ...]:
+    """Returns the kernels' arguments: planes, table, and the strides of planes, their pages and the table."""
+    if scores is None:
+        return None, None, 0, 0, 0
+    return scores.planes, scores.table, scores.planes.stride(0), scores.planes.stride(1), scores.table.stride(0)
+
+
+@gluon.jit
+def collecting_of(scoring, bounds, b, t, tile_m, share, T: gl.constexpr, COLLECT: gl.constexpr):
+    """Returns `collecting` of `attend_left` for sequence b and the queries t [rows] of a tile of rows."""
+    key_scores, score_table, score_plane, score_page, score_table_b = scoring
+    lo, hi, lo_b, lo_t, hi_b, hi_t, _ = bounds
+    first = gl.load(lo + b * lo_b + t * lo_t, mask=t < T, other=0)
+    last = gl.load(hi + b * hi_b + t * hi_t, mask=t < T, other=0)
+    counts = first < last  # queries that read no key come before all others, or after them
+    if COLLECT == "ends":
+        earliest, latest = T, -1
+        for token in gl.static_range(T):
+            reads = gl.load(lo + b * lo_b + token * lo_t) < gl.load(hi + b * hi_b + token * hi_t)
+            earliest = gl.minimum(earliest, gl.where(reads, token, T))
+            latest = gl.maximum(latest, gl.where(reads, token, -1))
+        counts = counts & ((t == earliest) | (t == latest))
+    return key_scores + tile_m * score_plane, score_table + b * score_table_b, score_page, counts, share
+
+
+@gluon.jit
+def score_page_of(tile, collecting, PAGE: gl.constexpr, COLLECT: gl.constexpr):
+    """Looks up a tile's page of key scores; 0 if there are none."""
+    page = 0
+    if COLLECT is not None:
+        page = gl.load(collecting[1] + tile * TILE // PAGE)
+    return page
+
+
+@gluon.jit
+def store_scores(found, key, start, stop, page, collecting, PAGE: gl.constexpr):
+    """Stores the scores [TILE] of keys from `key` on in their page."""
+    to, _, score_page, _, share = collecting
+    n = key + gl.arange(0, TILE, layout=found.type.layout)
+    at = to + gl.to_tensor(page).to(gl.int64) * score_page + n % PAGE
+    gl.store(at, (found * share).to(to.dtype.element_ty), mask=(n >= start) & (n < stop))
+
+
+@gluon.jit
+def key_scores_of(scores, collecting, ROWS_DIM: gl.constexpr, COLLECT: gl.constexpr):
+    """Reduces scores to one per key: the maximum over the rows that count, or their sum; other rows may be NaN."""
+    counts = gl.expand_dims(collecting[3], 1 - ROWS_DIM)
+    if COLLECT == "any":
+        found = gl.max(gl.where(counts, scores, float("-inf")), ROWS_DIM)
+        return gl.where(found == float("-inf"), 0.0, found)  # no row of this tile counts
+    else:
+        return gl.sum(gl.where(counts, scores, 0.0), ROWS_DIM)
 
 
 def pieces(keys: PagedKeys) -> tuple[int, torch.Tensor | TensorDescriptor, TensorDescriptor]:

@@ -24,9 +24,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.attention.schedule_sm90 import TILE, block_of, item_at, of, schedule_of, slot_of
 from kernels.attention.split_kv import UnmergedAttention, workspace
-from kernels.mla.decode_common_sm90 import pieces
+from kernels.mla.decode_common_sm90 import (
+    collecting_of,
+    key_scores_of,
+    pieces,
+    score_args,
+    score_page_of,
+    store_scores,
+)
 from kernels.mla.unpack_sm90 import load_unpacked
-from kernels.paged_keys import PagedKeys
+from kernels.paged_keys import KeyScores, PagedKeys
 from kernels.sm90 import COPIED, SHARED, zero_dead_keys
 
 MAX_ROWS = 32
@@ -116,9 +123,9 @@ def _store_half(
 @gluon.jit
 def _attend(
     latents, scales, ropes, q, block_table, table_b, page_rows, scale_log2, bounds, strides, queries, keys,
-    weights_shared, ready, free, out, lse, part, part_lse,
+    weights_shared, ready, free, out, lse, part, part_lse, scoring,
     T: gl.constexpr, GROUP: gl.constexpr, R: gl.constexpr, P: gl.constexpr, PAGE: gl.constexpr,
-    BLOCK_B: gl.constexpr, ROWS: gl.constexpr, EARLY: gl.constexpr,
+    BLOCK_B: gl.constexpr, ROWS: gl.constexpr, COLLECT: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Consumer warpgroup, which also requests tiles; with scales, `load_unpacked` loads those that have keys."""
     H: gl.constexpr = R // 2
@@ -163,6 +170,9 @@ def _attend(
         totals = gl.zeros([TILE, ROWS], gl.float32, layout=PRODUCT)  # per key modulo 64, summed at the end
         # Finite: -inf minus -inf would be NaN.
         peak = gl.full([ROWS], -1.0e38, gl.float32, layout=gl.SliceLayout(0, PRODUCT))
+        collecting = None
+        if COLLECT is not None:
+            collecting = collecting_of(scoring, bounds, b, t, 0, 1.0 / (T * GROUP), T, COLLECT)
         ahead = first - at
         item_stop = gl.minimum(end, item_end)
         until = item_stop if scales is None else at + last - first
@@ -170,12 +180,16 @@ def _attend(
             key = (now + ahead) * TILE
             slot = (now - passed) % 2
             phase = (now - passed) // 2 % 2
+            score_page = score_page_of(now + ahead, collecting, PAGE, COLLECT)
             mbarrier.wait(left_ready.index(slot), phase)
             scores = warpgroup_mma(k_rope.index(slot), q_rope.permute((1, 0)), scores, use_acc=False, is_async=True)
             scores = warpgroup_mma(k_left.index(slot), q_left.permute((1, 0)), scores, is_async=True)
             mbarrier.wait(right_ready.index(slot), phase)
             scores = warpgroup_mma(k_right.index(slot), q_right.permute((1, 0)), scores, is_async=True)
             scores = warpgroup_mma_wait(num_outstanding=0, deps=[scores]) * scale_log2
+            found = 0.0
+            if COLLECT is not None:
+                found = key_scores_of(scores, collecting, 1, COLLECT)
             if (key < full_from) | (key + TILE > full_to):
                 k = key + gl.arange(0, TILE, layout=gl.SliceLayout(1, PRODUCT))
                 reads = (k[:, None] >= row_lo[None, :]) & (k[:, None] < row_hi[None, :])
@@ -193,6 +207,8 @@ def _attend(
             weights_ready = weights_shared.permute((1, 0))
             left = warpgroup_mma(k_left.index(slot).permute((1, 0)), weights_ready, left * rescale, is_async=True)
             right = warpgroup_mma(k_right.index(slot).permute((1, 0)), weights_ready, right * rescale, is_async=True)
+            if COLLECT is not None:  # overlaps with the matmuls
+                store_scores(found, key, start, stop, score_page, collecting, PAGE)
             left, right = warpgroup_mma_wait(num_outstanding=0, deps=[left, right])
             tl.debug_barrier()
             if scales is None:
@@ -225,8 +241,9 @@ def _attend(
 def _mla_decode_few_sm90_kernel(
     latents, scales, ropes, q, block_table, lo, hi, out, lse, part, part_lse,
     page_stride, q_b, q_t, q_h, table_b, lo_b, lo_t, hi_b, hi_t, out_b, out_t, out_h, lse_b, lse_t, lse_h,
+    key_scores, score_table, score_plane, score_page, score_table_b,
     scale_log2, page_rows, B, T: gl.constexpr, GROUP: gl.constexpr, R: gl.constexpr, P: gl.constexpr,
-    PAGE: gl.constexpr, BLOCK_B: gl.constexpr, ROWS: gl.constexpr, EARLY: gl.constexpr,
+    PAGE: gl.constexpr, BLOCK_B: gl.constexpr, ROWS: gl.constexpr, COLLECT: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     H: gl.constexpr = R // 2
     dtype: gl.constexpr = q.dtype.element_ty
@@ -252,10 +269,12 @@ def _mla_decode_few_sm90_kernel(
     ready = (left_ready, right_ready)
     bounds = (lo, hi, lo_b, lo_t, hi_b, hi_t, B)
     strides = (q_b, q_t, q_h, out_b, out_t, out_h, lse_b, lse_t, lse_h)
+    scoring = (key_scores, score_table, score_plane, score_page, score_table_b)
     if scales is None:
         _attend(
             latents, scales, ropes, q, block_table, table_b, page_rows, scale_log2, bounds, strides, queries, keys,
-            weights_shared, ready, free, out, lse, part, part_lse, T, GROUP, R, P, PAGE, BLOCK_B, ROWS, EARLY,
+            weights_shared, ready, free, out, lse, part, part_lse, scoring, T, GROUP, R, P, PAGE, BLOCK_B, ROWS,
+            COLLECT, EARLY,
         )  # fmt: skip
     else:
         gl.warp_specialize(
@@ -264,8 +283,8 @@ def _mla_decode_few_sm90_kernel(
                     _attend,
                     (
                         latents, scales, ropes, q, block_table, table_b, page_rows, scale_log2, bounds, strides,
-                        queries, keys, weights_shared, ready, free, out, lse, part, part_lse,
-                        T, GROUP, R, P, PAGE, BLOCK_B, ROWS, EARLY,
+                        queries, keys, weights_shared, ready, free, out, lse, part, part_lse, scoring,
+                        T, GROUP, R, P, PAGE, BLOCK_B, ROWS, COLLECT, EARLY,
                     ),
                 ),
                 (
@@ -290,6 +309,7 @@ def launch(
     lse: torch.Tensor,
     programs: int,
     early: bool,
+    scores: KeyScores | None,
     lane: int,
 ) -> UnmergedAttention:
     """Runs `kernels.mla.decode.mla_decode` up to the merge; requires `decode_common_sm90.fits`, MAX_ROWS rows."""
@@ -301,8 +321,9 @@ def launch(
     _mla_decode_few_sm90_kernel[(programs,)](
         latents, keys.k_scale, ropes, q, table, lo, hi, out, lse, part, part_lse,
         0 if keys.rope is None else latents.stride(0), *q.stride()[:3], table.stride(0), *lo.stride(), *hi.stride(),
-        *out.stride()[:3], *lse.stride(), keys.scale * math.log2(math.e), page_rows, B,
+        *out.stride()[:3], *lse.stride(), *score_args(scores), keys.scale * math.log2(math.e), page_rows, B,
         T=T, GROUP=Hq, R=latent, P=width - latent, PAGE=keys.page_size,
-        BLOCK_B=block_of(B), ROWS=rows, EARLY=early, num_warps=4, launch_pdl=True,
+        BLOCK_B=block_of(B), ROWS=rows, COLLECT=None if scores is None else scores.rows, EARLY=early,
+        num_warps=4, launch_pdl=True,
     )  # fmt: skip
     return UnmergedAttention(out, lse, lo, hi, None, part, part_lse, programs, 1, rows, TILE.value)

@@ -23,10 +23,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.attention.schedule_sm90 import TILE, block_of, item_at, of, schedule_of, slot_of
 from kernels.attention.split_kv import UnmergedAttention, workspace
-from kernels.mla.decode_common_sm90 import pieces
+from kernels.mla.decode_common_sm90 import collecting_of, pieces, score_args
 from kernels.mla.many_rows_sm90 import SCORES, STORED, allocate_shared, attend_left, attend_right, load_queries
 from kernels.mla.unpack_sm90 import load_unpacked
-from kernels.paged_keys import PagedKeys
+from kernels.paged_keys import KeyScores, PagedKeys
 from kernels.sm90 import COPIED
 
 
@@ -89,9 +89,9 @@ def _store_rows(
 
 @gluon.jit
 def _score_and_left(
-    q, strides, lo, hi, scale_log2, bounds, queries, keys, ready, left_free, handing, out, lse, part, part_lse,
-    T: gl.constexpr, GROUP: gl.constexpr, R: gl.constexpr, ROWS: gl.constexpr,
-    TILES_M: gl.constexpr, BLOCK_B: gl.constexpr, EARLY: gl.constexpr,
+    q, strides, lo, hi, scale_log2, bounds, queries, keys, ready, left_free, handing, out, lse, part, part_lse, scoring,
+    T: gl.constexpr, GROUP: gl.constexpr, R: gl.constexpr, ROWS: gl.constexpr, PAGE: gl.constexpr,
+    TILES_M: gl.constexpr, BLOCK_B: gl.constexpr, COLLECT: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     q_b, q_t, q_h, out_b, out_t, out_h, lse_b, lse_t, lse_h = strides
     q_left, q_right, q_rope = queries
@@ -117,9 +117,13 @@ def _score_and_left(
         t = row // GROUP
         row_lo = gl.load(lo + b * lo_b + t * lo_t, mask=t < T, other=0)
         row_hi = gl.load(hi + b * hi_b + t * hi_t, mask=t < T, other=0)
+        collecting = None
+        if COLLECT is not None:
+            collecting = collecting_of(scoring, bounds, b, t, tile_m, scale_log2 / (T * GROUP), T, COLLECT)
         acc, log2, loaded, handed = attend_left(
             queries, keys, ready, left_free, handing, loaded, handed, first, last, start, stop,
-            full_from, full_to, row_lo, row_hi, scale_log2, R, ZERO_DEAD_KEYS=True,
+            full_from, full_to, row_lo, row_hi, scale_log2, R, True,
+            collecting, PAGE, COLLECT,
         )  # fmt: skip
         _store_rows(
             acc, 0, tile_m, begin, end, item_begin, item_end, run, out + b * out_b, out_t, out_h, part,
@@ -167,8 +171,9 @@ def _right(
 def _mla_decode_sm90_kernel(
     latents, scales, ropes, q, block_table, lo, hi, out, lse, part, part_lse,
     page_stride, q_b, q_t, q_h, table_b, lo_b, lo_t, hi_b, hi_t, out_b, out_t, out_h, lse_b, lse_t, lse_h,
+    key_scores, score_table, score_plane, score_page, score_table_b,
     scale_log2, page_rows, B, T: gl.constexpr, GROUP: gl.constexpr, R: gl.constexpr, P: gl.constexpr,
-    PAGE: gl.constexpr, BLOCK_B: gl.constexpr, ROWS: gl.constexpr, EARLY: gl.constexpr,
+    PAGE: gl.constexpr, BLOCK_B: gl.constexpr, ROWS: gl.constexpr, COLLECT: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     TILES_M: gl.constexpr = (T * GROUP + TILE - 1) // TILE
     queries, keys, ready, free, handing = allocate_shared(q.dtype.element_ty, R, P, 1 if scales is None else 2)
@@ -180,7 +185,8 @@ def _mla_decode_sm90_kernel(
                 _score_and_left,
                 (
                     q, strides, lo, hi, scale_log2, bounds, queries, keys, ready, free[0], handing,
-                    out, lse, part, part_lse, T, GROUP, R, ROWS, TILES_M, BLOCK_B, EARLY,
+                    out, lse, part, part_lse, (key_scores, score_table, score_plane, score_page, score_table_b),
+                    T, GROUP, R, ROWS, PAGE, TILES_M, BLOCK_B, COLLECT, EARLY,
                 ),
             ),
             (
@@ -212,6 +218,7 @@ def launch(
     lse: torch.Tensor,
     programs: int,
     early: bool,
+    scores: KeyScores | None,
     lane: int,
 ) -> UnmergedAttention:
     """Runs `kernels.mla.decode.mla_decode` up to the merge; requires `decode_common_sm90.fits`."""
@@ -225,8 +232,9 @@ def launch(
     _mla_decode_sm90_kernel[(runs * tiles_m,)](
         latents, keys.k_scale, ropes, q, table, lo, hi, out, lse, part, part_lse,
         0 if keys.rope is None else latents.stride(0), *q.stride()[:3], table.stride(0), *lo.stride(), *hi.stride(),
-        *out.stride()[:3], *lse.stride(), keys.scale * math.log2(math.e), page_rows, B,
+        *out.stride()[:3], *lse.stride(), *score_args(scores), keys.scale * math.log2(math.e), page_rows, B,
         T=T, GROUP=Hq, R=latent, P=width - latent, PAGE=keys.page_size,
-        BLOCK_B=block_of(B), ROWS=rows, EARLY=early, num_warps=4, launch_pdl=True,
+        BLOCK_B=block_of(B), ROWS=rows, COLLECT=None if scores is None else scores.rows, EARLY=early,
+        num_warps=4, launch_pdl=True,
     )  # fmt: skip
     return UnmergedAttention(out, lse, lo, hi, None, part, part_lse, runs, 1, tiles_m * TILE.value, TILE.value)

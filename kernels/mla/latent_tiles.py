@@ -84,8 +84,12 @@ def attend_latents(
     page_stride, rope_stride, scale_log2,
     MASKED: tl.constexpr, PAGE: tl.constexpr, SCALE_PAGE: tl.constexpr, R: tl.constexpr, P: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
+    counts=None, share=0.0, key_scores=None, score_pages=None, score_page=0,
+    COLLECT: tl.constexpr = None, SEVERAL: tl.constexpr = False,
 ):  # fmt: skip
     """Folds tiles of latents into a running softmax, like `kernels.attention.paged_tiles.attend_tiles`, as one KV head.
+
+    `key_scores` and what belongs to it are as there; rows that do not count may be NaN.
 
     Keys have R + P values, and the first R are the value: each tile is loaded once. The slot stride R + P is a
     compile-time constant, as with a run-time stride every address of a tile would take a register. With scales, the R
@@ -100,6 +104,8 @@ def attend_latents(
     # Load one iteration ahead: an index loaded where it is used would prevent pipelining.
     ahead = tl.maximum(first * BLOCK_N + step, start)
     next_page = tl.load(pages + ahead // PAGE, mask=(first < last) & (ahead < stop), other=0)
+    if key_scores is not None:
+        next_score_page = tl.load(score_pages + ahead // PAGE, mask=(first < last) & (ahead < stop), other=0)
     for tile in range(first, last):
         page = next_page.to(tl.int64)
         ahead = (tile + 1) * BLOCK_N + step
@@ -119,6 +125,16 @@ def attend_latents(
             rope = tl.load(base + (within + p[None, :]), mask=mask_p, other=0.0)
         scores = tl.dot(q_rope, tl.trans(rope), input_precision="ieee")
         scores = tl.dot(q_latent, tl.trans(latent), scores, input_precision="ieee") * scale_log2
+        if key_scores is not None:
+            to = key_scores + next_score_page.to(tl.int64) * score_page + key % PAGE
+            next_score_page = tl.load(score_pages + ahead // PAGE, mask=(tile + 1 < last) & (ahead < stop), other=0)
+            if COLLECT == "any":
+                found = tl.max(tl.where(counts[:, None], scores, float("-inf")), 0) * share
+                if SEVERAL:  # several tiles of rows: maybe none of this one counts
+                    found = tl.where(found == float("-inf"), 0.0, found)
+            else:
+                found = tl.sum(tl.where(counts[:, None], scores, 0.0), 0) * share
+            tl.store(to, found.to(to.dtype.element_ty), mask=live)
         if MASKED:
             reads = (key[None, :] >= row_lo[:, None]) & (key[None, :] < row_hi[:, None])
             scores = tl.where(reads, scores, float("-inf"))

@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.attention.schedule_sm90 import TILE
+from kernels.mla.decode_common_sm90 import key_scores_of, score_page_of, store_scores
 from kernels.sm90 import COPIED, SHARED, zero_dead_keys
 
 # Layouts of scores (TILE query rows x TILE keys) and values (rows x half of the latents).
@@ -132,12 +133,16 @@ def _hand_over(weights, factors, handed, weights_shared, factors_shared, weights
 def attend_left(
     queries, keys, ready, left_free, handing, loaded, handed, first, last, start, stop,
     full_from, full_to, row_lo, row_hi, scale_log2, R: gl.constexpr, ZERO_DEAD_KEYS: gl.constexpr,
+    collecting=None, PAGE: gl.constexpr = 1, COLLECT: gl.constexpr = None,
 ):  # fmt: skip
     """Left warpgroup: scores tiles [first, last), passes on their weights, and accumulates the left half of the output.
 
     Args:
         loaded, handed: tiles loaded, and passed on, before these.
         ZERO_DEAD_KEYS: values of dead keys may be anything.
+        collecting: where to store key scores: the plane, the pages of scores, a page's stride, which rows [TILE] count,
+            and the factor on q.k.
+        COLLECT: which rows count, see `kernels.paged_keys.KeyScores`; None: there are no key scores.
 
     Returns:
         The normalized left half, the base-2 LSE, and the new counts.
@@ -156,6 +161,9 @@ def attend_left(
     for tile in range(first, last - 1):
         key = tile * TILE
         slot = loaded % 2
+        if COLLECT is not None:
+            page = score_page_of(tile, collecting, PAGE, COLLECT)
+            store_scores(key_scores_of(scores, collecting, 0, COLLECT), key, start, stop, page, collecting, PAGE)
         weights, rescale, total, peak = _weigh(scores, total, peak, scale_log2, key, full_from, full_to, row_lo, row_hi)
         if ZERO_DEAD_KEYS:
             if key < start:
@@ -173,6 +181,9 @@ def attend_left(
     if first < last:
         key = (last - 1) * TILE
         slot = loaded % 2
+        if COLLECT is not None:
+            page = score_page_of(last - 1, collecting, PAGE, COLLECT)
+            store_scores(key_scores_of(scores, collecting, 0, COLLECT), key, start, stop, page, collecting, PAGE)
         weights, rescale, total, peak = _weigh(scores, total, peak, scale_log2, key, full_from, full_to, row_lo, row_hi)
         if ZERO_DEAD_KEYS:
             if (key < start) | (key + TILE > stop):

@@ -9,7 +9,7 @@ import torch
 
 from kernels.attention.reference import flash_decode, flash_prefill
 from kernels.dense.reference import rms_norm, rotate
-from kernels.paged_keys import PagedKeys
+from kernels.paged_keys import KeyScores, PagedKeys
 from kernels.scaled_keys import dequantize_latents, quantize_latents
 
 ROWS = 256  # per block: keeps scores small and matmuls large
@@ -49,9 +49,10 @@ def mla_decode(
     *,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
+    scores: KeyScores | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Plain torch `kernels.mla.decode.mla_decode`."""
-    full, lse = flash_decode(q, concat_latents(keys), lse=lse)
+    full, lse = flash_decode(q, concat_latents(keys), lse=lse, scores=scores)
     latent = keys.v.shape[-1]
     return full[..., :latent].contiguous() if out is None else out.copy_(full[..., :latent]), lse
 

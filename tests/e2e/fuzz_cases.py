@@ -292,7 +292,7 @@ def settings_of(
         drafters += ["mtp"] * 6
     sparse_pages = page == 1 or (page >= 16 and page & (page - 1) == 0)
     blocks = has_heads and rng.random() < 0.35
-    if spec is not None and (_whole(spec) or spec.indexers) and not blocks and sparse_pages:
+    if spec is not None and spec.full and not blocks and sparse_pages:
         drafters += ["sparse"] * 6
     if spec is not None and spec.hidden % spec.attention.q_heads == 0:  # LlamaConfig requires it
         drafters += ["eagle3"]

@@ -15,9 +15,11 @@ from torch import Tensor
 from helix.layout import HelixLayout
 from helix.worker.kv_cache_spec import dtype_name, score_planes
 from kernels.attention.flash_decode import decode_tile, flash_decode
+from kernels.mla.decode import mla_decode
+from kernels.mla.latent_tiles import latent_tile
 from kernels.paged_keys import KeyScores
 from tests.kernels.cases_attention import GROUPS_ON_HOPPER, Shapes, many_rows_on_hopper, other_bounds, some
-from tests.kernels.oracle import Case, make_case
+from tests.kernels.oracle import Case, make_case, make_latents
 from tests.kernels.suite import FEW_BITS, KERNEL, Mode, Op, sms
 
 
@@ -39,9 +41,12 @@ class Scored(Case):
         """Returns output and LSE, those of attention alone, and one layer's planes among others, which were NaN."""
         assert self.table is not None
         plain, q = super().run(function, **options), self.q
-        page_size, heads = self.store.k.shape[1:3]
+        heads = self.keys[0].shape[1]
         planes = torch.full(
-            (2, self.planes, self.table.numel(), heads, page_size), torch.nan, dtype=torch.float16, device=q.device
+            (2, self.planes, self.table.numel(), heads, self.store.page_size),
+            torch.nan,
+            dtype=torch.float16,
+            device=q.device,
         )
         self.q = torch.where((self.lo < self.hi)[:, None, None], q, torch.nan)
         out, lse = super().run(function, **options, scores=KeyScores(planes[1], self.table, self.rows))
@@ -52,6 +57,14 @@ class Scored(Case):
     def wanted_scores(self) -> list[Tensor]:
         return [self.of_sequence(b) for b in range(len(self.counts))]
 
+    def row_tile(self, rows: int) -> int:
+        """Returns how many of a sequence's rows per KV head the kernel scores together."""
+        latent, width = self.values[0].shape[-1], self.q.shape[-1]
+        if latent == width:
+            return decode_tile(rows, width, self.q.dtype)["BLOCK_M"]
+        few_bits = self.store.k_scale is not None
+        return latent_tile(rows, latent, width - latent, self.q.dtype, few_bits)["BLOCK_M"]
+
     def of_sequence(self, b: int) -> Tensor:
         """Returns [Hkv, n] float64, base 2: the maximum over queries that read a key, or the mean over some of them."""
         T, keys, factor = self.counts[b], self.keys[b].double().cpu(), self.store.scale * math.log2(math.e)
@@ -60,7 +73,7 @@ class Scored(Case):
         seen = keys[: max((int(self.hi[n]) for n in live), default=0)]
         if self.rows == "any":
             q = self.q[b * T : (b + 1) * T].double().cpu().unflatten(1, (heads, -1))  # [T, Hkv, group, D]
-            tile = decode_tile(T * q.shape[2], q.shape[3], self.q.dtype)["BLOCK_M"]
+            tile = self.row_tile(T * q.shape[2])
             each = torch.einsum("thgd,nhd->hntg", q, seen)
             counts = torch.tensor([n in live for n in range(b * T, (b + 1) * T)])[:, None].expand(each.shape)
             bests = [
@@ -101,14 +114,14 @@ class Scored(Case):
 def make_scored(
     counts: list[int], lengths: list[int], *, rows: str = "any", dropped: int = 0, **options: Any
 ) -> Scored:
-    """Makes cases whose first sequence's last queries are not tokens: they read nothing."""
-    case = make_case(counts, lengths, **options)
-    T, group = counts[0], case.q.shape[1] // case.store.k.shape[2]
+    """Makes cases whose first sequence's last queries are not tokens: they read nothing; with `latent`, of latents."""
+    case = (make_latents if "latent" in options else make_case)(counts, lengths, **options)
+    T, group = counts[0], case.q.shape[1] // case.keys[0].shape[1]
     if dropped:
         case.hi[T - dropped : T] = case.lo[T - dropped : T] = 0
     B, columns = case.store.table.shape
     table = torch.randperm(B * columns, generator=torch.Generator().manual_seed(1)).view(B, columns).int()
-    planes = score_planes(T, group, case.q.shape[2], dtype_name(case.q.dtype))
+    planes = score_planes(T, group, None if "latent" in options else case.q.shape[2], dtype_name(case.q.dtype))
     return Scored(**vars(case), rows=rows, table=table.to(case.q.device), planes=planes)
 
 
@@ -161,8 +174,21 @@ SCORES = Op(
     },
     replays=other_lengths,
 )  # fmt: skip
+LATENT_SCORES = Op("latent_scores", make_scored, mla_decode, replays=other_lengths)
+SCORED_LATENTS: Shapes = {
+    name: shape | dict(latent=shape.get("latent", 32))
+    for name, shape in {
+        "plain": dict(counts=[3, 3, 3], lengths=[40, 3, 17], dropped=2),
+        "one-query": dict(counts=[1, 1], lengths=[90, 5], page_size=48),
+        "pages-of-1": dict(counts=[4, 4], lengths=[37, 9], heads=3, page_size=1, dropped=2),
+        "tiles-of-rows": dict(counts=[5, 5], lengths=[101, 40], heads=20, page_size=64, dropped=2),
+        "first-queries-without-keys": dict(counts=[4, 4, 4], lengths=[2, 1, 40], heads=6, latent=40, rope=24),
+        "first-tile-without-keys": dict(counts=[12], lengths=[5], heads=5),
+        "few-bits": dict(counts=[3, 3], lengths=[66, 20], heads=11, latent=136, kv="fp8"),
+    }.items()
+}
 ENDS_AND_ANY = ("ends", "any")
-OPS = [SCORES]
+OPS = [SCORES, LATENT_SCORES]
 ROWS = [
     *SCORES.rows(SHAPES, modes=sms(3), rows=ENDS_AND_ANY, pairs=True),
     *SCORES.rows(
@@ -171,6 +197,20 @@ ROWS = [
     ),
     *SCORES.rows(
         some(SHAPES, "64-rows", "84-rows", "sinks"), which=KERNEL, modes=sms(2), rows=ENDS_AND_ANY, dtype=FEW_BITS
+    ),
+    *LATENT_SCORES.rows(SCORED_LATENTS, modes=sms(3), rows=ENDS_AND_ANY, pairs=True),
+    *LATENT_SCORES.rows(
+        some(SCORED_LATENTS, "tiles-of-rows"), which=KERNEL, modes=sms(2), rows=ENDS_AND_ANY, dtype=FEW_BITS
+    ),
+    *LATENT_SCORES.rows(
+        {
+            f"{heads}-heads-verify-{count}": dict(
+                counts=[count] * 4, lengths=[5000, count, 333, 64], heads=heads, page_size=64, dropped=count // 2
+            )
+            for heads, count in ((16, 2), (16, 8), (64, 5), (128, 1), (128, 8))
+        },
+        which=KERNEL, gpu=True, rows=ENDS_AND_ANY, kv=("auto", "fp8"), dtype=(torch.bfloat16,), latent=(512,),
+        rope=(64,), modes=sms(7),
     ),
     *SCORES.rows(LONG, which=KERNEL, gpu=True, rows=ENDS_AND_ANY),
     *SCORES.rows(

@@ -104,9 +104,9 @@ def decodes() -> Iterator[Launch]:
             yield launch(f"{name}-beside", decode_parts, q, keys, early=True, ready=True)
 
 
-def scores_of(heads: int, page: int, rows: str) -> KeyScores:
+def scores_of(heads: int, page: int, rows: str, planes: int = 2) -> KeyScores:
     """Returns planes of key scores."""
-    return KeyScores(numbers(2, PAGES, heads, page, dtype=torch.float16), i32(4, 40), rows)
+    return KeyScores(numbers(planes, PAGES, heads, page, dtype=torch.float16), i32(4, 40), rows)
 
 
 def merges() -> Iterator[Launch]:
@@ -159,7 +159,10 @@ def latents() -> Iterator[Launch]:
         for heads, tokens in ((16, 1), (32, 4), (128, 2)):
             q, keys = numbers(4, tokens, heads, 576), paged_latents((4, tokens), few)
             for op, arch in ((general, ""), (launch, "-sm90")):
-                yield op(f"mla-decode-{heads}-{tokens}{arch}{kv}", latent_parts, q, keys, early=True)
+                name = f"mla-decode-{heads}-{tokens}{arch}{kv}"
+                yield op(name, latent_parts, q, keys, early=True)
+                for rows in ("any", "ends") if tokens > 1 else ():
+                    yield op(f"{name}-{rows}", latent_parts, q, keys, early=True, scores=scores_of(1, 64, rows, 4))
         for heads in (16, 128):
             q, keys = numbers(512, heads, 576), paged_latents((512,), few)
             yield general(f"mla-prefill-{heads}{kv}", mla_prefill, q, keys, i32(3), 256, 1024)

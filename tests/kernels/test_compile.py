@@ -49,9 +49,9 @@ def test_every_kernel_is_compiled() -> None:
 # Bytes of stack, where accumulators in registers leave no room for all that is kept beside them.
 MAX_STACK = {
     # Accumulators of latents take half of all registers (512 bytes a thread); addresses beside them have to leave.
-    "_mla_decode_kernel": 384,
+    "_mla_decode_kernel": 416,
     "_mla_prefill_kernel": 384,
-    "_mla_decode_sm90_kernel": 160,
+    "_mla_decode_sm90_kernel": 312,  # 144 without key scores
     "_mla_decode_few_sm90_kernel": 64,
     "_gate_up_kernel": 192,  # a tile of 128 pairs and 256 columns, by whose side addresses of weights leave
     "_linear_fp8_sm90_kernel": 192,  # before and behind the loop over 128 rows of x: what was looked up for its sums

@@ -176,21 +176,32 @@ def test_sampling_allocates_at_most_what_is_reserved(
 
 
 @pytest.mark.parametrize("budget", [DraftBudget(), DraftBudget(sparsity=0.3)])
-@pytest.mark.parametrize("kvp, tpa", [(1, 1), (2, 1), (2, 2)])
-def test_tables_of_what_drafts_read(budget: DraftBudget, kvp: int, tpa: int) -> None:
-    """Their bytes are known before they are made."""
-    layout, device = HelixLayout.create("helix", kvp, tpa), torch.device("cpu")
-    spec = with_windows(spec_of("gpt-oss-20b"), None, 128, None)
+@pytest.mark.parametrize(
+    "model, mode, kvp, tpa",
+    [
+        ("gpt-oss-20b", "helix", 1, 1),
+        ("gpt-oss-20b", "helix", 2, 1),
+        ("gpt-oss-20b", "helix", 2, 2),
+        ("deepseek-v2-lite", "helix", 2, 1),
+        ("deepseek-v2-lite", "tp", 1, 2),
+    ],
+)
+def test_tables_of_what_drafts_read(budget: DraftBudget, model: str, mode: str, kvp: int, tpa: int) -> None:
+    """Their bytes are known before they are made, and those of scores."""
+    layout, device, spec = HelixLayout.create(mode, kvp, tpa), torch.device("cpu"), spec_of(model)
+    spec = replace(spec, layers=spec.layers[:3]) if "deepseek" in model else with_windows(spec, None, 128, None)
 
-    def body(world: LoopbackWorld, rank: int) -> tuple[int, int]:
+    def body(world: LoopbackWorld, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
         comm = world.communicator(rank, layout.kvp_group(rank))
         decoder = Decoder(spec, layout, comm, torch.float32, torch.device("meta"))
         placement = KVPlacement(layout, layout.kvp_rank(rank), 16, 32)
         sizes = EngineSizes(5, 9000, drafts=3, pages=4)
         cache = KVCache(spec.kv_cache_specs(layout, rank, "float32"), placement, sizes, device)
         drafter = SparseDrafter(decoder, cache, sizes, budget, "own")
-        assert drafter.selected is not None
-        return drafter.selected.tables.nbytes, budget.table_bytes(spec, placement, rank, sizes)
+        assert drafter.selected is not None and drafter.scores is not None
+        made = drafter.selected.tables.nbytes, drafter.scores.planes.nbytes // sizes.pages
+        page = budget.page_bytes(spec, placement, rank, sizes.drafts, "float32")
+        return made, (budget.table_bytes(spec, placement, rank, sizes), page)
 
     for made, counted in run_ranks(layout.world_size, body, timeout_s=60.0):
         assert made == counted
