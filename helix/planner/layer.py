@@ -30,6 +30,7 @@ from helix.worker.kv_cache_spec import LATENT_GROUP, score_planes
 
 MAX_KERNEL_ROWS = 32  # more rows use cuBLAS, except for experts
 SELECT_LAUNCHES = 5  # kernels/sparse/select_tokens.py
+STORE_LAUNCHES, REUSE_LAUNCHES = 2, 9  # of an indexer's selection, and of all before drafts (StoredSelection.begin)
 SCORE_BYTES, SLOT_BYTES = 2, 4
 COUNTED_DIGITS, DIGIT_VALUES = (
     2,
@@ -319,12 +320,17 @@ class Layer:
         return every, part, allowed & _faster(part, every)
 
     def indexing(self) -> list[Phase]:
-        """Lists the phases of one indexer: projections, scores of all tokens, and selection over the ranks."""
+        """Lists the phases of one indexer: projections, scores of all tokens, and selection over the ranks.
+
+        Draft steps reuse a selection, and only append keys.
+        """
         m, p, hw = self.mixer, self.points, self.hardware
         if not self.spec.indexers:
             return []
         assert isinstance(m, MLASpec)
         (indexer,) = {*self.spec.indexers}
+        if self.drafting:
+            return [self.kernel("index", indexer.weights(self.spec.hidden, 0), self.rows, kernels=2)]
         heads, tokens = indexer.heads * indexer.width, self.length / p.kvp
         scanned = self.sequences * tokens * self.index_bytes(indexer)
         gathers = self.collective("choose tokens", "all_gather", p.kvp, self.rows * DIGIT_VALUES * NUMBER_BYTES * p.kvp)
@@ -359,19 +365,33 @@ class Layer:
 
     def draft_keys(self) -> Array:
         """Returns the keys of a sequence that a draft reads on a rank, in layers without a window."""
-        s = self.self_drafts
+        s, topk = self.self_drafts, self.topk
         assert s is not None and s.sparsity is not None
         kvp = self.points.kvp
+        if topk is not None:
+            return np.minimum((topk + s.gamma) / kvp, self.length / kvp)
         return np.minimum((np.maximum(s.sparsity * self.length, LEAST_KEYS) + s.tail) / kvp, self.length / kvp)
+
+    @property
+    def topk(self) -> int | None:
+        """Tokens that indexers select per query; None: there are no indexers."""
+        return self.mixer.topk if isinstance(self.mixer, MLASpec) else None
 
     def num_score_planes(self) -> Array:
         """Returns the score planes that verification writes in a layer without a window."""
+        if self.topk is not None:
+            return np.zeros_like(self.q)
         groups, each = np.unique(self.q // self.kv, return_inverse=True)
-        planes = [score_planes(self.options.step_tokens, int(g), self.head_dim, "bfloat16") for g in groups]
+        width = self.mixer.head_dim if isinstance(self.mixer, AttentionSpec) else None
+        planes = [score_planes(self.options.step_tokens, int(g), width, "bfloat16") for g in groups]
         return np.array(planes)[each]
 
     def key_selection(self) -> Phase:
-        """Returns the cost of selecting the next drafts' keys, in all layers at once."""
+        """Returns the cost of selecting the next drafts' keys in all layers at once, or of storing selections."""
+        if self.topk is not None:
+            indexers, stored = len(self.spec.indexers), self.sequences * self.options.step_tokens * self.topk
+            kernels = STORE_LAUNCHES * indexers + REUSE_LAUNCHES
+            return self._roofline_phase("select", 2.0 * indexers * stored * SLOT_BYTES, kernels=kernels)
         scores = self.num_score_planes() * self.sequences * self.kv * (self.length / self.points.kvp) * SCORE_BYTES
         read = scores * len(self.spec.full)
         price, rate = self.required_constant("select_s"), self.required_constant("select_bytes_per_s")
@@ -470,10 +490,10 @@ class Layer:
         if isinstance(self.mixer, MLASpec):
             share, rate, part = converts.get("latents", hw.latent_share), hw.latent_flops, converts.get("latent_flops")
             rate = rate.times(part.value) if rate and part else rate
-        if self.drafting and window is None:
+        if self.drafting and window is None and self.topk is None:
             share = self.required_constant("gather_share")
         attention = self._roofline_phase("attention", read, flops, 1, share, rate)
-        if self.self_drafts is not None and not self.drafting and window is None:
+        if self.self_drafts is not None and not self.drafting and window is None and self.topk is None:
             more = self.required_constant("collect_share")
             level = np.maximum(attention.level, more.level)
             attention = replace(attention, seconds=(1 + more.value) * attention.seconds, level=level)

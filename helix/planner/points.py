@@ -293,10 +293,10 @@ def check(spec: DecoderSpec, options: Options) -> None:
             raise ValueError(f"{what} verifies drafts with full attention: set attention=dense")
     elif options.sparse is not None:
         what, remedy = "block-sparse attention", "use dense attention"
+        if spec.attention.latent is not None:
+            raise ValueError(f"{what} does not support latents (MLA), which this model has: {remedy}")
     else:
         return
-    if spec.attention.latent is not None:
-        raise ValueError(f"{what} does not support latents (MLA), which this model has: {remedy}")
     if not spec.full:
         raise ValueError(f"{what}: every layer of the model already has a sliding window: {remedy}")
     if spec.full_layers_differ:

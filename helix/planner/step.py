@@ -227,7 +227,11 @@ def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int
         if layer.self_drafts is not None:
             columns = layer.draft_keys() + layer.self_drafts.tail  # one rank may hold the whole tail
             scores = paged * layer.num_score_planes() * SCORE_BYTES + columns * SLOT_BYTES
-            sequence_bytes = sequence_bytes + scores * layer.kv * len(spec.full)
+            if layer.topk is None:
+                sequence_bytes = sequence_bytes + scores * layer.kv * len(spec.full)
+            else:  # slots that each row selected, and their number
+                rows = options.step_tokens * (layer.topk + 1)
+                sequence_bytes = sequence_bytes + rows * SLOT_BYTES * len(spec.indexers)
     sequence_bytes = sequence_bytes + fixed_size
     largest = np.maximum(np.floor((room - fixed_bytes) / sequence_bytes), 0)
     if offload is not None:

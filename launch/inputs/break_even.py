@@ -65,6 +65,8 @@ def compare_drafts(ranking: Ranking) -> str:
     """Describes whether drafting is faster for the query, and below which length plain decoding is."""
     q, first = ranking.query, ranking.choices[0]
     over = "by the layer" if q.sparsity is None else f"over {q.sparsity:.3g} of the keys"
+    if q.sparsity is not None and q.spec.indexers:
+        over = "over selected tokens"
     if first.gamma:
         plain = plan(replace(q, acceptance=None, gamma=None, sparsity=None, layer=None)).choices[0]
         gain = (

@@ -114,6 +114,39 @@ def test_scores_and_tables_take_memory() -> None:
         assert choice.longest_context <= 2 * M and len(points) == 1
 
 
+def test_verification_scores_latents_with_all_heads() -> None:
+    """Two tiles of 64 of R1's 128 heads for each query; a table for each layer."""
+    drafts, keys = Speculation(3, 0.9, sparsity=0.07), M / 8 + 4
+    plain, drafted = (step("deepseek-r1", 1, M, kind, kvp=8) for kind in (None, drafts))
+    more = 61 * keys * 8 * 2 + 61 * (0.07 * M / 8) * 4
+    assert drafted.memory.kv_bytes[0] - plain.memory.kv_bytes[0] == pytest.approx(more, rel=2e-3)
+    (select,) = (p for p in drafted.phases if p.name == "select")
+    assert select.bytes[0] == 61 * 8 * (M / 8) * 2
+    free = phases(step("deepseek-r1", 1, M, Speculation(3, 0.9), kvp=8))
+    assert phases(drafted)["attention"] == pytest.approx(1.03 * free["attention"], rel=1e-9)
+
+
+def test_drafts_over_selected_tokens_score_none() -> None:
+    """GLM-5.2: 21 indexers. A draft is a plain step that scans no index keys; what rows select is stored."""
+    found, plain = (step("glm-5.2", 2, M, kind, kvp=8) for kind in (Speculation(3, 0.9, sparsity=0.07), None))
+    assert found.memory.kv_bytes[0] - plain.memory.kv_bytes[0] == pytest.approx(
+        2 * (21 * 4 * 2049 * 4 + 3 * 78 * 576 * 2 / 8), abs=2e6
+    )
+    one = phases(plain)
+    without = float(plain.step_s[0]) - one["index scores"] - one["choose tokens"]
+    assert phases(found)["drafts"] / 3 == pytest.approx(without, rel=0.02) and one["index scores"] > 0.0003
+    assert phases(found)["select"] < 0.001
+
+
+def test_drafts_read_states_and_one_of_them_writes() -> None:
+    """Qwen3.5-27B: four passes read the states of 48 layers, and the first draft's writes them."""
+    (plain,), (verified,) = (
+        [p for p in step("qwen3.5-27b", 4, M, kind, kvp=8).phases if p.name == "states"]
+        for kind in (None, Speculation(3, 0.9, sparsity=0.07))
+    )
+    assert plain.bytes[0] == 2 * verified.bytes[0] == 2 * 4 * 48 * 6 * 128 * 128 * 4
+
+
 # ---- the planner
 
 
