@@ -12,6 +12,8 @@ from benchmarks.timer import ROTATED, K, seconds
 from helix.worker.kv_cache_spec import dtype_name, score_planes
 from kernels.attention.flash_decode import decode_tile, flash_decode
 from kernels.attention.reference import flash_decode as by_torch
+from kernels.mla.decode import mla_decode
+from kernels.mla.reference import mla_decode as latents_by_torch
 from kernels.paged_keys import KeyScores, PagedKeys
 from kernels.sparse.reference import select_tokens as select_by_torch
 from kernels.sparse.select_tokens import select_tokens
@@ -25,6 +27,11 @@ VERIFIED = [
     (7, 128, 8, 1, 512 * K), (8, 128, 8, 1, 128 * K), (8, 64, 8, 1, 128 * K), (8, 64, 8, 8, 64 * K),
     (8, 128, 12, 1, 128 * K), (7, 128, 9, 1, 512 * K), (7, 128, 10, 1, 512 * K), (7, 128, 12, 1, 512 * K),
     (7, 128, 12, 8, 128 * K), (8, 128, 16, 8, 64 * K), (7, 128, 18, 1, 128 * K),
+]  # fmt: skip
+# Heads, queries, sequences, latents of each.
+LATENTS = [
+    (16, 2, 1, 128 * K), (16, 5, 1, 128 * K), (64, 3, 1, 128 * K), (128, 1, 1, 128 * K), (128, 3, 1, 128 * K),
+    (128, 5, 8, 16 * K),
 ]  # fmt: skip
 # Layers, KV heads, sequences, keys of each.
 SCORED = [(28, 1, 1, 128 * K), (28, 4, 1, 128 * K), (28, 1, 1, 512 * K), (36, 2, 8, 64 * K)]
@@ -77,6 +84,37 @@ def collect(ctx: BenchContext, group: int, dim: int, queries: int, batch: int, l
     row["again_us"] = 1e6 * seconds(attend, copies, device)  # run-to-run difference of plain attention
     for rows in kinds:
         row[f"{rows}_over_plain"] = 2 * row[f"{rows}_us"] / (row["plain_us"] + row["again_us"])
+    return [row]
+
+
+def collect_latents(ctx: BenchContext, heads: int, queries: int, batch: int, length: int) -> list[Row]:
+    """Times verification over latents (512 + 64) without scores and with them, in microseconds."""
+    device, kind, page = ctx.device, dtype(ctx), 64
+    pages = length // page
+    copies = max(2, -(-ROTATED // (batch * length * 576 * kind.itemsize))) if ctx.gpu else 1
+    latents = torch.randn(copies * batch * pages, page, 576, device=device, dtype=kind)
+    tables = torch.randperm(len(latents), device=device).int().view(copies, batch, pages)
+    q = torch.randn(batch, queries, heads, 576, device=device, dtype=kind)
+    hi = torch.arange(length - queries, length, device=device, dtype=torch.int32)[None].expand(batch, -1) + 1
+    lo, num_planes = torch.zeros_like(hi), score_planes(queries, heads, None, dtype_name(kind))
+    planes = torch.empty(num_planes, batch * pages, 1, page, dtype=torch.float16, device=device)
+    score_table = torch.arange(batch * pages, dtype=torch.int32, device=device).view(batch, pages)
+
+    def attend(copy: int, rows: str | None = None, op: Callable[..., object] = mla_decode) -> None:
+        scores = None if rows is None else KeyScores(planes, score_table, rows)
+        op(q, PagedKeys(latents, latents[..., :512], tables[copy], lo, hi, 192**-0.5), scores=scores)
+
+    def found(rows: str, op: Callable[..., object]) -> torch.Tensor:
+        attend(0, rows, op)
+        return planes.double().sum(0).view(batch, -1)[:, : length - queries + 1]
+
+    row: Row = {"kind": "collect-latents", "heads": heads, "queries": queries, "batch": batch, "length": length}
+    for rows in ("any", "ends"):
+        torch.testing.assert_close(found(rows, mla_decode), found(rows, latents_by_torch), rtol=2**-9, atol=2**-8)
+    row |= {"planes": num_planes, "plain_us": 1e6 * seconds(attend, copies, device)}
+    for rows in ("any", "ends"):
+        row[f"{rows}_us"] = 1e6 * seconds(partial(attend, rows=rows), copies, device)
+        row[f"{rows}_over_plain"] = row[f"{rows}_us"] / row["plain_us"]
     return [row]
 
 
@@ -158,6 +196,12 @@ PARTS = (
         collect,
         "group dim queries batch length plain_us again_us ends_us any_us ends_over_plain any_over_plain",
         "scores written by verification",
+    ),
+    Part(
+        lambda ctx: LATENTS if ctx.gpu else [(4, 3, 2, 256)],
+        collect_latents,
+        "heads queries batch length planes plain_us any_us ends_us any_over_plain ends_over_plain",
+        "scores of latents written by verification",
     ),
     Part(
         lambda ctx: SCORED if ctx.gpu else [(2, 2, 1, 2 * K)],
