@@ -41,7 +41,7 @@ PARTS = {
     "attention": r"^_(kv_append|flash_decode((_fp8|_many)_sm90)?|mla_\w+|gated_delta_step)_kernel"
     r"|^_(merge_splits|merge_prefixes|angles|local_bounds|slot_mapping|index_append|index_scores|count_(digits|listed)|list_(between|local_topk))_kernel"
     r"|^_write_(topk|listed)_kernel"
-    r"|^_(select_(blocks|pages)|keep_best|repeat_blocks|block_ranges|fold_blocks|resolve|copy_blocks|write_back)_kernel",
+    r"|^_(select_(blocks|pages)|keep_best|repeat_blocks|block_ranges|fold_blocks|resolve|copy_blocks|write_back|fetch_tokens)_kernel",
     "exchange": r"^_((merge_states_)?exchange|merge_states(_pack)?|pack_states)_kernel|ncclDevKernel_SendRecv",
     "projections": r"^_(embedding|rms_norm|(scaled_)?linear(_fp8|_packed)?(_sm90)?|qkv_append|each_head)_kernel"
     r"|^_(head_squares|quantize_rows|silu_mul|(gate|sigmoid)_mul|gated_norm|route|moe(_scaled)?_sm90)_kernel"
