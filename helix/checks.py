@@ -375,6 +375,6 @@ CONFIG_RULES: tuple[Callable[[Config], None], ...] = (
     check_resume,
 )  # fmt: skip
 MODEL_RULES: tuple[Callable[[Config, HelixLayout, DecoderSpec], None], ...] = (
-    check_cache, check_length, check_attention, check_offloaded_model, check_sparse_drafter, check_data_parallel,
-    check_states, check_model_snapshots,
+    check_cache, check_length, check_attention, check_offloaded_model, check_sparse_drafter, check_states,
+    check_data_parallel, check_model_snapshots,
 )  # fmt: skip
