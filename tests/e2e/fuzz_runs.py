@@ -188,7 +188,12 @@ def patched_environment(case: Case, counts: Counter[str] | None = None) -> Itera
 
 
 def from_host_memory(moves: PrefixMoves, *args: Any, start: Callable[..., bool] = PrefixMoves._start_restore) -> bool:
-    """Evicts all pages that nobody uses, so that prefixes come back from host memory if at all."""
+    """Evicts all pages that nobody uses, so that prefixes come back from host memory if at all.
+
+    Requests wait for stores under way, since pages are in use until all ranks have copied them, however long it takes.
+    """
+    if any(move.kind == "store" for move in moves._in_flight.values()):
+        return True
     moves._tables.tree.evict(moves._tables.pool.available)
     return start(moves, *args)
 
