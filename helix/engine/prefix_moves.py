@@ -562,7 +562,8 @@ class PrefixMoves:
             tables.snapshots.cancel(snapshot)
             return
         tables.tree.add_snapshot(of, snapshot)
-        stripe.snapshot, snapshot.is_stored = snapshot, True
+        if tables is self._tables:  # else a reset has dropped it
+            stripe.snapshot, snapshot.is_stored = snapshot, True
 
     # ---- pages
 

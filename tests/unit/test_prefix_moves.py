@@ -9,8 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helix.engine.block_tables import BlockTables
+from helix.engine.pages import PagePool
+from helix.engine.prefix import PrefixTree
 from helix.engine.prefix_moves import MAX_FAILURES, STALL_S, WRITE_PAUSE_S
 from helix.engine.scheduler_output import StripeHeader
+from helix.engine.snapshots import StateSnapshots
 from helix.engine.stripe_store import ChainHashes, StripeStore
 from tests.simulated_engine import SimulatedEngine, calls_of
 
@@ -117,6 +121,21 @@ def test_snapshots_come_back_from_slabs_and_others_leave_for_them() -> None:
     assert found.moves is not None
     found.moves.reset(found.tables[0], found.times)
     assert all(stripe.snapshot is None for stripe in found.moves.store._stripes.values()), "its tables are gone"
+
+
+def test_a_snapshot_that_comes_back_after_a_reset_is_not_resumed() -> None:
+    found, prompt = engine(lacking=math.inf, snapshots=(1, 0, 0)), words(61)
+    serve(found, prompt)
+    serve(found, words(80, 1))
+    assert found.moves is not None
+    found.submit([*prompt, 7], 1)
+    while not any(moving.move.kind == "load" and moving.move.snapshot >= 0 for moving in found.moving):
+        found.advance()
+    old = found.tables[0]
+    tree = PrefixTree(PagePool(24), old.tree.stripes, found.times.cost, 1, True)
+    found.moves.reset(BlockTables(tree, True, None, StateSnapshots(tree, found.times.work, 1)), found.times)
+    found.moves.collect([(0, (moving.move.number, 0.1, ())) for moving in found.moving], found.now)
+    assert all(stripe.snapshot is None for stripe in found.moves.store._stripes.values())
 
 
 def test_a_prefix_does_not_displace_its_own_beginning() -> None:
