@@ -5,7 +5,7 @@ prefix hit ends at a snapshot. Layers with a window can compute the tokens befor
 that. All snapshots end with a whole stripe of a prompt:
 
 - where it leaves the cached tokens of others (a junction), if no snapshot is there;
-- where a prompt that waits leaves it;
+- where a waiting prompt parts from it;
 - where its last message begins, since agents edit and repeat the last turn;
 - every `kv.snapshot_every` tokens;
 - at its end.

@@ -116,7 +116,7 @@ def host_store(
 
 
 def available_memory() -> int:
-    """Returns the bytes of this host's memory that are available, at most those of its container (cgroup v2).
+    """Returns the available bytes of this host's memory; in a container, at most its limit (cgroup v2).
 
     Raises:
         RuntimeError: this is not Linux.
