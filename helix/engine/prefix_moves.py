@@ -111,7 +111,7 @@ class PrefixMoves:
         prefill_start: where prefill begins after a prefix hit without a snapshot, see `Scheduler`.
         counters: by name: bytes of the fullest rank that were stored, loaded, written and read, and their seconds
             (`stored_bytes`, `stored_seconds`, ..); tokens that were looked up here (`queries`) and restored (`hits`);
-            restores that were `late` or `failed`; `dropped` stripes and `failed_writes`.
+            restores that were `late` or `failed`; stripes that were `dropped`, `failed_stores` and `failed_writes`.
     """
 
     def __init__(
@@ -259,6 +259,9 @@ class PrefixMoves:
         def finish(failed: set[int], seconds: float) -> None:
             self._storing -= len(stripes) * self._stripe_bytes
             self._count("stored", len(stripes) - len(failed), seconds)
+            if failed:  # another try is likely to fail too
+                self.counters["failed_stores"] += len(failed)
+                self._offers = deque(offer for offer in self._offers if offer[2] is not tokens)
             pool.release(held.pages)
             if held.node is not None:
                 tree.queue_up(held.node)
@@ -296,6 +299,7 @@ class PrefixMoves:
         snapshot.users -= 1
         self._storing -= len(parts) * self._stripe_bytes
         self._count("stored", 0 if failed else len(parts), seconds)
+        self.counters["failed_stores"] += len(failed)
         for part in reversed(parts):
             self.store.filled(part, not failed)
         if self.store.records and not failed:

@@ -1,8 +1,9 @@
 """Host memory that GPU kernels read and write: pinned, mapped, and of exact size.
 
-torch's pinned allocator rounds up to a power of two, so this maps memory itself and registers it with CUDA piece by
-piece. With unified addressing the GPU uses the same address, so torch can wrap it as a GPU tensor
-(`__cuda_array_interface__`): its kernels run in stream order and access the memory over PCIe.
+torch's pinned allocator rounds up to a power of two, so this maps memory itself and registers it with CUDA, as a whole:
+CUDA refuses copies from or to memory of two registrations. With unified addressing the GPU uses the same address, so
+torch can wrap it as a GPU tensor (`__cuda_array_interface__`): its kernels run in stream order and access the memory
+over PCIe.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import mmap
 import platform
 import re
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,6 @@ import torch
 from comm.base import Communicator
 from helix.errors import ConfigError
 
-PIECE = 1 << 30  # bytes registered at once: half a second between calls of `progress`
 PORTABLE_MAPPED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
 PREFERRED = 1  # MPOL_PREFERRED
 MBIND = {"x86_64": 237, "aarch64": 235}  # system call numbers
@@ -34,9 +34,6 @@ MEMINFO, CONTAINER_LIMIT = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.ma
 class HostStore:
     """A tensor of `device` that lies in host memory; on a CPU, ordinary memory.
 
-    Args:
-        progress: called with (bytes pinned, bytes in total).
-
     Attributes:
         tensor: [*shape]; None after `close`.
         on_cpu: the same memory as a CPU tensor, for copies.
@@ -45,43 +42,35 @@ class HostStore:
         OSError: the memory cannot be pinned; nothing stays pinned.
     """
 
-    def __init__(
-        self,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        progress: Callable[[int, int], None] = lambda done, total: None,
-    ) -> None:
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         self.bytes = math.prod(shape) * dtype.itemsize
-        self._pinned: list[int] = []  # addresses
+        self._pinned: int | None = None  # address
         self._memory: mmap.mmap | None = mmap.mmap(-1, self.bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         numbers = torch.frombuffer(self._memory, dtype=torch.uint8)
         self.tensor: torch.Tensor | None = None
         self.on_cpu = numbers.view(dtype).view(*shape)
         if device.type == "cuda":
-            self._pin(numbers.data_ptr(), device, progress)
+            self._pin(numbers.data_ptr(), device)
             numbers = mapped(numbers.data_ptr(), self.bytes, device)
         self.tensor = numbers.view(dtype).view(*shape)
 
-    def _pin(self, at: int, device: torch.device, progress: Callable[[int, int], None]) -> None:
+    def _pin(self, at: int, device: torch.device) -> None:
         assert self._memory is not None
         self._memory.madvise(mmap.MADV_HUGEPAGE)
         if (node := numa_node(device)) is not None:
             prefer_numa_node(node, at, self.bytes)
         self._runtime: Any = torch.cuda.cudart()
-        for begin in range(0, self.bytes, PIECE):
-            size = min(PIECE, self.bytes - begin)
-            if error := int(self._runtime.cudaHostRegister(at + begin, size, PORTABLE_MAPPED)):
-                self.close()
-                raise OSError(f"cudaHostRegister failed with CUDA error {error} after {begin} bytes")
-            self._pinned.append(at + begin)
-            progress(begin + size, self.bytes)
+        if error := int(self._runtime.cudaHostRegister(at, self.bytes, PORTABLE_MAPPED)):
+            self.close()
+            raise OSError(f"cudaHostRegister failed with CUDA error {error}")
+        self._pinned = at
 
     def close(self) -> None:
         """Frees the memory; no kernel may use it any more. A second call does nothing."""
         self.tensor, self.on_cpu = None, torch.empty(0)
-        while self._pinned:
-            self._runtime.cudaHostUnregister(self._pinned.pop())
+        if self._pinned is not None:
+            self._runtime.cudaHostUnregister(self._pinned)
+            self._pinned = None
         self._memory = None
 
 

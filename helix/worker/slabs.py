@@ -103,6 +103,7 @@ class Slabs:
         self.slabs, self.max_bytes, self._store = store.on_cpu, max_bytes, store
         self.device, self._report = device, report
         self._parts, self._stripe_pages = parts_of(tensors, stripe_pages), stripe_pages
+        self._reasons = set[str]()  # that were logged
         self._thread: threading.Thread | None = None
         if device.type == "cuda":
             layer_bytes = [(part.end - part.begin) // len(part.pages) for part in self._parts]
@@ -170,7 +171,10 @@ class Slabs:
             self._copy(move)
         except Exception as error:  # serving goes on without the prefix
             failed = tuple(range(len(move.slabs)))
-            LOG.warning("copies between pages and host memory failed: %s: %s", type(error).__name__, error)
+            reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            if reason not in self._reasons:
+                self._reasons.add(reason)
+                LOG.warning("copies between pages and host memory failed (later ones are counted only): %s", reason)
         self._report((move.number, perf_counter() - begin, failed))
 
     def _copy_snapshot(self, move: StripeMove) -> None:

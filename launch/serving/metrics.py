@@ -46,6 +46,7 @@ MOVES = {
     },
     "prefix_failed": ("kv_offload_tiering_promotion_job_failures", None, "restores that failed"),
     "prefix_late": ("kv_offload_tiering_promotion_job_timeouts", None, "restores that took longer than prefill"),
+    "prefix_failed_stores": ("kv_offload_store_failures", None, "stripes whose copies to host memory failed"),
     "prefix_failed_writes": ("kv_offload_tiering_write_failures", None, "writes to disk that failed"),
     "prefix_dropped": ("kv_offload_tiering_backpressure_stores_dropped", None, "stripes lost before they were stored"),
 }  # fmt: skip
@@ -56,6 +57,7 @@ OWN = {
     "stored_responses_bytes",
     *(name for name, _ in ENGINE.values()),
     "kv_offload_tiering_promotion_job_timeouts",
+    "kv_offload_store_failures",
     "kv_offload_tiering_write_failures",
 }  # vLLM does not have these
 # Former names in vLLM, which some routers and dashboards still read.

@@ -86,8 +86,8 @@ def decode_fp8(device: torch.device, moved: Far, first: int) -> tuple[Tensor, ..
 
 
 def decode_with_scores(device: torch.device, moved: Far, first: int) -> tuple[Tensor, ...]:
-    planes = torch.zeros(1, PAGES, 2, PAGE, dtype=torch.float16, device=device)
-    scores = KeyScores(planes, table(device, 0), "any")
+    planes = torch.zeros(1, 4, 2, PAGE, dtype=torch.float16, device=device)
+    scores = KeyScores(planes, ints(device, 0, 1, 2, 3).view(2, 2), "any")
     found = decode_parts(normal(device, 2, 1, 4, 64), heads(device, moved, first), scores=scores)
     return *found.merge_states(), planes
 

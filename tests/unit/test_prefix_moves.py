@@ -97,6 +97,20 @@ def test_a_failed_restore_is_shorter() -> None:
     found.check_nothing_is_left()
 
 
+def test_a_store_that_fails_is_not_tried_on_and_on() -> None:
+    found, sent = engine(), list[int]()
+    found.submit(words(61), 3)
+    for _ in range(40):
+        found.advance()
+        for moving in found.moving:
+            moving.failed = tuple(range(len(moving.move.slabs)))
+            sent.append(moving.move.number)
+    assert set(sent) == {1} and found.moves is not None and not found.moves.is_busy(found.now)
+    assert found.moves.counters["failed_stores"] == 15 and not found.moves.counters["stored_bytes"]
+    found.drain()
+    found.check_nothing_is_left()
+
+
 def test_states_need_stripes_and_a_snapshot() -> None:
     """A hit ends at a snapshot, which survives the eviction of its pages as long as its stripes are in host memory."""
     for snapshots, computed in (((4, 0, 0), 2), ((1, 1, 0), 2), ((1, 0, 0), 2)):
