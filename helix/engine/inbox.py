@@ -56,9 +56,10 @@ class Inbox:
             return items
 
     def wait(self, seconds: float) -> bool:
-        """Waits until an item is queued or the inbox is closed; returns False after `seconds`."""
+        """Waits until an item is queued or the inbox is closed meanwhile; returns False after `seconds`."""
         with self._changed:
-            return self._changed.wait_for(lambda: bool(self._items) or self._closed, seconds)
+            was_closed = self._closed
+            return self._changed.wait_for(lambda: bool(self._items) or self._closed > was_closed, seconds)
 
     @property
     def pending(self) -> bool:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import count, islice
+from itertools import count
 from operator import attrgetter
 from typing import Any
 
@@ -43,7 +43,7 @@ LINK_RATE = 2e10  # bytes/s of a rank's link until it has been measured
 DISK_RATE = 1e9  # the same of a rank's reads
 READ_STRIPES = 8  # of a move
 MAX_FAILURES, WRITE_PAUSE_S = 3, 60.0  # writes that fail in a row, and how long none is tried then
-MAX_STORE_BYTES = 512 << 20  # per rank, in flight: their pages are in use for 10 ms
+STORE_BYTES = 256 << 20  # of a move, per rank; two are in flight, so their pages are in use for 10 ms
 MAX_OFFERS = 64  # sequences whose stripes wait to be stored
 STALL_S = 10.0  # without a report, nobody waits for moves in flight any more, nor for scans
 
@@ -79,6 +79,21 @@ class Prefix:
     def hit(self, hit: PrefixHit) -> PrefixHit:
         """Returns the hit in pages that they continue."""
         return PrefixHit(self.start, self.begin, 0, hit.node if self.begin else None)
+
+
+@dataclass(eq=False)
+class Offer:
+    """A prefix to store.
+
+    Attributes:
+        tokens: int32 [tokens of whole stripes].
+        known: its first stripes, in slabs or on the way there.
+    """
+
+    cache_salt: Hashable
+    start: int
+    tokens: np.ndarray
+    known: list[Stripe] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -135,7 +150,7 @@ class PrefixMoves:
         self._outbox: list[StripeMove] = []
         self._restores: list[Restore] = []  # that requests may wait for
         self._now = 0.0
-        self._offers: deque[tuple[Hashable, int, np.ndarray]] = deque()  # salt, start, tokens of whole stripes
+        self._offers: deque[Offer] = deque()
         self._storing = self._writing = 0  # bytes, and stripes
         self._unwritten: deque[Stripe] = deque()
         self._has_records = True  # when one was wanted last
@@ -190,12 +205,12 @@ class PrefixMoves:
         Args:
             reserve: pages that stores leave to the running sequences.
         """
-        while self._offers and self._storing < MAX_STORE_BYTES:
-            sent = self._store(*self._offers[0], reserve)
+        while self._offers and self._storing <= STORE_BYTES:
+            sent = self._store(self._offers[0], reserve)
             if sent is None:
                 break
             if not sent:
-                self._offers.popleft()
+                self.store.touch(self._offers.popleft().known)
         if not self._disk_hangs():
             self._write(now)
         moves, self._outbox = tuple(self._outbox), []
@@ -209,29 +224,35 @@ class PrefixMoves:
         """Offers the stripes of a sequence's first tokens, int32 [n], which are in the tree or will be this batch."""
         whole = len(tokens) // self._stripes.tokens * self._stripes.tokens
         if whole and s.block_table is not None and s.request.sampling.prompt_logprobs is None:
-            self._offers.append((s.request.prefix_salt, s.block_table.start, tokens[:whole]))
+            self._offers.append(Offer(s.request.prefix_salt, s.block_table.start, tokens[:whole]))
             if len(self._offers) > MAX_OFFERS:
-                self.counters["dropped"] += len(self._offers.popleft()[2]) // self._stripes.tokens
+                self.counters["dropped"] += len(self._offers.popleft().tokens) // self._stripes.tokens
 
-    def _store(self, cache_salt: Hashable, start: int, tokens: np.ndarray, reserve: int) -> bool | None:
+    def _store(self, offer: Offer, reserve: int) -> bool | None:
         """Sends the next stripes of an offer; returns False if none is left, None if there are too few pages now."""
         size, tree, pool = self._stripes.tokens, self._tables.tree, self._tables.pool
+        cache_salt, start, tokens, known = offer.cache_salt, offer.start, offer.tokens, offer.known
         node, cached = tree.follow(tree.root(cache_salt, start), tokens, 0)
-        known: list[Stripe] = []
+        if any(stripe.slab < 0 for stripe in known):
+            known.clear()
         headers: list[StripeHeader] = []
-        limit = max(1, (MAX_STORE_BYTES - self._storing) // self._stripe_bytes)
-        parent, has_disk = self._hashes.root(cache_salt, start), self.store.records > 0
-        for i, key in enumerate(self._hashes.keys(tokens[:cached], cache_salt, start)):
+        limit = max(1, STORE_BYTES // self._stripe_bytes)
+        parent = known[-1].key if known else self._hashes.root(cache_salt, start)
+        has_disk = self.store.records > 0
+        for key in self._hashes.keys(tokens[:cached], cache_salt, start, len(known)):
             stripe = self.store.get(key)
             if stripe is None or stripe.slab < 0:
-                stored = tokens[i * size : (i + 1) * size] if has_disk else NO_PAGES
-                headers.append(StripeHeader(key, parent, 0, start, i * size, stored))
-            elif not headers:
+                at = (len(known) + len(headers)) * size
+                headers.append(
+                    StripeHeader(key, parent, 0, start, at, tokens[at : at + size] if has_disk else NO_PAGES)
+                )
+            elif headers:
+                break
+            else:
                 known.append(stripe)
-            if len(headers) == limit or (headers and stripe is not None and stripe.slab >= 0):
+            if len(headers) == limit:
                 break
             parent = key
-        self.store.touch(known)
         if not headers:
             self._link_snapshots(node, known)
             self._store_snapshots(known)
@@ -244,7 +265,8 @@ class PrefixMoves:
                 return None
             headers = headers[:room]
         # A prefix does not displace its own beginning, unless that is on disk.
-        with self._used([stripe for stripe in known if stripe.record < 0]):
+        evicts = len(headers) > self.store.free
+        with self._used([stripe for stripe in known if stripe.record < 0] if evicts else []):
             stripes = self.store.add(headers)
         if headers and not stripes and self._writing:
             return None
@@ -252,7 +274,8 @@ class PrefixMoves:
             self.counters["dropped"] += (len(tokens) - begin) // size
             return False
         end = begin + len(stripes) * size
-        self._link_snapshots(node, [*known, *stripes])
+        known += stripes
+        self._link_snapshots(node, known)
         held = self._hold(cache_salt, PrefixHit(start, end, 0, node), 0)
         self._storing += len(stripes) * self._stripe_bytes
 
@@ -261,7 +284,7 @@ class PrefixMoves:
             self._count("stored", len(stripes) - len(failed), seconds)
             if failed:  # another try is likely to fail too
                 self.counters["failed_stores"] += len(failed)
-                self._offers = deque(offer for offer in self._offers if offer[2] is not tokens)
+                self._offers = deque(other for other in self._offers if other is not offer)
             pool.release(held.pages)
             if held.node is not None:
                 tree.queue_up(held.node)
@@ -271,14 +294,14 @@ class PrefixMoves:
                     self._unwritten.append(stripe)
 
         self._send("store", stripes, finish, pages=held.pages[self._stripes.columns(begin, end)])
-        self._store_snapshots([*known, *stripes])
+        self._store_snapshots(known)
         return True
 
     def _store_snapshots(self, stripes: Sequence[Stripe]) -> None:
         """Sends the snapshots at the ends of a prefix's stripes that are on the GPU and not in slabs."""
-        for stripe in stripes:
+        for stripe in stripes if self._snapshot_slabs else ():
             snapshot = _snapshot(stripe)
-            if not self._snapshot_slabs or snapshot is None or snapshot.users:
+            if snapshot is None or snapshot.users:
                 continue
             headers = self._parts(stripe)
             found = [self.store.get(header.key) for header in headers]
@@ -447,7 +470,7 @@ class PrefixMoves:
             begin = hit.shared if start == hit.start else 0
             stripes: list[Stripe] = []
             ends: list[int] = []  # numbers of stripes: without any record, and all
-            for key in islice(self._hashes.keys(prompt, s.request.prefix_salt, start), begin // size, None):
+            for key in self._hashes.keys(prompt, s.request.prefix_salt, start, begin // size):
                 stripe = self.store.get(key)
                 if stripe is None or not self._is_at_hand(stripe, from_disk):
                     break

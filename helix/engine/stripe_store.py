@@ -69,10 +69,10 @@ class ChainHashes:
         """Returns the hash before the first stripe; the same in every process, for salts of texts and numbers."""
         return sha256(self._seed + repr((cache_salt, start)).encode()).digest()
 
-    def keys(self, tokens: np.ndarray, cache_salt: Hashable, start: int) -> Iterator[bytes]:
-        """Yields the hashes of the whole stripes of `tokens`, int32 [n], in order, and computes no more than it yields.
+    def keys(self, tokens: np.ndarray, cache_salt: Hashable, start: int, begin: int = 0) -> Iterator[bytes]:
+        """Yields the hashes of the whole stripes of `tokens`, int32 [n], in order, from stripe `begin` on.
 
-        Its caller may stop early; the hashes so far are remembered.
+        Its caller may stop early: it computes no more than it yields, and these are remembered.
         """
         size, count = self._tokens, len(tokens) // self._tokens
         if not count:
@@ -87,9 +87,9 @@ class ChainHashes:
         self._recent[first] = known, keys
         if len(self._recent) > MAX_CHAINS:
             self._recent.popitem(last=False)
-        for i in range(count):
-            if i == len(keys):
-                keys.append(sha256(keys[-1] + tokens[i * size : (i + 1) * size].tobytes()).digest())
+        for i in range(begin, count):
+            for each in range(len(keys), i + 1):
+                keys.append(sha256(keys[-1] + tokens[each * size : (each + 1) * size].tobytes()).digest())
             yield keys[i]
 
 
@@ -124,6 +124,11 @@ class StripeStore:
     def used(self) -> int:
         """Slabs in use."""
         return self.slabs - len(self._free)
+
+    @property
+    def free(self) -> int:
+        """Slabs that are not in use."""
+        return len(self._free)
 
     @property
     def used_records(self) -> int:

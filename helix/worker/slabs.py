@@ -1,18 +1,21 @@
 """This rank's host copies of stripes of the prefix cache, and the copies between them and pages.
 
 A slab holds a stripe's pages of everything that is paged: keys, values, latents, scales, index keys, bounds, rows of
-drafting layers, and the pages of a draft model. On GPUs a thread copies on a low-priority stream, in pieces with two in
-flight: a long copy would keep a small one of the main stream waiting in the copy engine. Pieces go through a staging
-buffer, since a page's bytes of consecutive layers are far apart in the cache and adjacent in a slab.
+drafting layers, and the pages of a draft model. On GPUs a thread starts copies on a stream of its own. The copy engine
+executes them without a kernel, which would wait for those of a prompt, and a call copies a page of many layers: the
+thread gets Python's lock late while rank 0 schedules. Few bytes are in flight, since a small copy of the main stream
+waits for them in the copy engine.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import count
 from queue import PriorityQueue
 from time import perf_counter
@@ -23,11 +26,11 @@ from torch import Tensor
 from helix.engine.scheduler_output import StripeMove
 from helix.worker.host_store import HostStore
 from helix.worker.stripe_files import StripeFiles
-from helix.worker.transfers import to_device
 
 LOG = logging.getLogger("helix.worker")
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = 2 << 20
 PIECES = 2  # in flight
+ANY_DIRECTION = 4  # cudaMemcpyDefault
 ALIGNMENT = 4096  # bytes of slabs: direct I/O reads and writes them
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
@@ -106,9 +109,7 @@ class Slabs:
         self._reasons = set[str]()  # that were logged
         self._thread: threading.Thread | None = None
         if device.type == "cuda":
-            layer_bytes = [(part.end - part.begin) // len(part.pages) for part in self._parts]
-            self._staging = torch.empty(PIECES, max([PIECE_BYTES, *layer_bytes]), dtype=torch.uint8, device=device)
-            self._stream = torch.cuda.Stream(device, priority=0)
+            self._stream = torch.cuda.Stream(device)
             self._queue: PriorityQueue[tuple[int, int, StripeMove | None, torch.cuda.Event | None]] = PriorityQueue()
             self._order = count()
             self._idle = threading.Condition()
@@ -180,7 +181,7 @@ class Slabs:
     def _copy_snapshot(self, move: StripeMove) -> None:
         # One layer after the other, in pieces that end where a slab does.
         size, at = self.slabs.shape[1], 0
-        in_flight: deque[torch.cuda.Event] = deque()
+        link = None if self._thread is None else _Link()
         for data in self._snapshot_memory(move.snapshot):
             done = 0
             while done < len(data):
@@ -190,52 +191,79 @@ class Slabs:
                 to, source = (host, piece) if move.kind == "store" else (piece, host)
                 to.copy_(source, non_blocking=True)
                 done, at = done + len(piece), at + len(piece)
-                if self._thread is not None:
-                    if len(in_flight) == PIECES:
-                        in_flight.popleft().synchronize()
-                    in_flight.append(torch.cuda.Event(blocking=True))
-                    in_flight[-1].record()
-        for event in in_flight:
-            event.synchronize()
+                if link is not None:
+                    link.sent(len(piece))
+        if link is not None:
+            link.finish()
 
     @torch.inference_mode()
     def _copy(self, move: StripeMove) -> None:
         if move.snapshot >= 0:
             self._copy_snapshot(move)
-            return
-        pages = to_device(torch.from_numpy(move.pages).long(), self.device)
-        in_flight: deque[torch.cuda.Event] = deque()
-        pieces = 0
-        for slab, columns in zip(move.slabs.tolist(), pages, strict=True):
-            for part in self._parts:
-                layers, _, words = part.pages.shape
-                host = self.slabs[slab, part.begin : part.end].view(part.pages.dtype)
-                host = host.view(layers, self._stripe_pages, words)
-                if self._thread is None:
+        elif self._thread is None:
+            pages = torch.from_numpy(move.pages).long()
+            for slab, columns in zip(move.slabs.tolist(), pages, strict=True):
+                for part in self._parts:
+                    host = self.slabs[slab, part.begin : part.end].view(part.pages.dtype)
+                    host = host.view(len(part.pages), self._stripe_pages, -1)
                     if move.kind == "store":
                         host.copy_(part.pages[:, columns])
                     else:
                         part.pages[:, columns] = host
-                    continue
-                step = max(1, PIECE_BYTES * layers // (part.end - part.begin))
-                for first in range(0, layers, step):
-                    if len(in_flight) == PIECES:
-                        in_flight.popleft().synchronize()
-                    piece = slice(first, min(first + step, layers))
-                    staged = self._staged(pieces % PIECES, host[piece])
-                    if move.kind == "store":
-                        torch.index_select(part.pages[piece], 1, columns, out=staged)
-                        host[piece].copy_(staged, non_blocking=True)
-                    else:
-                        staged.copy_(host[piece], non_blocking=True)
-                        part.pages[piece].index_copy_(1, columns, staged)
-                    pieces += 1
-                    event = torch.cuda.Event(blocking=True)
-                    event.record()
-                    in_flight.append(event)
-        for event in in_flight:
-            event.synchronize()
+        else:
+            link = _Link()
+            for slab, columns in zip(move.slabs.tolist(), move.pages.tolist(), strict=True):
+                for part in self._parts:
+                    self._copy_part(part, slab, columns, move.kind == "store", link)
+            link.finish()
 
-    def _staged(self, index: int, like: Tensor) -> Tensor:
-        buffer = self._staging[index, : like.numel() * like.element_size()]
-        return buffer.view(like.dtype).view(like.shape)
+    def _copy_part(self, part: Part, slab: int, columns: Sequence[int], stores: bool, link: _Link) -> None:
+        pages, size = part.pages, part.pages.element_size()
+        layers, width = len(pages), pages.shape[2] * size
+        from_layer, from_slab = pages.stride(0) * size, self._stripe_pages * width
+        begin = self.slabs.data_ptr() + slab * self.slabs.shape[1] + part.begin
+        step = max(1, PIECE_BYTES // width)
+        for i, page in enumerate(columns):
+            for first in range(0, layers, step):
+                rows = min(step, layers - first)
+                on_gpu = pages.data_ptr() + page * pages.stride(1) * size + first * from_layer, from_layer
+                on_host = begin + i * width + first * from_slab, from_slab
+                to, source = (on_host, on_gpu) if stores else (on_gpu, on_host)
+                if error := _memcpy_2d()(*to, *source, width, rows, ANY_DIRECTION, link.stream):
+                    raise RuntimeError(f"cudaMemcpy2DAsync failed with CUDA error {error}")
+                link.sent(rows * width)
+
+
+class _Link:
+    """Limits the bytes in flight on the current stream."""
+
+    def __init__(self) -> None:
+        self.stream = torch.cuda.current_stream().cuda_stream
+        self._in_flight: deque[torch.cuda.Event] = deque()
+        self._bytes = 0
+
+    def sent(self, size: int) -> None:
+        self._bytes += size
+        if self._bytes >= PIECE_BYTES:
+            self._mark()
+            if len(self._in_flight) == PIECES:
+                self._in_flight.popleft().synchronize()
+
+    def finish(self) -> None:
+        self._mark()
+        while self._in_flight:
+            self._in_flight.popleft().synchronize()
+
+    def _mark(self) -> None:
+        self._in_flight.append(torch.cuda.Event(blocking=True))
+        self._in_flight[-1].record()
+        self._bytes = 0
+
+
+@cache
+def _memcpy_2d() -> Callable[..., int]:
+    # Torch has loaded this library, and has no such copy: of two strided tensors, one in host memory, it makes copies.
+    cudart = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}")
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    cudart.cudaMemcpy2DAsync.argtypes = [pointer, size, pointer, size, size, size, ctypes.c_int, pointer]
+    return cudart.cudaMemcpy2DAsync  # type: ignore[no-any-return]

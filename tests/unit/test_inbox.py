@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from threading import Timer
 
 import pytest
@@ -27,6 +28,13 @@ def test_whoever_sleeps_on_it_wakes() -> None:
         timer.start()
         assert inbox.wait(60.0)
         timer.join()
+
+
+def test_one_that_is_closed_does_not_wake() -> None:
+    """Else an engine that waits for copies would keep Python's lock from the thread that copies."""
+    begin = time.perf_counter()
+    assert not Inbox.of([]).wait(0.05) and time.perf_counter() - begin > 0.04
+    assert Inbox.of([Request(0, (1,), 1)]).wait(60.0)
 
 
 def test_what_was_submitted_before_it_was_closed_comes_out() -> None:
