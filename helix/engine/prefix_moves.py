@@ -43,7 +43,7 @@ LINK_RATE = 2e10  # bytes/s of a rank's link until it has been measured
 DISK_RATE = 1e9  # the same of a rank's reads
 READ_STRIPES = 8  # of a move
 MAX_FAILURES, WRITE_PAUSE_S = 3, 60.0  # writes that fail in a row, and how long none is tried then
-STORE_BYTES = 256 << 20  # of a move, per rank; two are in flight, so their pages are in use for 10 ms
+STORE_BYTES = 512 << 20  # of a move, per rank; two are in flight, so their pages are in use for 30 ms
 MAX_OFFERS = 64  # sequences whose stripes wait to be stored
 STALL_S = 10.0  # without a report, nobody waits for moves in flight any more, nor for scans
 
