@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.ranks.timed_client import Arrival, Client, RequestTiming
-from helix.engine.prefix_moves import Offer
 from helix.engine.request import Request
+from helix.engine.request_state import Offer
 from helix.errors import ConfigError
 
 K = 1024
@@ -117,7 +117,7 @@ def _counters(client: Client) -> dict[str, float]:
 def _offer(client: Client, context: np.ndarray) -> None:
     """Offers a context, whose KV is registered, to host memory, as its sequence would at its end."""
     if client.leads and client.engine.moves is not None:
-        client.engine.moves._offers.append(Offer(None, 0, context))
+        client.engine.moves._offers.append(Offer(None, 0, context, []))
 
 
 def _evict(client: Client, but: Sequence[np.ndarray] = ()) -> None:

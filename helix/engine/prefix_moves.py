@@ -31,7 +31,7 @@ import numpy as np
 from helix.engine.block_tables import BlockTable, BlockTables
 from helix.engine.prefill_time import PrefillTime
 from helix.engine.prefix import Node, PrefixHit, Snapshot, path
-from helix.engine.request_state import RequestState, Restore
+from helix.engine.request_state import Offer, RequestState, Restore
 from helix.engine.scheduler_output import MoveKind, StripeHeader, StripeMove
 from helix.engine.snapshots import StateSnapshots
 from helix.engine.stripe_store import ChainHashes, Stripe, StripeStore, snapshot_headers
@@ -79,21 +79,6 @@ class Prefix:
     def hit(self, hit: PrefixHit) -> PrefixHit:
         """Returns the hit in pages that they continue."""
         return PrefixHit(self.start, self.begin, 0, hit.node if self.begin else None)
-
-
-@dataclass(eq=False)
-class Offer:
-    """A prefix to store.
-
-    Attributes:
-        tokens: int32 [tokens of whole stripes].
-        known: its first stripes, in slabs or on the way there.
-    """
-
-    cache_salt: Hashable
-    start: int
-    tokens: np.ndarray
-    known: list[Stripe] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -224,7 +209,10 @@ class PrefixMoves:
         """Offers the stripes of a sequence's first tokens, int32 [n], which are in the tree or will be this batch."""
         whole = len(tokens) // self._stripes.tokens * self._stripes.tokens
         if whole and s.block_table is not None and s.request.sampling.prompt_logprobs is None:
-            self._offers.append(Offer(s.request.prefix_salt, s.block_table.start, tokens[:whole]))
+            start, before = s.block_table.start, s.offer
+            known = [] if before is None or before.start != start else [*before.known]
+            s.offer = Offer(s.request.prefix_salt, start, tokens[:whole], known)
+            self._offers.append(s.offer)
             if len(self._offers) > MAX_OFFERS:
                 self.counters["dropped"] += len(self._offers.popleft().tokens) // self._stripes.tokens
 

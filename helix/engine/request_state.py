@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from helix.engine.block_tables import BlockTable
 from helix.engine.request import Logprobs, Request, RequestUpdate
 from helix.engine.scheduler_output import BlockTableUpdate, NewRequest
+from helix.engine.stripe_store import Stripe
 
 
 @dataclass(eq=False, slots=True)
@@ -32,6 +33,22 @@ class Restore:
 
 
 @dataclass(eq=False, slots=True)
+class Offer:
+    """A prefix to store in host memory.
+
+    Attributes:
+        start: kvp rank of its first block.
+        tokens: int32 [tokens of whole stripes].
+        known: its first stripes, in slabs or on the way there.
+    """
+
+    cache_salt: Hashable
+    start: int
+    tokens: np.ndarray
+    known: list[Stripe]
+
+
+@dataclass(eq=False, slots=True)
 class RequestState:
     """A waiting or running request.
 
@@ -47,6 +64,7 @@ class RequestState:
         preemption_exempt: it resumed after a preemption, and is not preempted again until it needs more pages.
         work: work of its prompt without what was cached when it was queued.
         restore: of its prefix; None until it was considered since it was queued.
+        offer: of its prefix, the last one.
         retry_pages, retry_at: retry once `retry_pages` pages are available, or at time `retry_at`.
     """
 
@@ -71,6 +89,7 @@ class RequestState:
     first_rejected_at: float | None = None
     work: int = 0
     restore: Restore | None = None
+    offer: Offer | None = None
     retry_pages: int = 0
     retry_at: float = 0.0
 

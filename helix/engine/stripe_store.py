@@ -88,8 +88,9 @@ class ChainHashes:
         if len(self._recent) > MAX_CHAINS:
             self._recent.popitem(last=False)
         for i in range(begin, count):
-            for each in range(len(keys), i + 1):
-                keys.append(sha256(keys[-1] + tokens[each * size : (each + 1) * size].tobytes()).digest())
+            while len(keys) <= i:
+                at = len(keys) * size
+                keys.append(sha256(keys[-1] + tokens[at : at + size].tobytes()).digest())
             yield keys[i]
 
 
@@ -140,9 +141,10 @@ class StripeStore:
     def touch(self, stripes: Sequence[Stripe]) -> None:
         """Marks the stripes of a prefix, in order, as used now."""
         for stripe in reversed(stripes):
-            for of in (self._in_slabs, self._in_records):
-                if stripe.key in of:
-                    of.move_to_end(stripe.key)
+            if stripe.slab >= 0:
+                self._in_slabs.move_to_end(stripe.header.key)
+            if stripe.record >= 0:
+                self._in_records.move_to_end(stripe.header.key)
 
     def add(self, headers: Sequence[StripeHeader]) -> list[Stripe]:
         """Gives slabs to stripes without one, as far as there are slabs without users; returns those that got one.

@@ -130,6 +130,21 @@ def test_a_beginning_that_has_left_is_stored_again(monkeypatch: pytest.MonkeyPat
     found.check_nothing_is_left()
 
 
+def test_a_longer_prefix_continues_what_is_stored_from_the_same_rank() -> None:
+    found = engine()
+    assert found.moves is not None
+    found.submit(words(61), 30)
+    while not found.moves.counters["stored_bytes"]:
+        found.advance()
+    (s,) = dict(found.scheduler.running).values()
+    assert s.offer is not None and s.block_table is not None and len(s.offer.known) == 15
+    for start, same in ((s.offer.start, True), (1 - s.offer.start, False)):
+        s.block_table.start = start
+        before = s.offer.known
+        found.moves.offer(s, s.tokens)
+        assert (s.offer.known == before) is same and s.offer.known is not before
+
+
 def test_states_need_stripes_and_a_snapshot() -> None:
     """A hit ends at a snapshot, which survives the eviction of its pages as long as its stripes are in host memory."""
     for snapshots, computed in (((4, 0, 0), 2), ((1, 1, 0), 2), ((1, 0, 0), 2)):
