@@ -127,6 +127,20 @@ class DecoderSpec:
         mixers = [layer.mixer for layer in self.layers]
         return [m.indexer for m in mixers if isinstance(m, MLASpec) and m.indexer is not None]
 
+    @property
+    def selecting_layers(self) -> dict[int, int]:
+        """By layer with DSA: the layer whose indexer selects for it."""
+        found: dict[int, int] = {}
+        for i, layer in enumerate(self.layers):
+            if isinstance(layer.mixer, MLASpec) and layer.mixer.topk is not None:
+                found[i] = i if layer.mixer.indexer is not None else found[i - 1]
+        return found
+
+    @property
+    def most_sharing_layers(self) -> int:
+        """The most layers for which one indexer selects."""
+        return max(Counter(self.selecting_layers.values()).values())
+
     def without_indexers(self) -> DecoderSpec:
         """Returns the spec with DSA layers that reuse another layer's selection."""
 

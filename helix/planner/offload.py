@@ -41,11 +41,9 @@ def fetched_bytes(layer: Layer) -> Array:
 
     The same formula as `helix.worker.offloaded_latents.FetchBuffer.bytes`: one rank may have all of them.
     """
-    mixer, mixers = layer.mixer, [of.mixer for of in layer.spec.layers]
+    mixer = layer.mixer
     assert isinstance(mixer, MLASpec) and mixer.topk is not None
-    selecting = [i for i, each in enumerate(mixers) if isinstance(each, MLASpec) and each.indexer is not None]
-    sharing = max(np.diff([*selecting, len(mixers)]))
-    per_token = sharing * layer.token_numbers() * layer.item["kv"] + NUMBER_BYTES
+    per_token = layer.spec.most_sharing_layers * layer.token_numbers() * layer.item["kv"] + NUMBER_BYTES
     return layer.options.step_tokens * mixer.topk * per_token
 
 

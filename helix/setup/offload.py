@@ -36,7 +36,6 @@ from helix.worker.offloaded_latents import (
     OffloadedLatents,
     host_page_bytes,
     latents_of,
-    most_sharing,
     with_latents_on_host,
 )
 
@@ -178,8 +177,8 @@ def make_offloaded_latents(
     cache_specs = with_latents_on_host(cache_specs, len(spec.layers))
     host_page = host_page_bytes(cache_specs, placement.page_size)
     gpu_page = sum(page_bytes(specs, placement.page_size) for specs in cache_specs) + draft_page
-    queries, layers = sizes.slots * sizes.queries, most_sharing(cache_specs)
-    fixed = FetchBuffer.bytes(latents_of(cache_specs), layers, queries, mixer.topk)
+    queries = sizes.slots * sizes.queries
+    fixed = FetchBuffer.bytes(latents_of(cache_specs), spec.most_sharing_layers, queries, mixer.topk)
     fixed += slot_bytes(cache_specs, placement, sizes)
     capacity = capacity if kv.offload_gpu_bytes is None else int(kv.offload_gpu_bytes)
     limits = int(kv.offload_host_bytes) // host_page, max(capacity - fixed, 0) // gpu_page
@@ -198,7 +197,8 @@ def make_offloaded_latents(
             "that, or lower decode.max_batch"
         )
     store = host_store((pages * host_page,), torch.uint8, comm)
-    cache = OffloadedLatents(cache_specs, placement, replace(sizes, pages=pages), comm.device, store, mixer.topk)
+    sizes = replace(sizes, pages=pages)
+    cache = OffloadedLatents(cache_specs, placement, sizes, comm.device, store, spec.selecting_layers, mixer.topk)
     tokens = [limit * placement.stripes.page_tokens for limit in (on_host, on_gpu)]
     cache.remedy = _remedy(kv.offload_host_bytes, capacity, *tokens)
     return cache

@@ -20,7 +20,7 @@ from helix.attention.selected import ScoringAttention, SelectedAttention, Stored
 from helix.config import LEAST_KEYS, MAX_SELECTED
 from helix.engine.scheduler_output import BlockTableUpdate, NewRequest
 from helix.kv_placement import BlockBudget, KeyBudget, KVPlacement
-from helix.layers.specs import AttentionSpec, MLASpec
+from helix.layers.specs import AttentionSpec
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
 from helix.models.decoder import Decoder
@@ -122,15 +122,6 @@ def tail(drafts: int) -> int:
     return 2 * drafts + 1
 
 
-def selecting_layers(spec: DecoderSpec) -> dict[int, int]:
-    """Returns for each layer with DSA the layer whose indexer selects for it."""
-    found: dict[int, int] = {}
-    for i, layer in enumerate(spec.layers):
-        if isinstance(layer.mixer, MLASpec) and layer.mixer.topk is not None:
-            found[i] = i if layer.mixer.indexer is not None else found[i - 1]
-    return found
-
-
 class SparseDrafter(Drafter):
     """Drafts with the target itself, over selected keys.
 
@@ -162,7 +153,7 @@ class SparseDrafter(Drafter):
         elif budget.policy not in SCORED_QUERIES:
             self.policy = import_object("speculation.policy", budget.policy)(cache, sizes)
         elif budget.reuses(model.spec):
-            self.policy = self.stored = StoredSelection(cache, selecting_layers(model.spec), self.limit)
+            self.policy = self.stored = StoredSelection(cache, model.spec.selecting_layers, self.limit)
         else:
             width = budget.columns(placement, sizes.length, self.limit)
             self.policy = self.selected = SelectedAttention(layers, sizes.slots, heads, width, device)

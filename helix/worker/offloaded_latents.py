@@ -164,6 +164,7 @@ class OffloadedLatents(KVCache):
     Args:
         layer_specs: see `with_latents_on_host`.
         store: host memory, uint8, of `sizes.pages` pages of `host_page_bytes`; closed with this.
+        selecting: by layer whose latents are in host memory: the layer whose indexer selects for it.
         topk: tokens that a query selects.
     """
 
@@ -177,18 +178,18 @@ class OffloadedLatents(KVCache):
         sizes: EngineSizes,
         device: torch.device,
         store: HostStore,
+        selecting: Mapping[int, int],
         topk: int,
     ) -> None:
         self.store, self._num_used_bytes = store, 0
         super().__init__(layer_specs, placement, sizes, device)
-        self._selecting = selecting_layers(layer_specs)
+        self._selecting = selecting
         self._sharing: dict[int, list[dict[str, Tensor]]] = {}  # by selecting layer
-        for index, first in enumerate(self._selecting):
+        for index, first in selecting.items():
             tensors = super().layer(index).tensors
             self._sharing.setdefault(first, []).append({name: tensors[name] for name in tensors if name in LATENTS})
-        self.buffer = FetchBuffer(
-            latents_of(layer_specs), most_sharing(layer_specs), sizes.slots * sizes.queries, topk, device
-        )
+        sharing = max(map(len, self._sharing.values()))
+        self.buffer = FetchBuffer(latents_of(layer_specs), sharing, sizes.slots * sizes.queries, topk, device)
 
     def _allocate(self, spec: KVCacheSpec, layers: int) -> Tensor:
         if not spec.on_host:
@@ -201,8 +202,8 @@ class OffloadedLatents(KVCache):
         return data.view(getattr(torch, spec.dtype)).view(shape)
 
     def layer(self, index: int, prefill: bool = False) -> LayerCache:
-        layer, first = super().layer(index, prefill), self._selecting[index]
-        if first < 0:
+        layer, first = super().layer(index, prefill), self._selecting.get(index)
+        if first is None:
             return layer
         return OffloadedLatentsLayer(
             index, layer.tensors, layer.accepted,
@@ -219,19 +220,3 @@ class OffloadedLatents(KVCache):
 def latents_of(layer_specs: Sequence[tuple[KVCacheSpec, ...]]) -> list[KVCacheSpec]:
     """Returns the specs of a token's latents in a layer."""
     return [k for k in layer_specs[0] if k.name in LATENTS]
-
-
-def selecting_layers(layer_specs: Sequence[tuple[KVCacheSpec, ...]]) -> list[int]:
-    """Returns for each layer the one whose indexer selects for it; -1: it is not in host memory."""
-    found: list[int] = []
-    for i, specs in enumerate(layer_specs):
-        names = {k.name for k in specs}
-        first = i if "index_keys" in names else found[-1]
-        found.append(first if any(k.on_host for k in specs) else -1)
-    return found
-
-
-def most_sharing(layer_specs: Sequence[tuple[KVCacheSpec, ...]]) -> int:
-    """Returns the most layers that share a selection."""
-    selecting = [first for first in selecting_layers(layer_specs) if first >= 0]
-    return max(map(selecting.count, selecting))

@@ -25,8 +25,6 @@ from helix.worker.offloaded_latents import (
     OffloadedLatentsLayer,
     host_page_bytes,
     latents_of,
-    most_sharing,
-    selecting_layers,
     with_latents_on_host,
 )
 from launch.inputs.shapes import load_spec
@@ -37,7 +35,7 @@ LAYOUT, SIZES = HelixLayout.create("helix", 2), EngineSizes(2, chunk=64, drafts=
 SPECS = with_latents_on_host(SPEC.kv_cache_specs(LAYOUT, 0, "float32"), len(SPEC.layers))
 HOST_PAGE, GPU_PAGE = host_page_bytes(SPECS, 16), sum(page_bytes(kept, 16) for kept in SPECS)
 assert SPEC.attention.topk is not None
-BUFFER = FetchBuffer.bytes(latents_of(SPECS), most_sharing(SPECS), 4, SPEC.attention.topk)
+BUFFER = FetchBuffer.bytes(latents_of(SPECS), SPEC.most_sharing_layers, 4, SPEC.attention.topk)
 
 
 def made(host_bytes: float, gpu_bytes: float, tokens: int | None = None) -> list[OffloadedLatents]:
@@ -57,9 +55,9 @@ def test_layers_share_the_selection_of_the_last_indexer() -> None:
     """GLM-5.2 has indexers in layers 0, 1, 2, 6, 10, ..; a draft layer's latents stay on the GPU."""
     spec = load_spec("glm-5.2").with_mtp()
     specs = with_latents_on_host(spec.kv_cache_specs(HelixLayout.create("helix", 8), 0, "bfloat16"), len(spec.layers))
-    found = selecting_layers(specs)
-    assert found[:12] == [0, 1, 2, 2, 2, 2, 6, 6, 6, 6, 10, 10] and found[-2:] == [74, -1]
-    assert most_sharing(specs) == 4
+    found = [*spec.selecting_layers.values()]
+    assert found[:12] == [0, 1, 2, 2, 2, 2, 6, 6, 6, 6, 10, 10] and found[-1] == 74 and len(found) == 78
+    assert spec.most_sharing_layers == 4
     assert [k.name for kept in specs for k in kept if k.on_host] == ["latents"] * 78
     packed = with_latents_on_host(load_spec("deepseek-v3.2").kv_cache_specs(LAYOUT, 0, "bfloat16", "fp8"), 61)
     assert {k.name for kept in packed for k in kept if k.on_host} == {"latents", "ropes"}
