@@ -21,10 +21,8 @@ iteration, Wilson's for the acceptance rate. On a CPU in float32, outputs must e
                (default: all that need no draft layer)
   layer        directory of the draft layer of policies=eagle3; mtp reads it from the model
   gamma        draft tokens per iteration (default 7)
-  sparsity, noise
+  sparsity, recent, reach, heads, noise
                as in speculation=sparse
-  recent       share of the kept keys reserved for the most recent ones (default 0.5)
-  reach        a key's score is the maximum over itself and this many keys before it (default 8)
   temperature  sampling temperature; above 0 with top-p 0.95 and top-k 20 (default 0)
   kvp          KV-parallel ranks, as threads of this process (default 1)
   dtype        float32, bfloat16 or float16 (default: the checkpoint's on a GPU, float32 on a CPU)
@@ -42,7 +40,7 @@ from typing import Any, Literal
 import torch
 from rich.console import Console
 
-from benchmarks.quality.acceptance_rows import DEFAULTS, LOOKUPS, draft_configs, rows
+from benchmarks.quality.acceptance_rows import DEFAULTS, LOOKUPS, SCORED, draft_configs, rows
 from benchmarks.quality.continuations import FACTS, TASKS
 from benchmarks.quality.drafting import DRAFTERS, LAYER_DRAFTERS, PAGES, run
 from benchmarks.quality.prefill import EvalSetup
@@ -57,16 +55,17 @@ from launch.job.report import provenance
 
 KEYS: dict[str, Any] = {
     "task": list[str], "model": str, "length": list[int], "prompts": int, "new_tokens": int, "policies": list[str],
-    "gamma": list[int], "sparsity": list[float], "recent": list[float], "reach": list[int],
+    "gamma": list[int], "sparsity": list[float], "recent": list[float], "reach": list[int], "heads": list[str],
     "noise": list[str], "temperature": list[float], "kvp": list[int],
     "dtype": Literal["float32", "bfloat16", "float16"], "layer": Path, "output": Path,
 }  # fmt: skip
 OPTIONS: dict[str, list[Any]] = {
-    **{name: [getattr(DEFAULTS, name)] for name in ("sparsity", "recent", "reach")},
+    **{name: [getattr(DEFAULTS, name)] for name in SCORED},
     "noise": ["shared"], "gamma": [7], "temperature": [0.0],
 }  # fmt: skip
 WORDS: dict[str, list[Any]] = {
     "task": [*TASKS], "policies": [*DRAFTERS], "noise": ["shared", "own"], "reach": [0, 1, 2, 4, 8, 16],
+    "heads": ["each", "all"],
 }  # fmt: skip
 RANGES: dict[str, Callable[[float], bool]] = {
     "sparsity": lambda x: 0 < x <= 1, "recent": lambda x: 0 <= x <= 1, "temperature": lambda x: 0 <= x < 100,

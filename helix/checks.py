@@ -306,6 +306,8 @@ def check_sparse_drafter(config: Config, layout: HelixLayout, spec: DecoderSpec)
         raise ValueError(
             f"speculation.policy={policy} selects by scores, but this model's indexers select (DSA): leave it out"
         )
+    if (reach := config.speculation.reach) & (reach - 1):
+        raise ValueError(f"speculation.reach={reach} must be 0 or a power of two")
     if spec.attention.latent is not None and policy == "quest":
         raise ValueError(
             f"speculation.policy={policy} does not support latents (MLA), which have no key bounds: leave it out"

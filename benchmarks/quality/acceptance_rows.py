@@ -13,7 +13,7 @@ from benchmarks.runner import Row
 from helix.speculation import DraftBudget
 
 DEFAULTS = DraftBudget()
-SCORED = ("sparsity", "recent", "reach")  # options of score-based policies
+SCORED = ("sparsity", "recent", "reach", "heads")  # options of score-based policies
 LOOKUPS = ("ngram", "suffix")  # their drafts have no sampling noise
 READS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys((*LOOKUPS, *LAYER_DRAFTERS), ()),
@@ -46,11 +46,10 @@ def describe(config: DraftConfig) -> Row:
     """Returns the fields that identify a config; None for options its policy does not read."""
     b, reads = asdict(config.budget), READS.get(config.policy, SCORED)
     noise = config.noise if config.temperature and config.policy not in LOOKUPS else None
-    # Older records have configs that selected in blocks, or jointly for all heads of a rank, so the fields stay.
-    every = {"block": 1 if "reach" in reads else None, "heads": None if config.policy in READS else "each"}
+    block = 1 if "reach" in reads else None  # older records have configs that selected in blocks
     return {
         "policy": config.policy, "gamma": config.gamma, **{name: b[name] if name in reads else None for name in SCORED},
-        **every, "temperature": config.temperature, "noise": noise,
+        "block": block, "temperature": config.temperature, "noise": noise,
     }  # fmt: skip
 
 

@@ -23,7 +23,7 @@ class SelectedAttention(AttentionPolicy):
 
     Args:
         layers: indices of the layers that read whole sequences; layers with a window stay dense.
-        heads: KV heads of this rank.
+        heads: KV heads of this rank, or 1: all read the same keys.
         width: columns of the tables.
 
     Attributes:
@@ -69,6 +69,7 @@ class SelectedAttention(AttentionPolicy):
             return attend_selected(q, latents, prefill=False, sms=layer.sms(q.device), lane=layer.chunk)
         lo, hi = lo[:, None], hi[:, None]
         keys, values = (x.flatten(0, 1).unsqueeze(1) for x in (cache.keys, cache.values))  # [slots, 1, Hkv, D]
+        table = table.expand(-1, keys.shape[2], -1)
         selected = PagedKeys(keys, values, table, lo, hi, layer.scale, layer.sinks, *cache.scales)
         return decode_parts(q[:, None], selected, sms=layer.sms(q.device), early=True, lane=layer.chunk)
 

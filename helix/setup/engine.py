@@ -42,7 +42,7 @@ SLOT_TOKENS = 1024  # decode.max_batch=auto reserves pages for this many tokens 
 
 def draft_budget(config: SpeculationConfig) -> DraftBudget:
     """Returns the budget of speculation.drafter=sparse."""
-    return DraftBudget(config.policy, config.sparsity)
+    return DraftBudget(config.policy, config.sparsity, config.recent, config.reach, config.heads)
 
 
 def make_drafter(

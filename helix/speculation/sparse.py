@@ -17,7 +17,7 @@ from torch import Tensor
 from helix.attention.base import AttentionPolicy
 from helix.attention.block_sparse import BlockSparseAttention
 from helix.attention.selected import ScoringAttention, SelectedAttention, StoredSelection
-from helix.config import LEAST_KEYS, MAX_SELECTED
+from helix.config import LEAST_KEYS, MAX_SELECTED, SpeculationConfig
 from helix.engine.scheduler_output import BlockTableUpdate, NewRequest
 from helix.kv_placement import BlockBudget, KeyBudget, KVPlacement
 from helix.layers.specs import AttentionSpec
@@ -37,9 +37,6 @@ from kernels.sparse.draft_ranges import MILLION
 from kernels.sparse.select_tokens import select_tokens
 
 SINK_TOKENS = 4  # first tokens of a sequence, always read
-# With 0 and 0 (scores alone) 6.66, 7.25 and 4.89 tokens per iteration are accepted, with these values 7.37, 7.51 and
-# 6.77 (docs/results/acceptance.md). One selection for all KV heads, over all ranks, or of key blocks gained nothing.
-RECENT, REACH = 0.5, 8
 # Verification queries that score a key: the maximum over any, or the mean of first and last. None: no scores, the
 # latest keys are selected.
 SCORED_QUERIES = {"any": "any", "c2q": "ends", "window": None}
@@ -55,12 +52,18 @@ class DraftBudget:
         sparsity: share of a rank's keys of a sequence that is read.
         recent: share of that for the first and the latest keys, regardless of score.
         reach: a key's score is the maximum of its own and the `reach` preceding ones.
+        heads: each: every KV head reads its own; all: those of a rank read the same, by the sum of their scores.
     """
 
-    policy: str = "any"
-    sparsity: float = 0.07
-    recent: float = RECENT
-    reach: int = REACH
+    policy: str = SpeculationConfig.policy
+    sparsity: float = SpeculationConfig.sparsity
+    recent: float = SpeculationConfig.recent
+    reach: int = SpeculationConfig.reach
+    heads: str = SpeculationConfig.heads
+
+    def num_tables(self, spec: DecoderSpec, layout: HelixLayout, rank: int) -> int:
+        """Returns the number of tables of selected keys in a layer on a rank."""
+        return 1 if self.heads == "all" else len(layout.kv_heads(rank, spec.attention.kv_heads))
 
     def keys(self, kvp: int) -> KeyBudget:
         """Returns the budget of each of `kvp` ranks, for its own keys."""
@@ -106,9 +109,9 @@ class DraftBudget:
     def table_bytes(self, spec: DecoderSpec, placement: KVPlacement, rank: int, sizes: EngineSizes) -> int:
         if self.policy not in SCORED_QUERIES or self.reuses(spec):
             return 0
-        heads = len(placement.layout.kv_heads(rank, spec.attention.kv_heads))
+        tables = self.num_tables(spec, placement.layout, rank)
         columns = self.columns(placement, sizes.length, sizes.drafts)
-        return len(spec.full) * sizes.slots * heads * columns * torch.int32.itemsize
+        return len(spec.full) * sizes.slots * tables * columns * torch.int32.itemsize
 
     def page_bytes(self, spec: DecoderSpec, placement: KVPlacement, rank: int, drafts: int, dtype: str) -> int:
         """Returns the bytes of a page of scores on a rank, over all layers with scores."""
@@ -156,7 +159,8 @@ class SparseDrafter(Drafter):
             self.policy = self.stored = StoredSelection(cache, model.spec.selecting_layers, self.limit)
         else:
             width = budget.columns(placement, sizes.length, self.limit)
-            self.policy = self.selected = SelectedAttention(layers, sizes.slots, heads, width, device)
+            tables = budget.num_tables(model.spec, layout, self.comm.rank)
+            self.policy = self.selected = SelectedAttention(layers, sizes.slots, tables, width, device)
             # Used if there are no scores.
             self._no_scores = torch.empty(
                 len(layers), 1, 1, heads, placement.page_size, dtype=torch.float16, device=device
@@ -166,8 +170,8 @@ class SparseDrafter(Drafter):
             shape = len(layers), self._planes(1 + self.limit), sizes.pages, heads, placement.page_size
             planes = torch.empty(shape, dtype=torch.float16, device=device)
             capacity = placement.stripes.pages_for(sizes.length + self.limit)
-            tables = torch.zeros(sizes.slots, capacity, dtype=torch.int32, device=device)
-            self.scores = ScorePages(layers, planes, tables, rows)
+            pages = torch.zeros(sizes.slots, capacity, dtype=torch.int32, device=device)
+            self.scores = ScorePages(layers, planes, pages, rows)
             self.verify_policy = ScoringAttention(self.scores, self._planes)
         self.has_own_pages = self.scores is not None
 

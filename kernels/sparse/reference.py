@@ -212,6 +212,7 @@ def select_tokens(
         else:
             pages = score_tables[b, : -(-n // page_size)].long()
             planes = scores[:, :, pages].transpose(2, 3).flatten(3)[..., :n]  # [L, planes, Hkv, n]
+            planes = planes if heads > 1 else planes.flatten(1, 2).unsqueeze(2)  # all heads add up
             x = ordered_fp16(_total(planes))
         if reach and n:
             x = torch.nn.functional.pad(x, (reach, 0)).unfold(-1, reach + 1, 1).amax(-1)

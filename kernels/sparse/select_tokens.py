@@ -48,20 +48,21 @@ def _ordered(x):
 
 
 @triton.jit
-def _scores(at, mask, plane_stride, PLANES: tl.constexpr):
-    if PLANES == 1:
+def _scores(at, mask, plane_stride, head_stride, PLANES: tl.constexpr, ADDED_HEADS: tl.constexpr):
+    if PLANES * ADDED_HEADS == 1:
         return _ordered(tl.load(at, mask=mask, other=0.0))
     else:
         total = tl.zeros(at.shape, tl.float32)
-        for plane in tl.static_range(PLANES):
-            total += tl.load(at + plane * plane_stride, mask=mask, other=0.0).to(tl.float32)
+        for i in tl.static_range(PLANES * ADDED_HEADS):
+            one = at + i // ADDED_HEADS * plane_stride + i % ADDED_HEADS * head_stride
+            total += tl.load(one, mask=mask, other=0.0).to(tl.float32)
         return _ordered(total.to(tl.float16))
 
 
 @triton.jit
 def _read_tile(
-    scores, pages, begin, n, sinks, windows, fresh, plane_stride, page_stride,
-    PLANES: tl.constexpr, PAGE: tl.constexpr, REACH: tl.constexpr, TILE: tl.constexpr,
+    scores, pages, begin, n, sinks, windows, fresh, plane_stride, page_stride, head_stride,
+    PLANES: tl.constexpr, ADDED_HEADS: tl.constexpr, PAGE: tl.constexpr, REACH: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Loads the scores of local keys from `begin` on, [pages, keys per page]; 0, below any score, from n on."""
     SPAN: tl.constexpr = PAGE if PAGE < TILE else TILE  # keys per page
@@ -72,7 +73,7 @@ def _read_tile(
     page = tl.load(pages + piece // PAGE, mask=live, other=0).to(tl.int64) * page_stride
     offset = (piece % PAGE)[:, None] + s[None, :]
     mask = live[:, None] & (s >= 0)[None, :]
-    x = _scores(scores + page[:, None] + offset, mask, plane_stride, PLANES)
+    x = _scores(scores + page[:, None] + offset, mask, plane_stride, head_stride, PLANES, ADDED_HEADS)
     j = piece[:, None] + s[None, :]
     if REACH > 0:
         # The REACH + 1 keys up to j: the beginning of j's group (x), the end of the group REACH before (y), and all
@@ -88,7 +89,7 @@ def _read_tile(
             start = tl.where(same, page[:, None], before[:, None])
             start += tl.where(same, offset - back, ((piece + PAGE - back % PAGE) % PAGE)[:, None] + s[None, :])
             inside = (mask | live[:, None]) & (j >= back)
-            y = _scores(scores + start, inside, plane_stride, PLANES)
+            y = _scores(scores + start, inside, plane_stride, head_stride, PLANES, ADDED_HEADS)
             y = tl.reshape(tl.where(j >= back, y, 0), [TILE // GROUP, GROUP])
             if back < REACH:
                 best = tl.maximum(best, tl.max(y, 1)[:, None])
@@ -168,8 +169,9 @@ def _select_tokens_kernel(
     key_scores, score_tables, block_tables, num_keys, counts, sink_keys, window_keys, fresh, table,
     row_counts, part_counts, all_counts, equals_before, joint_counts, overflow, layer_stride, plane_stride, page_stride,
     head_stride, score_tables_b, block_tables_b, table_layer, B, columns, width, tail, parts,
-    STAGE: tl.constexpr, GUESS: tl.constexpr, PLANES: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
-    REACH: tl.constexpr, TILE: tl.constexpr, BLOCK_PARTS: tl.constexpr, JOINT: tl.constexpr, PDL: tl.constexpr,
+    STAGE: tl.constexpr, GUESS: tl.constexpr, PLANES: tl.constexpr, HEADS: tl.constexpr, ADDED_HEADS: tl.constexpr,
+    PAGE: tl.constexpr, REACH: tl.constexpr, TILE: tl.constexpr, BLOCK_PARTS: tl.constexpr, JOINT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0) % parts  # one axis: a large batch has more rows than axis 1 allows
     row = (tl.program_id(0) // parts).to(tl.int64)
@@ -268,7 +270,8 @@ def _select_tokens_kernel(
         if STAGE == 3:
             slot = _slots(blocks, at, n, PAGE, STEP)
         x = _read_tile(
-            key_scores, pages, at, n, sinks, windows, is_fresh, plane_stride, page_stride, PLANES, PAGE, REACH, STEP,
+            key_scores, pages, at, n, sinks, windows, is_fresh, plane_stride, page_stride, head_stride,
+            PLANES, ADDED_HEADS, PAGE, REACH, STEP,
         )  # fmt: skip
         if STAGE == 0:
             eights = _eights(x, x == x, 12, TILE)
@@ -346,16 +349,16 @@ def select_tokens(
 
     Args:
         scores: [L, planes, pages, Hkv, page_size] fp16, last dim contiguous. Local key j of sequence b is in page
-            `score_tables[b, j // page_size]`, slot `j % page_size`; its score is the sum of its planes, in fp32. Scores
-            of keys past `num_keys` may be anything.
+            `score_tables[b, j // page_size]`, slot `j % page_size`; its score is the sum of its planes, in fp32, and of
+            all heads if `table` has only one. Scores of keys past `num_keys` may be anything.
         score_tables, block_tables: [B, P] int32, rows contiguous: pages of scores and of the KV cache, of equal size. A
             key's slot is `block_tables[b, j // page_size] * page_size + j % page_size`.
         num_keys: [B] int32; contiguous, like all that follow.
         counts: [B] int32, at most `num_keys`.
         sinks, windows: [B] int32, together at most `counts`.
         fresh: [B] bool: ignore scores and select the latest keys.
-        table: [L, B, Hkv, width] int32, contiguous in a layer: the first `counts + tail` entries of each row, at most
-            the width, are written.
+        table: [L, B, Hkv or 1, width] int32, contiguous in a layer: the first `counts + tail` entries of each row, at
+            most the width, are written.
         tail: keys after `num_keys`.
         reach: a key's score is the maximum over itself and the `reach` preceding keys; 0 or a power of two up to 16.
         selection_group: context of a joint selection over several ranks, which makes this a collective.
@@ -363,12 +366,13 @@ def select_tokens(
     Source:
         Vegas (arXiv:2602.07223), section 3.2; radix select.
     """
-    layers, planes, _, heads, page_size = scores.shape
+    layers, planes, _, score_heads, page_size = scores.shape
     B, columns = score_tables.shape
-    width = table.shape[3]
+    heads, width = table.shape[2:]
     assert scores.dtype == torch.float16 and scores.stride(4) == 1
     assert block_tables.shape == score_tables.shape and block_tables.stride(1) == score_tables.stride(1) == 1
-    assert table[0].is_contiguous() and table.shape[:3] == (layers, B, heads) and fresh.dtype == torch.bool
+    assert table[0].is_contiguous() and table.shape[:2] == (layers, B) and fresh.dtype == torch.bool
+    assert heads in (1, score_heads)
     per_sequence = (num_keys, counts, sinks, windows)
     assert all(t.is_contiguous() and t.dtype == torch.int32 and t.shape == (B,) for t in per_sequence)
     assert 0 <= reach <= MAX_REACH and reach & (reach - 1) == 0
@@ -402,7 +406,7 @@ def select_tokens(
             scores, score_tables, block_tables, *per_sequence, fresh, table, row_counts, part_counts,
             all_counts, equals_before, joint_counts, overflow, *scores.stride()[:4], score_tables.stride(0),
             block_tables.stride(0), table.stride(0), B, columns, width, tail, parts,
-            STAGE=stage, GUESS=guess, PLANES=planes, HEADS=heads, PAGE=page_size, REACH=reach, TILE=TILE,
-            BLOCK_PARTS=triton.next_power_of_2(parts), JOINT=selection_group is not None, num_warps=4,
-            **pdl_options(scores),
+            STAGE=stage, GUESS=guess, PLANES=planes, HEADS=heads, ADDED_HEADS=score_heads // heads, PAGE=page_size,
+            REACH=reach, TILE=TILE, BLOCK_PARTS=triton.next_power_of_2(parts), JOINT=selection_group is not None,
+            num_warps=4, **pdl_options(scores),
         )  # fmt: skip

@@ -349,6 +349,9 @@ def _self_drafts(spec: DecoderSpec, page: int, rng: random.Random) -> Settings:
     return {
         "speculation.policy": rng.choice(policies),
         "speculation.sparsity": rng.choice((0.05, 0.1, 0.3, 1.0)),
+        "speculation.recent": rng.choice((0.0, 0.5, 0.5, 1.0)),
+        "speculation.reach": rng.choice((0, 1, 8, 16)),
+        "speculation.heads": rng.choice(("each", "all")),
         "speculation.noise": rng.choice(("shared", "own")),
     }
 

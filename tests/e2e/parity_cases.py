@@ -112,6 +112,8 @@ def _drafts(words: str) -> Settings:
             "speculation.policy": FULL if more[0] == "full" else more[0],
             "speculation.sparsity": 1.0 if "whole" in more else 0.1,
         }
+        if "as-vegas" in more:
+            settings |= {"speculation.recent": 0.0, "speculation.reach": 0, "speculation.heads": "all"}
     return settings
 
 

@@ -43,6 +43,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         for tile, parts in ((32, 9), (64, 1), (256, 2))
         for name, shape in (("few", FEW), ("reach-pages-of-128", PAGES_OF_128))
     },
+    "one-table": dict(sequences=[(140, 20, 1, 1, 0), (70, 9, 0, 0, 1), (1, 1, 0, 0, 0)], tables=1, kv_heads=3),
+    "one-table-planes-reach": dict(sequences=[(140, 20, 1, 1, 0)], planes=2, reach=2, tables=1),
     "equal-scores": FEW | dict(values=torch.zeros(120)),
     # NaN is the highest score, but pushes out no sink and none of the window.
     "no-number": NO_NUMBER,
@@ -57,6 +59,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 def case(shape: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Random scores, of which many are equal; what stands for no known key is NaN, and tables end in wild pages."""
     s = dict(page=16, kv_heads=2, planes=1, layers=1, reach=0, tail=5, values=None) | shape
+    s = dict(tables=s["kv_heads"]) | s
     gen = torch.Generator().manual_seed(5)
     page, kv_heads, planes, B = s["page"], s["kv_heads"], s["planes"], len(s["sequences"])
     columns = max(-(-n // page) for n, *_ in s["sequences"]) + 1
@@ -76,7 +79,7 @@ def case(shape: dict[str, Any], device: torch.device) -> dict[str, Any]:
         j = torch.arange(n)
         scores[:, :, score_tables[b, j // page].long(), :, j % page] = own.permute(3, 0, 1, 2)
         score_tables[b, -(-n // page) :] = 1 << 30
-    table = torch.full((s["layers"], B, kv_heads, int(counts.max()) + s["tail"] + 2), -7)
+    table = torch.full((s["layers"], B, s["tables"], int(counts.max()) + s["tail"] + 2), -7)
     given = dict(
         scores=scores, score_tables=score_tables, block_tables=block_tables, num_keys=num_keys, counts=counts,
         sinks=sinks,
@@ -95,10 +98,11 @@ def order(c: dict[str, Any], layer: int, b: int, head: int) -> list[tuple[float,
             found.append((0.0, 0.0, 0.0))
             continue
         row = c["scores"][layer, :, int(c["score_tables"][b, j // page]), :, j % page].cpu().numpy()  # [planes, Hkv]
+        row = row[:, head : head + 1] if c["table"].shape[2] > 1 else row
         total = np.float32(0)
-        for plane in range(len(row)):
-            total += np.float32(row[plane, head])
-        score = float(row[0, head] if len(row) == 1 else np.float16(total))  # or 0 + -0 is 0
+        for x in row.flat:
+            total += np.float32(x)
+        score = float(row[0, 0] if row.size == 1 else np.float16(total))  # or 0 + -0 is 0
         found.append((1.0, 0.0, 0.0) if math.isnan(score) else (0.0, score, math.copysign(1, score)))
     if c["reach"]:
         found = [max(found[max(0, j - c["reach"]) : j + 1]) for j in range(n)]
