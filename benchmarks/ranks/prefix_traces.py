@@ -81,7 +81,8 @@ def _next_to_streams(client: Client, small: int, base: dict[str, Any], context: 
             timings = client.engine.timings
             row = {
                 "streams": STREAMS, "gap_mean_ms": 1e3 * float(np.mean(gaps)) if gaps else None,
-                "gap_p99_ms": 1e3 * float(np.percentile(gaps, 99)) if gaps else None, "gaps": len(gaps),
+                "gap_p99_ms": 1e3 * float(np.percentile(gaps, 99)) if gaps else None,
+                "gap_max_ms": 1e3 * max(gaps, default=0.0), "gaps": len(gaps),
                 "decide_us": 1e6 * timings.decide_s / max(timings.decisions, 1),
             }  # fmt: skip
             for found in _row(client, base, f"streams, {what}", before, other):
