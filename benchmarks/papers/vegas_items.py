@@ -55,6 +55,13 @@ def _accepted(*policies: str, gamma: int = 7) -> str:
     return ", ".join(parts)
 
 
+def _rule() -> str:
+    """Tokens per iteration by the paper's rule for two queries, and by the default one; the mean over three tasks."""
+    found = {(r["recent"], r["reach"], r["heads"]): r["mean"] for r in join_tasks(results("acceptance-rule", *KEY))}
+    named = {"as in the paper": (0.0, 0, "all"), "by default": (0.5, 8, "each")}
+    return ", ".join(f"{name} {found[of]:.2f}" for name, of in named.items() if of in found) or NOT_RECORDED
+
+
 def _choice(policy: str, length: int, name: str) -> Sequence[float]:
     rows = [
         r
@@ -195,6 +202,7 @@ FIGURES: dict[str, Callable[..., str]] = {
     "overlap": _overlap,
     "plain": _plain,
     "rejected": _rejected,
+    "rule": _rule,
     "runs": _runs,
     "runs_rejected": partial(_runs, "acceptance", "any", needs="rejected"),
     "selecting": _selecting,
