@@ -9,6 +9,7 @@ over PCIe.
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
 import mmap
 import platform
@@ -24,6 +25,7 @@ import torch
 from comm.base import Communicator
 from helix.errors import ConfigError
 
+LOG = logging.getLogger("helix.worker")
 PORTABLE_MAPPED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
 PREFERRED = 1  # MPOL_PREFERRED
 MBIND = {"x86_64": 237, "aarch64": 235}  # system call numbers
@@ -86,13 +88,16 @@ def host_store(
         ConfigError: a rank cannot pin the memory that option `key` asks for; raised on every rank, and none keeps any.
     """
     store, reason = None, ""
+    size = math.prod(shape) * dtype.itemsize
+    if comm.rank == 0 and comm.device.type == "cuda":
+        LOG.info("%s: pinning %.1f GB of host memory on each rank, some 2 GB a second", key, size / 1e9)
     try:
         store = HostStore(shape, dtype, comm.device)
     except (OSError, ValueError, OverflowError) as error:  # the last two: more than the address space
         limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         locked = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit} bytes"
         reason = (
-            f"rank {comm.rank} cannot pin {math.prod(shape) * dtype.itemsize} bytes of host memory for {key} "
+            f"rank {comm.rank} cannot pin {size} bytes of host memory for {key} "
             f"({error}; the limit of locked memory, ulimit -l, is {locked}): lower {key} or raise the limit"
         )
     reasons = [error for error in comm.all_gather_object(reason) if error]
