@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -110,6 +111,30 @@ def test_states_and_windows_outlive_a_restart(family: str, tmp_path: Path) -> No
             found.append(answer(llm, prompt))
     (tokens, cached), (again, later) = found
     assert len(tokens) == 8 and tokens == again and (cached, later) == (0, 3 * 128)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 150 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=150m", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a file system")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_file_system_is_a_miss(small_disk: Path, written: tuple[Path, tuple[int, ...]]) -> None:
+    folder, other = small_disk / "prefixes", small_disk / "other"
+    with started(folder) as llm:
+        other.write_bytes(bytes(shutil.disk_usage(small_disk).free - (3 << 20)))
+        assert answer(llm)[0] == written[1] == answer(llm)[0]
+    with pytest.raises(ValueError, match=r"this host, which has 0.0 GB: set at most"):
+        started(folder)
+    other.unlink()
+    with started(folder) as llm:
+        assert answer(llm) == (written[1], 0)
 
 
 @pytest.mark.parametrize("damage", [flip_payloads, *(pytest.param(f, marks=SLOW) for f in (lose_a_rank, swap_ranks))])
