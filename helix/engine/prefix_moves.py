@@ -210,7 +210,7 @@ class PrefixMoves:
         whole = len(tokens) // self._stripes.tokens * self._stripes.tokens
         if whole and s.block_table is not None and s.request.sampling.prompt_logprobs is None:
             start, before = s.block_table.start, s.offer
-            known = [] if before is None or before.start != start else [*before.known]
+            known = [] if before is None or before.start != start else before.known[: whole // self._stripes.tokens]
             s.offer = Offer(s.request.prefix_salt, start, tokens[:whole], known)
             self._offers.append(s.offer)
             if len(self._offers) > MAX_OFFERS:

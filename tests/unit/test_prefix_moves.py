@@ -138,6 +138,9 @@ def test_a_longer_prefix_continues_what_is_stored_from_the_same_rank() -> None:
         found.advance()
     (s,) = dict(found.scheduler.running).values()
     assert s.offer is not None and s.block_table is not None and len(s.offer.known) == 15
+    before = s.offer.known
+    found.moves.offer(s, s.tokens[:20])
+    assert s.offer.known == before[:5], "no more than it offers"
     for start, same in ((s.offer.start, True), (1 - s.offer.start, False)):
         s.block_table.start = start
         before = s.offer.known
