@@ -242,11 +242,12 @@ class SpeculationConfig:
             bounds (not with MLA). With indexers (DSA), any: tokens that they selected in the previous verification; not
             c2q. MODULE:NAME: a function that makes the drafts' attention, given a cache and the engine's sizes.
         sparsity: share of a sequence's keys that sparse reads, at least 256 keys; no effect on what indexers selected.
-        recent: share of these for the first and the latest keys, whatever they score. Only any, c2q and quest have it.
-        reach: a key scores as the best of itself and so many before it, 0 or a power of two, since a copy advances by
-            a key per token. Only any and c2q have it, and heads.
-        heads: each: every KV head reads keys of its own; all: those of a rank read the same, by the sum of their
-            scores. With policy=c2q recent=0 reach=0 heads=all, sparse selects as Vegas (arXiv:2602.07223) does.
+        recent: for any, c2q and quest: share of these keys that are the first and the latest, whatever they score.
+        reach: for any and c2q: a key's score is the best of its own and those of this many keys before it; 0 or a
+            power of two.
+        heads: for any and c2q. each: each KV head selects its own keys; all: the KV heads of a rank share one
+            selection, by the sum of their scores. policy=c2q recent=0 reach=0 heads=all is the rule of Vegas
+            (arXiv:2602.07223).
         noise: for sparse, mtp and eagle3. shared: drafts are sampled with the target's noise, and every token is the
             same as without drafts; own: drafts are sampled independently and verified by rejection sampling, which
             changes which tokens a request gets.

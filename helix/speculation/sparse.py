@@ -52,7 +52,7 @@ class DraftBudget:
         sparsity: share of a rank's keys of a sequence that is read.
         recent: share of that for the first and the latest keys, regardless of score.
         reach: a key's score is the maximum of its own and the `reach` preceding ones.
-        heads: each: every KV head reads its own; all: those of a rank read the same, by the sum of their scores.
+        heads: each: each KV head selects its own keys; all: the KV heads of a rank share one selection.
     """
 
     policy: str = SpeculationConfig.policy

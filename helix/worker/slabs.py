@@ -1,10 +1,9 @@
 """This rank's host copies of stripes of the prefix cache, and the copies between them and pages.
 
 A slab holds a stripe's pages of everything that is paged: keys, values, latents, scales, index keys, bounds, rows of
-drafting layers, and the pages of a draft model. On GPUs a thread starts copies on a stream of its own. The copy engine
-executes them without a kernel, which would wait for those of a prompt, and a call copies a page of many layers: the
-thread gets Python's lock late while rank 0 schedules. Few bytes are in flight, since a small copy of the main stream
-waits for them in the copy engine.
+drafting layers, and the pages of a draft model. On GPUs a thread starts the copies on a stream of its own. They need
+no kernels, which would queue behind those of a prompt. One call copies a page of many layers, because the thread may
+wait for the GIL after each call. Few bytes are in flight, because small copies of the main stream queue behind them.
 """
 
 from __future__ import annotations

@@ -182,7 +182,8 @@ def test_tables(budget: str, pads: bool, model: str, monkeypatch: pytest.MonkeyP
 
     drafts = SelfDrafts(3, BUDGETS[budget])
     on_loopback(checkpoint(model), HelixLayout.create("helix", 2), 16, run, drafter=drafts, adaptive=True)
-    assert min(watch.checked for watch in watches) > (60 if model == "qwen2" else 20)
+    least = 20 if model != "qwen2" else 60 if BUDGETS[budget].heads == "all" else 100
+    assert min(watch.checked for watch in watches) > least
 
 
 Read = dict[tuple[object, ...], set[int]]  # positions of a rank's tokens, by request, layer and position of the query
