@@ -85,7 +85,8 @@ class KVConfig:
         memory_fraction: share of the memory that is free after the weights are loaded.
         prefix_cache: whether to reuse the KV cache for prompts with a common prefix.
         snapshots: for models with recurrent states or sliding windows: number of snapshots of these to keep, from which
-            prompts with a common prefix continue. Each takes as much memory as a sequence's states and windows.
+            prompts with a common prefix continue. Each takes as much memory as a sequence's states and windows. auto:
+            two for each sequence of the batch, in at most a sixteenth of the cache's memory, but at least 8.
         host_snapshots: number of further snapshots in pinned host memory, to which the least valuable ones are evicted.
         snapshot_every: also take a snapshot every so many tokens of a prompt, rounded down to whole stripes
             (page_size x layout.kvp tokens); 0: only where its last message begins, where it leaves a cached prefix, and
@@ -110,7 +111,7 @@ class KVConfig:
     tokens: Annotated[int, Range(1, 1 << 50), TOKENS] | None = None
     memory_fraction: Share = 0.9
     prefix_cache: bool = True
-    snapshots: Annotated[int, Range(0)] = 8
+    snapshots: Literal["auto"] | Annotated[int, Range(0)] = "auto"
     host_snapshots: Annotated[int, Range(0)] = 0
     snapshot_every: Annotated[int, Range(0), TOKENS] = 0
     prefix_host_bytes: Annotated[float, Range(0)] = 0.0

@@ -245,7 +245,7 @@ class Options:
         memory_fraction: share of the memory left by weights that KV may take.
         prompt_chunk: tokens of a prefill step to reserve memory for; None: the engine's choice, which `plan` makes.
         append_block, page_size: of the cache.
-        snapshots: number of snapshots of windows and states on the GPU, see kv.snapshots.
+        snapshots: number of snapshots of windows and states on the GPU; None: as kv.snapshots=auto says.
     """
 
     weights: str = "fp4"
@@ -269,7 +269,7 @@ class Options:
     prompt_chunk: int | None = None
     append_block: int = 16
     page_size: int = 64
-    snapshots: int = 0
+    snapshots: int | None = 0
 
     def stored(self, kind: str) -> Stored:
         """Returns how matrices of a kind are stored, see `matrices`."""

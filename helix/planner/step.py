@@ -14,7 +14,7 @@ from helix.planner.hardware import INTERPOLATED, PROVENANCE, Array, Hardware
 from helix.planner.layer import SCORE_BYTES, SLOT_BYTES, Layer, Phase
 from helix.planner.offload import blocks_on_gpu, fetch_latents, fetched_bytes
 from helix.planner.points import LayerDrafts, Options, Points, check, check_points
-from helix.worker.kv_cache_spec import MAX_RING_TOKENS
+from helix.worker.kv_cache_spec import MAX_RING_TOKENS, MIN_SNAPSHOTS, SNAPSHOTS_PER_SLOT, SNAPSHOTS_SHARE
 
 DRAFT_STEP_KERNELS = 8  # small kernels per run of a draft layer: positions, norms, sampling
 
@@ -202,7 +202,10 @@ def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int
             windowed = windowed + plain_bytes
     copied_size = copied_size + sum(n * layer.state_bytes(mixer) for mixer, n in _states(spec).items())
     fixed_size = (fixed_size + copied_size) * imbalance
-    chunk_bytes = (chunk_bytes + options.snapshots * copied_size) * imbalance
+    if (snapshots := options.snapshots) is None:
+        fitting = free // (SNAPSHOTS_SHARE * np.maximum(copied_size * imbalance, 1))
+        snapshots = np.maximum(MIN_SNAPSHOTS, np.minimum(SNAPSHOTS_PER_SLOT * layer.sequences, fitting))
+    chunk_bytes = (chunk_bytes + snapshots * copied_size) * imbalance
     beside_bytes = paged * sum(map(layer.index_bytes, spec.indexers))
     if drafts is not None:  # all tokens are paged, whatever its window
         draft_layer = _draft_layer(layer, drafts)

@@ -32,8 +32,17 @@ from helix.speculation import (
     SuffixDrafter,
 )
 from helix.worker.graph_keys import max_captured_size
-from helix.worker.kv_cache import KVCache, free_bytes, slot_bytes, with_bounds, without_long_rings
-from helix.worker.kv_cache_spec import ITEMSIZE, EngineSizes, dtype_name, page_bytes
+from helix.worker.kv_cache import KVCache, free_bytes, slot_bytes, snapshot_bytes, with_bounds, without_long_rings
+from helix.worker.kv_cache_spec import (
+    ITEMSIZE,
+    MIN_SNAPSHOTS,
+    SNAPSHOTS_PER_SLOT,
+    SNAPSHOTS_SHARE,
+    EngineSizes,
+    KVCacheSpec,
+    dtype_name,
+    page_bytes,
+)
 from helix.worker.model_runner import ModelRunner
 from kernels.attention.dequantized_prefill import PIECE_BYTES
 
@@ -67,6 +76,12 @@ def make_drafter(
             return NoDrafts()
 
 
+def _cache_specs(config: Config, model: Decoder, layout: HelixLayout) -> list[tuple[KVCacheSpec, ...]]:
+    dtype = dtype_name(model.weights.dtype)
+    cache_specs = model.spec.kv_cache_specs(layout, model.comm.rank, dtype, config.kv.dtype)
+    return cache_specs if config.kv.offload == "host" else without_long_rings(cache_specs)
+
+
 def auto_slots(
     config: Config, model: Decoder, placement: KVPlacement, sizes: EngineSizes, capacity: int,
     draft: DraftModel | DraftLayer | None,
@@ -77,8 +92,7 @@ def auto_slots(
         capacity: bytes available to the cache.
     """
     spec, comm = model.spec, model.comm
-    cache_specs = spec.kv_cache_specs(placement.layout, comm.rank, dtype_name(model.weights.dtype), config.kv.dtype)
-
+    cache_specs = _cache_specs(config, model, placement.layout)
     columns = len(placement.layout.vocab_rows(comm.rank, spec.vocab))
 
     def non_page_bytes(slots: int) -> int:
@@ -94,6 +108,17 @@ def auto_slots(
     slot_cost = placement.stripes.pages_for(min(SLOT_TOKENS, sizes.length)) * page_cost
     slots = fitting_slots(capacity, slot_cost, non_page_bytes(2) - non_page_bytes(1))
     return min(comm.all_gather_object(min(sizes.slots, max(MAX_SLOTS // sizes.queries, 1), slots)))
+
+
+def auto_snapshots(config: Config, model: Decoder, placement: KVPlacement, sizes: EngineSizes, capacity: int) -> int:
+    """Returns the number of snapshots of kv.snapshots=auto; a collective call.
+
+    Args:
+        capacity: bytes available to the cache.
+    """
+    one = snapshot_bytes(_cache_specs(config, model, placement.layout), placement, sizes)
+    fitting = capacity // SNAPSHOTS_SHARE // max(one, 1)
+    return max(MIN_SNAPSHOTS, min(model.comm.all_gather_object(min(SNAPSHOTS_PER_SLOT * sizes.slots, fitting))))
 
 
 def make_cache(
@@ -204,11 +229,14 @@ def build_engine(
     if config.speculation.drafter == "suffix":
         capacity -= config.speculation.suffix_pool_tokens * 8
     longest = min(wanted, spec.max_positions)
-    sizes = EngineSizes(max_batch, longest, chunk, drafts, snapshots=kv.snapshots * kv.prefix_cache)
+    snapshots = MIN_SNAPSHOTS if kv.snapshots == "auto" else kv.snapshots
+    sizes = EngineSizes(max_batch, longest, chunk, drafts, snapshots=snapshots * kv.prefix_cache)
     if fewer:
         sizes = replace(sizes, slots=auto_slots(config, model, placement, sizes, capacity, draft))
     capacity -= room(1) - room(sizes.slots)
     sizes = replace(sizes, pages=placement.stripes.pages_for_all(wanted, sizes.slots))
+    if kv.snapshots == "auto" and kv.prefix_cache:
+        sizes = replace(sizes, snapshots=auto_snapshots(config, model, placement, sizes, capacity))
     draft_page = 0
     if isinstance(draft, DraftModel):
         capacity -= draft.slot_bytes(placement, sizes)

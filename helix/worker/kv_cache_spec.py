@@ -10,6 +10,9 @@ from typing import Literal
 ITEMSIZE = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}  # bytes, by torch's names
 LATENT_GROUP = 128  # elements of an e4m3 latent that share a scale, as in `kernels.scaled_keys`
 MAX_RING_TOKENS = 1024  # longer windows are stored in pages
+MIN_SNAPSHOTS = 8  # of kv.snapshots=auto
+SNAPSHOTS_PER_SLOT = 2  # at most: a conversation continues from one of them
+SNAPSHOTS_SHARE = 16  # they take at most 1 / SNAPSHOTS_SHARE of the cache's memory
 LATENTS = ("latents", "latent_scales", "ropes")  # names of the specs of MLA latents
 LISTS = 3  # lists of blocks to fetch from host memory: for the selection, and for the prefetches of two layers
 

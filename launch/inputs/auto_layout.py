@@ -99,7 +99,7 @@ def planner_options(config: Config, spec: DecoderSpec) -> Options:
         matrices=stored_matrices(spec, make_formats(config.model, None, on_gpu=True)),
         memory_fraction=kv.memory_fraction, page_size=config.blocks.page,
         prompt_chunk=None if config.decode.prefill_chunk == "auto" else int(config.decode.prefill_chunk),
-        snapshots=kv.snapshots * kv.prefix_cache,
+        snapshots=(None if kv.snapshots == "auto" else kv.snapshots) if kv.prefix_cache else 0,
     )  # fmt: skip
 
 

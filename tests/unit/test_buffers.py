@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from helix.setup.buffers import (
     sampling_bytes,
     token_buffers,
 )
+from helix.setup.engine import auto_snapshots
 from helix.speculation import DraftBudget
 from helix.speculation.sparse import SparseDrafter
 from helix.worker import sampling
@@ -39,6 +41,7 @@ from helix.worker.kv_cache_spec import EngineSizes
 from helix.worker.sampling import SamplingState
 from helix.worker.step import DecodeState
 from kernels.tokens.reference import ALL_KEYS, Distribution
+from launch.inputs.compose import compose_config
 from launch.inputs.shapes import spec_of
 from tests.sequences import new_request, with_windows
 
@@ -214,3 +217,22 @@ def test_tables_of_what_drafts_read(budget: DraftBudget, model: str, mode: str, 
 def test_slots_that_memory_allows(free: int, page_bytes: int, slot_bytes: int, slots: int) -> None:
     """A power of two; what slots hold beside pages takes a sixteenth at most."""
     assert fitting_slots(free, page_bytes, slot_bytes) == slots
+
+
+@pytest.mark.parametrize(
+    "model, slots, capacity, snapshots",
+    [  # of 4.7, 491 and 155 MB each, by hand
+        ("gpt-oss-20b", 256, 100e9, 512),
+        ("gpt-oss-20b", 2, 100e9, 8),
+        ("gemma-3-27b", 256, 75e9, 9),
+        ("gemma-3-27b", 256, 20e9, 8),
+        ("qwen3.5-27b", 256, 75e9, 30),
+        ("qwen2.5-7b", 16, 75e9, 32),  # of nothing
+    ],
+)
+def test_snapshots_that_memory_allows(model: str, slots: int, capacity: float, snapshots: int) -> None:
+    """Two for each row, in at most a sixteenth of the cache's memory, but at least 8."""
+    comm, weights = SimpleNamespace(rank=0, all_gather_object=lambda one: [one]), SimpleNamespace(dtype=torch.bfloat16)
+    decoder: Any = SimpleNamespace(spec=spec_of(model), comm=comm, weights=weights)
+    placement, sizes = KVPlacement(HelixLayout.create(), 0, 16, 64), EngineSizes(slots)
+    assert auto_snapshots(compose_config([]), decoder, placement, sizes, int(capacity)) == snapshots

@@ -14,6 +14,7 @@ from helix.engine.prefix import PrefixTree
 from helix.engine.snapshots import StateSnapshots
 from helix.kv_placement import Stripes
 from helix.layout import HelixLayout
+from helix.worker.kv_cache_spec import SNAPSHOTS_PER_SLOT
 from tests.simulated_engine import SimulatedEngine
 
 STRIPE = 8
@@ -219,3 +220,18 @@ def test_a_fork_goes_on_when_the_prompt_it_waits_for_is_aborted() -> None:
     engine.abort(names[0])
     engine.drain()
     assert engine.served[names[1]].computed == 61
+
+
+@pytest.mark.parametrize("lacking", [12.0, math.inf])
+def test_conversations_of_a_full_batch_compute_their_own_turns_only(lacking: float) -> None:
+    """As many conversations as rows, in turns, each with as many snapshots as kv.snapshots=auto has for a row."""
+    rows, turns, new = 6, 4, 40
+    room = SNAPSHOTS_PER_SLOT * rows
+    engine = SimulatedEngine(4000, max_batch=rows, prefill_chunk=96, lacking=lacking, snapshots=(room, 0, 0))
+    for turn in range(1, turns + 1):
+        for user in range(rows):
+            engine.submit([1000 * user + i for i in range(new * turn)], 3)
+        engine.drain()
+    stripe = engine.stripes.tokens
+    assert [served.computed for served in engine.served.values()] == rows * [new] + (turns - 1) * rows * [new + stripe]
+    engine.check_nothing_is_left()
