@@ -9,12 +9,8 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import chain
 
-import numpy as np
-
 from benchmarks.papers.rows import CLAIMS, SPEEDS, Row, Setting, figure_3, hopb_sweep, rounded, simulated
 from benchmarks.records.columns import fill_tables, page
-from benchmarks.records.fit import quantiles
-from benchmarks.records.recorded_steps import compare, halves, read_cells
 from benchmarks.records.rows import grouped
 from launch.inputs.compose import ROOT
 from launch.inputs.hardware import load_hardware
@@ -104,7 +100,7 @@ class Paper:
             found = [f"{r[key]:.2f}" for r in rows for key in ("user_gain", "batch_gain", "gpu_gain", "gpu_gain_95")]
             changes.append((rows[0]["change"], *found))
         return {"paper": ours, "gain": curves, "sensitivity": changes, "hopb-lost": self._hopb_lost(),
-                "hopb-sweep": self._hopb_sweep(), "recorded": _recorded_table(recorded())}  # fmt: skip
+                "hopb-sweep": self._hopb_sweep()}  # fmt: skip
 
     def _hopb_lost(self) -> list[Sequence[str]]:
         table: list[Sequence[str]] = [("model", "paper", "exchange", *(_speeds(speed) for speed in SPEEDS))]
@@ -140,34 +136,6 @@ def _speeds(speed: float) -> str:
 
 def _apart(lost: float, paper: float) -> float:
     return abs(math.log(max(lost, 1e-4) / paper))
-
-
-# ---- what was measured
-
-
-@cache
-def recorded() -> list[Row]:
-    """Returns recorded decode steps of dense models on H200, with the model's predictions."""
-    hardware = load_hardware("h200")
-    cells = [cell for cell in read_cells() if cell.device == hardware.name and cell.is_dense]
-    rows = []
-    for half, found in zip(("fitted", "held out"), halves(cells), strict=True):
-        rows += [{**compare(cell, hardware), "half": half} for cell in found]
-    return rows
-
-
-def _recorded_table(rows: list[Row]) -> list[Sequence[str]]:
-    table: list[Sequence[str]] = [("steps", "cells", "median error", "p90 error")]
-    held_out = [row for row in rows if row["half"] == "held out"]
-    for model in dict.fromkeys(row["model"] for row in held_out):
-        table.append(_errors([row for row in held_out if row["model"] == model], f"held out: {model}"))
-    table.append(_errors(held_out, "held out: all"))
-    return [*table, _errors([row for row in rows if row["half"] == "fitted"], "fitted")]
-
-
-def _errors(rows: list[Row], name: str) -> tuple[str, ...]:
-    median, p90 = quantiles(np.log1p([row["error"] for row in rows]))
-    return name, str(len(rows)), f"{median:.1%}", f"{p90:.1%}"
 
 
 def with_tables(text: str) -> str:
