@@ -24,6 +24,7 @@ COLUMNS = 32  # state columns per program
 # Columns per tile of keys and of values. ptxas (12.8) miscompiles a second product of 64 x 64 by 64 x 32 halves: it
 # takes words of its descriptors from the register of the loop counter in `_inverse`.
 MIN_KEYS, MIN_VALUES = 32, 64
+MIN_SEQUENCES = 64  # that programs look through: one kernel for all smaller numbers
 
 
 @triton.jit
@@ -41,7 +42,7 @@ def _chunk(cu_q, index, sequences, BLOCK_S: tl.constexpr):
     return sequence, first, begin, tl.minimum(begin + CHUNK, tl.sum(tl.where(mine, ends, 0), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _inputs_kernel(
     qkv, gates, conv, a_log, dt_bias, ring, req_indices, positions, cu_q, q, k, v, totals, betas, qkv_n, gates_n, n,
     q_scale,
@@ -103,7 +104,7 @@ def _inverse(A):
     return tl.dot(left, T, input_precision="tf32x3")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _systems_kernel(
     k, v, w, totals, betas, cu_q, n,
     KEYS: tl.constexpr, VALUES: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr,
@@ -238,7 +239,7 @@ def gated_delta_prefill(
     heads = {"KEYS": p.key_heads, "VALUES": values, "DK": key_dim, "DV": value_dim}
     block_k = triton.next_power_of_2(max(key_dim, MIN_KEYS))
     block_v = triton.next_power_of_2(max(value_dim, MIN_VALUES))
-    chunk_total = {"BLOCK_S": triton.next_power_of_2(n), "BLOCK_K": block_k, "BLOCK_V": block_v}
+    chunk_total = {"BLOCK_S": max(triton.next_power_of_2(n), MIN_SEQUENCES), "BLOCK_K": block_k, "BLOCK_V": block_v}
     chunks = N // _CHUNK + n  # upper bound
     _inputs_kernel[chunks, 2 * p.key_heads + values](
         x.qkv, x.gates, p.conv, p.a_log, p.dt_bias, cache.qkv, req_indices, positions, cu_q, q, k, v, totals, betas,

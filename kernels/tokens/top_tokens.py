@@ -58,7 +58,7 @@ def _top_of_blocks_kernel(logits, tokens, summaries, logits_b, first, V, BLOCK: 
     tl.store(to + 1 + _TOP, weight.to(tl.int64, bitcast=True))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def _merge_tops_kernel(summaries, merged, B, N, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr):
     b = tl.program_id(0).to(tl.int64)
     wait_for_predecessor(PDL)

@@ -129,6 +129,8 @@ def _engine(task: Task) -> Engine:
             f"batch: up to {sizes.slots * plan.layout.dp:,} sequences of up to {sizes.length:,} tokens, "
             f"prefill chunks of up to {sizes.chunk:,} tokens"
         )
+        if snapshots := engine.runner.cache.snapshots:
+            LOG.info(f"snapshots of windows and states: up to {snapshots:,}")
         if (slabs := engine.runner.slabs) is not None:
             stripe = engine.runner.placement.stripes.tokens
             on_disk = f", on disk: {slabs.num_records * stripe:,}" if slabs.files is not None else ""

@@ -111,7 +111,10 @@ def test_sequences_that_are_timed_share_no_page() -> None:
 def test_what_is_served_later_needs_no_other_kernel() -> None:
     """Chunks of random sizes, prompts and depths, and steps: what they need follows from arguments."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    cases = "qwen2 1", "demo 1 pads", "qwen3-moe 1 pads", "gpt-oss 1", "deepseek-v3-yarn 1 pads", "glm-5 1 pads"
+    cases = (
+        "qwen2 1", "demo 1 pads", "qwen3-moe 1 pads", "gpt-oss 1", "deepseek-v3-yarn 1 pads", "glm-5 1 pads",
+        "qwen3-next 1", "qwen3-next 1 pads",
+    )  # fmt: skip
     command = [sys.executable, "-m", "tests.e2e.warmup_program", *cases]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]

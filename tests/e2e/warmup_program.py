@@ -8,11 +8,11 @@ compiled here either: the arguments alone determine which kernels are needed.
 
 from __future__ import annotations
 
-import random
 import sys
 from functools import partial
 from itertools import product
 from multiprocessing import get_context
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ from tests.e2e.checkpoints import DEMO, checkpoint
 from tests.e2e.parity import build_engine
 from tests.kernels.precompile import NoGPU
 
-ROWS = (1, 2, 4, 8)
+ROWS = (1, 2, 4, 8, 16, 32, 64)
 CHUNKS = 24
 DRAWS = (False, False), (True, False), (True, True)  # stochastic, filtered
 met: set[tuple[str, str]] = set()  # in the warm-up
@@ -57,7 +57,7 @@ class CompileRecorder:
 serving = False
 
 
-def chunk(engine: Engine, counts: list[int], begin: int) -> None:
+def chunk(engine: Engine, counts: list[int], begin: int, random: Random) -> None:
     """Prefills a chunk of each sequence."""
     runner, slots = engine.runner, range(len(counts))
     ends = [begin + count for count in counts]
@@ -83,24 +83,24 @@ def body(world: LoopbackWorld, rank: int, family: str, layout: HelixLayout, pads
     global serving
     path = DEMO if family == "demo" else checkpoint(family)
     engine = build_engine(
-        path, layout, world.communicator(rank, layout.kvp_group(rank)), 16, page_size=64, max_batch=8,
-        max_length=460 if family != "demo" else 30_000, prefill_chunk=2048 if family == "demo" else 256,
+        path, layout, world.communicator(rank, layout.kvp_group(rank)), 16, page_size=64, max_batch=64,
+        max_length=4000 if family != "demo" else 30_000, prefill_chunk=2048, pages=3000,
     )  # fmt: skip
     engine.runner.pads_chunks = pads
     kinds = [DecodeGraphKey(rows, 0, *draws, process) for rows, draws, process in product(ROWS, DRAWS, (False, True))]
     precompile_kernels(engine.runner, chunk_shapes(engine.runner), kinds)
     serving = True
-    random.seed(1)
+    random = Random(1)
     chunk_size = engine.runner.sizes.chunk
     launch = JITFunction.run
     JITFunction.run = lambda self, *args, **options: launch(self, *args, **options | {"warmup": True})
     for _ in range(CHUNKS):
-        n = random.choice([1, 1, 1, 2, 3, 5, 8])
+        n = random.choice([1, 1, 2, 3, 8, 16, 33, 60])
         total = random.choice([random.randint(n, chunk_size), random.randint(n, max(n, chunk_size // 16))])
         cuts = sorted(random.sample(range(1, total), n - 1)) if total > n else list(range(1, n))
         counts = [b - a for a, b in zip([0, *cuts], [*cuts, max(total, n)], strict=True)]
         deepest = engine.runner.sizes.length - max(counts) - 1
-        chunk(engine, counts, random.choice([0, random.randint(0, deepest)]))
+        chunk(engine, counts, random.choice([0, random.randint(0, deepest)]), random)
     for rows, process in product(ROWS, (False, True)):
         fill(engine.runner, rows, 7)
         engine.runner.step(DecodeGraphKey(rows, process_logits=process))
