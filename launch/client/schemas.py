@@ -24,6 +24,7 @@ from pydantic import (
 from helix.sampling_params import BIAS, LOGPROBS, MAX_LISTED, TOKEN_ID, Parameter
 from launch.answers.grammars import StructuredOutput
 from launch.client.errors import ApiError
+from launch.client.long_prompts import STAND_IN, cut_prompt, read_ids
 from launch.client.request_fields import CHATS, REFUSED, SAMPLING, RequestField, find_field
 from launch.client.schema_base import SHORT_REPR, FalseByDefault, ListOf, Schema, TrueByDefault, null_as
 from launch.client.structured_outputs import (
@@ -45,10 +46,6 @@ Scalar = str | int | float | bool | None
 MEDIA = re.compile("image|audio|video")  # in types of content that multimodal models read
 BRANCHES = ("str", "int", "float", "bool", "ToolChoice")  # names of union members in an error's location
 SCANNED = 1 << 20  # bytes per scanned piece
-IDS_BEGIN = re.compile(rb'"prompt"\s*:\s*\[')
-MIN_IDS_BYTES = 1 << 12  # of a prompt that is read without pydantic
-MAX_ID_DIGITS = 9  # below 2^31
-STAND_IN = b"999999937"  # stands for the prompt in what pydantic parses
 
 
 def _check_length(value: object) -> object:
@@ -451,13 +448,40 @@ def parse_body(schema: type[Body], body: bytes, max_ids: int = 0) -> Body:
     Raises:
         ApiError: 400; the message names the field, its value and its range.
     """
+    if schema is Completion and (completion := parse_long_prompt(body, max_ids)) is not None:
+        return completion  # type: ignore[return-value]
     if len(body) > MAX_VALUES:
         _check_values(body, max_ids)
-    request: Body | None = _parse_long_prompt(body) if schema is Completion else None  # type: ignore[assignment]
     try:
-        request = schema.model_validate_json(body) if request is None else request
+        request = schema.model_validate_json(body)
     except ValidationError as error:
         raise _deepest(error) from error
+    _check_extra_fields(request)
+    return request
+
+
+def parse_long_prompt(body: bytes, max_ids: int) -> Completion | None:
+    """Parses a completion whose prompt is many token ids, as `parse_body` does, but without a Python int each.
+
+    Holds the GIL for less than a millisecond at a time. Returns None for other bodies, including invalid ones.
+    """
+    if (cut := cut_prompt(body)) is None:
+        return None
+    try:
+        request = Completion.model_validate_json(cut.rest)
+    except ValidationError:
+        return None
+    if not isinstance(request.prompt, np.ndarray) or request.prompt.tolist() != [int(STAND_IN)]:
+        return None  # it was the prompt of another object
+    if (ids := read_ids(cut.ids)) is None or len(ids) > max_ids:
+        return None
+    request.prompt = ids
+    _check_extra_fields(request)
+    return request
+
+
+def _check_extra_fields(request: Schema) -> None:
+    """Refuses fields that are not supported; of the others that are unknown keeps some names in `model_extra`."""
     for field, value in _known_extra_fields(request):
         # best_of=n is the same as n: all choices are returned.
         same = field.name == "best_of" and value == (getattr(request, "n", None) or 1)
@@ -470,44 +494,6 @@ def parse_body(schema: type[Body], body: bytes, max_ids: int = 0) -> Body:
         for one in objects:
             (one.model_extra or {}).clear()
         extra.update(dict.fromkeys(ignored_names))
-    return request
-
-
-def _parse_long_prompt(body: bytes) -> Completion | None:
-    """Parses a completion whose prompt is many token ids, as `model_validate_json` does, but without a Python int each.
-
-    Returns None for other bodies, including invalid ones.
-    """
-    found = IDS_BEGIN.search(body)
-    end = -1 if found is None else body.find(b"]", found.end())
-    if found is None or end - found.end() < MIN_IDS_BYTES or STAND_IN in body:
-        return None
-    if (ids := _read_ids(body[found.end() : end])) is None:
-        return None
-    try:
-        request = Completion.model_validate_json(body[: found.end()] + STAND_IN + body[end:])
-    except ValidationError:
-        return None
-    if not isinstance(request.prompt, np.ndarray) or request.prompt.tolist() != [int(STAND_IN)]:
-        return None  # it was the prompt of another object
-    request.prompt = ids
-    return request
-
-
-def _read_ids(text: bytes) -> np.ndarray | None:
-    """Reads token ids [n] int32 between commas, or commas and a space; None if they are written in any other way."""
-    if text.translate(None, b"0123456789, "):
-        return None
-    letters = np.frombuffer(text, np.uint8)
-    commas = np.flatnonzero(letters == ord(","))
-    spaces = text.count(b" ")
-    begins = np.concatenate([[0], commas + (2 if spaces else 1)])
-    lengths = np.concatenate([commas, [len(text)]]) - begins
-    if spaces and (spaces != len(commas) or text.count(b", ") != spaces):
-        return None
-    if lengths.min() < 1 or lengths.max() > MAX_ID_DIGITS or ((lengths > 1) & (letters[begins] == ord("0"))).any():
-        return None
-    return np.fromstring(text, np.int32, sep=",")
 
 
 def validate_body(schema: type[Body], values: dict[str, Any]) -> Body:

@@ -42,6 +42,7 @@ from launch.client.schemas import (
     Detokenize,
     Tokenize,
     parse_body,
+    parse_long_prompt,
     validate_body,
 )
 from launch.client.session import Session
@@ -52,7 +53,7 @@ from launch.serving.metrics import ServerMetrics
 from launch.serving.middleware import AccessLog, with_cors
 from launch.serving.openai import OpenAIAnswer, to_json
 from launch.serving.openapi import document
-from launch.serving.request_executor import RECEIVE_S, RequestExecutor
+from launch.serving.request_executor import LARGE, RECEIVE_S, RequestExecutor
 from launch.serving.response_items import ItemReference, ItemsQuery, ResponseQuery, Responses
 from launch.serving.response_store import ResponseStore
 from launch.serving.responses import ResponsesAnswer
@@ -457,7 +458,12 @@ class Api:
             what = f"content-encoding={coding!r:.40} is not supported: send the body uncompressed, or with gzip"
             raise ApiError(415, what, code="unsupported_encoding")
         request.state.size = len(body)
-        return await executor.run(len(body), parse_body, schema, bytes(body), max_ids)
+        content = bytes(body)
+        if schema is Completion and len(content) > LARGE:
+            long_prompt = await executor.run(0, parse_long_prompt, content, max_ids)
+            if long_prompt is not None:
+                return long_prompt
+        return await executor.run(len(content), parse_body, schema, content, max_ids)
 
 
 def _gunzip(body: bytearray, limit: int) -> bytearray:

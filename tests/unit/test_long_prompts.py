@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from launch.client import schemas
+from launch.client import long_prompts, schemas
 from launch.client.errors import ApiError
 from launch.client.schemas import Completion, parse_body
 
@@ -57,21 +57,22 @@ def parsed(body: bytes) -> Any:
 
 @pytest.mark.filterwarnings("error")
 @settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(body=BODIES, cut=st.integers(0, 3))
-@example(body='{"prompt":[1, 02]}', cut=0)
-@example(body='{"prompt":[1,,2]}', cut=0)
-@example(body='{"prompt":[1 2,3]}', cut=0)
-@example(body='{"prompt":[4294967297,3]}', cut=0)
-@example(body='{"x":{"prompt":[1,2]},"prompt":[3,4]}', cut=0)
-@example(body='{"x":{"prompt":[1,2]},"prompt":[999999937]}', cut=0)
-@example(body='{"prompt":[1,2],"prompt":"y"}', cut=0)
-def test_any_body_is_read_as_before(monkeypatch: pytest.MonkeyPatch, body: str, cut: int) -> None:
+@given(body=BODIES, cut=st.integers(0, 3), piece=st.sampled_from([4, 9, 1 << 16]))
+@example(body='{"prompt":[1, 02]}', cut=0, piece=9)
+@example(body='{"prompt":[1,,2]}', cut=0, piece=9)
+@example(body='{"prompt":[1 2,3]}', cut=0, piece=9)
+@example(body='{"prompt":[4294967297,3]}', cut=0, piece=9)
+@example(body='{"x":{"prompt":[1,2]},"prompt":[3,4]}', cut=0, piece=9)
+@example(body='{"x":{"prompt":[1,2]},"prompt":[999999937]}', cut=0, piece=9)
+@example(body='{"prompt":[1,2],"prompt":"y"}', cut=0, piece=9)
+def test_any_body_is_read_as_before(monkeypatch: pytest.MonkeyPatch, body: str, cut: int, piece: int) -> None:
     text = (body[: len(body) - cut] if cut else body).encode()
     with monkeypatch.context() as patch:
-        patch.setattr(schemas, "MIN_IDS_BYTES", 0)
+        patch.setattr(long_prompts, "MIN_IDS_BYTES", 0)
+        patch.setattr(long_prompts, "PIECE", piece)
         found = parsed(text)
     with monkeypatch.context() as patch:
-        patch.setattr(schemas, "_parse_long_prompt", lambda body: None)
+        patch.setattr(schemas, "parse_long_prompt", lambda body, max_ids: None)
         assert found == parsed(text)
 
 
@@ -79,11 +80,11 @@ def test_any_body_is_read_as_before(monkeypatch: pytest.MonkeyPatch, body: str, 
 def test_no_id_of_a_long_prompt_becomes_a_python_int(
     separators: tuple[str, str] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ids = np.random.default_rng(0).integers(0, 152_000, 5000).tolist()
+    ids = np.random.default_rng(0).integers(0, 152_000, 50_000).tolist()
     seen: list[int] = []
     validate = Completion.model_validate_json
     monkeypatch.setattr(Completion, "model_validate_json", lambda body: seen.append(len(body)) or validate(body))
-    found = parse_body(Completion, json.dumps({"prompt": ids, "max_tokens": 3}, separators=separators).encode(), 5000)
+    found = parse_body(Completion, json.dumps({"prompt": ids, "max_tokens": 3}, separators=separators).encode(), 50_000)
     assert found.prompts[0].tolist() == ids and found.max_tokens == 3 and max(seen) < 60
 
 
