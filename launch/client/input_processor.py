@@ -6,7 +6,7 @@ Takes time in proportion to the size of the request, and may run in another proc
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from launch.client.chat_tokenizer import ChatTokenizer
 from launch.client.engine_messages import EngineInfo
 from launch.client.errors import ApiError
 from launch.client.grammar_compiler import GrammarCompiler
-from launch.client.schemas import Chat, Completion, GenerationFields, Tokenize
+from launch.client.schemas import Body, Chat, Completion, GenerationFields, Tokenize, parse_body
 
 STRICT = "tools.strict"
 
@@ -57,6 +57,46 @@ class ProcessedPrompt(NamedTuple):
     grammar_spec: GrammarSpec | None
     left_out: tuple[str, ...] = ()
     last_message_start: int = 0
+
+
+class ReadChat(NamedTuple):
+    """A conversation's body, and what became of it up to the first error. The bodies are without their messages.
+
+    Attributes:
+        body: as the client sent it.
+        chat: `body` converted to a chat.
+    """
+
+    body: Any
+    chat: Chat | None
+    processed: ProcessedPrompt | None
+    error: ApiError | None
+
+
+def read_chat(
+    schema: type[Body],
+    content: bytes,
+    convert: Callable[[Body], Chat],
+    tokenizer: ChatTokenizer,
+    chat_format: ChatFormat | None,
+    engine_info: EngineInfo,
+) -> ReadChat:
+    """Parses a body, converts it to a chat and tokenizes it, in one call: to send its messages takes longer than this.
+
+    Raises:
+        ApiError: 400, the body is invalid; later errors are returned.
+    """
+    body = parse_body(schema, content)
+    chat, processed, error = None, None, None
+    try:
+        chat = convert(body)
+        processed = process_prompt(tokenizer, chat_format, chat, engine_info)
+    except ApiError as refusal:
+        error = refusal
+    for one in (body, chat):
+        if one is not None:
+            one.messages = []  # type: ignore[union-attr]
+    return ReadChat(body, chat, processed, error)
 
 
 def process_prompt(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
@@ -76,12 +76,12 @@ class Session:
         return self.compiler
 
     @cached_property
-    def _chat_format(self) -> ChatFormat | None:
+    def chat_format(self) -> ChatFormat | None:
         return self.detected.chat_format
 
     @cached_property
     def _marks(self) -> Mapping[int, str]:
-        return {} if self._chat_format is None else marks_of(self._chat_format.fields, self.tokenizer.added)
+        return {} if self.chat_format is None else marks_of(self.chat_format.fields, self.tokenizer.added)
 
     async def open(
         self,
@@ -89,7 +89,7 @@ class Session:
         *,
         defaults: Mapping[str, Any] | None = None,
         parse_output: bool = True,
-        run: Callable[..., Awaitable[ProcessedPrompt]] | None = None,
+        processed: ProcessedPrompt | None = None,
         cache_salt: str | None = None,
         request_id: str = "",
     ) -> Answer:
@@ -98,15 +98,15 @@ class Session:
         Args:
             defaults: sampling parameters that the body leaves unset; None: the checkpoint's.
             parse_output: whether to split a chat's answer into reasoning, text and calls.
-            run: runs `process_prompt` elsewhere, for large bodies.
+            processed: result of `process_prompt`, which takes long for large bodies; None: it runs here.
             cache_salt: share cached prefixes only with requests that have the same salt.
 
         Raises:
             ApiError: the request is refused.
         """
         engine_info = self.engine_client.refuse_unless_ready()
-        work = self.tokenizer, self._chat_format if isinstance(body, Chat) else None, body, engine_info
-        processed = process_prompt(*work) if run is None else await run(process_prompt, *work)
+        if processed is None:
+            processed = process_prompt(self.tokenizer, self.chat_format, body, engine_info)
         grammar, unenforced = await compile_grammar(processed.grammar_spec, self.compiler_for(engine_info), engine_info)
         assert body.model_extra is not None, "schemas collect unknown fields"
         body.model_extra.update(dict.fromkeys(unenforced[:MAX_IGNORED_NAMES]))
@@ -142,7 +142,7 @@ class Session:
     def _parser(self, body: Chat | Completion, processed: ProcessedPrompt) -> Parser | None:
         if not isinstance(body, Chat):
             return None
-        chat_format, turn = self._chat_format, processed.turn or ""
+        chat_format, turn = self.chat_format, processed.turn or ""
         fields = None if chat_format is None else chat_format.fields
         if fields is not None and starts_with_think_mark(body.structured_output, chat_format) and not turn.strip():
             fields = {name: field for name, field in fields.items() if name != THINKING_FIELD}

@@ -31,7 +31,7 @@ from launch.client.chat_template import variables
 from launch.client.engine_client import EngineClient
 from launch.client.engine_messages import EngineInfo
 from launch.client.errors import ApiError
-from launch.client.input_processor import tokenize_body
+from launch.client.input_processor import ProcessedPrompt, ReadChat, process_prompt, read_chat, tokenize_body
 from launch.client.load_table import LoadTable
 from launch.client.schema_base import Schema
 from launch.client.schemas import (
@@ -202,16 +202,14 @@ class Api:
         prompts = body.prompts
         self._check_num_generations(len(prompts) * (body.n or 1), "prompt")
         has_text = body.echo or body.structured_output is not None or any(isinstance(prompt, str) for prompt in prompts)
-        return await self._answer(request, body, body, OpenAIAnswer, request.state.size if has_text else 0)
+        processed = await self._process(request, body, request.state.size) if has_text else None
+        return await self._answer(request, body, body, OpenAIAnswer, processed)
 
     async def _chat(self, request: Request) -> ASGIApp:
         """Answers a conversation with the checkpoint's chat template."""
-        body = await self._body(request, Chat)
-        if body.reasoning_effort is not None and not self._reads_effort:
-            body.reasoning_effort = None
-            _ignore(body, "reasoning_effort")
-        self._check_num_generations(body.n or 1, "n")
-        return await self._answer(request, body, body, OpenAIAnswer, request.state.size)
+        read = await self._read_chat(request, Chat, partial(_without_effort, reads=self._reads_effort))
+        self._check_num_generations(read.body.n or 1, "n")
+        return await self._answer_chat(request, read, OpenAIAnswer)
 
     async def _respond(self, request: Request) -> ASGIApp:
         """Answers a conversation in OpenAI's Responses format."""
@@ -233,7 +231,8 @@ class Api:
             new = NewResponse(response["id"], name, before, items, output.encode(), rest.encode())
             await self.shared.add_response(owner, new)
 
-        return await self._answer(request, chat, body, partial(ResponsesAnswer, body=body, store=store), size)
+        processed = await self._process(request, chat, size)
+        return await self._answer(request, chat, body, partial(ResponsesAnswer, body=body, store=store), processed)
 
     async def _referenced(self, owner: str | None, reference: ItemReference) -> bytes:
         """Returns the output of the response that an item belongs to; raises ApiError 404 if it is not stored."""
@@ -276,10 +275,8 @@ class Api:
 
     async def _message(self, request: Request) -> ASGIApp:
         """Answers a conversation in Anthropic's Messages format."""
-        body = await self._body(request, Messages)
-        executor = self._executor_for(body.model)
-        chat = await executor.run(request.state.size, messages.chat_of, body, variables(executor.tokenizer.template))
-        return await self._answer(request, chat, body, MessagesAnswer, request.state.size)
+        convert = partial(messages.chat_of, variables=variables(self._executor_for(None).tokenizer.template))
+        return await self._answer_chat(request, await self._read_chat(request, Messages, convert), MessagesAnswer)
 
     async def _count(self, request: Request) -> ASGIApp:
         """Counts the tokens of a conversation in Anthropic's Messages format."""
@@ -291,20 +288,44 @@ class Api:
         headers = _ignored_header(body, chat, encoded.left_out)
         return JSONResponse({"input_tokens": len(encoded.ids)}, headers=headers)
 
+    async def _read_chat(self, request: Request, schema: type[Body], convert: Callable[[Body], Chat]) -> ReadChat:
+        """Reads a body of messages and tokenizes it, unless the client leaves meanwhile."""
+        executor, engine_info = self._executor_for(None), self.engine_client.refuse_unless_ready()
+        content = await self._receive(request)
+        work = schema, content, convert, executor.tokenizer, self.session.chat_format, engine_info
+        return await while_connected(request.receive, executor.run(len(content), read_chat, *work))
+
+    async def _answer_chat(self, request: Request, read: ReadChat, format: Callable[[Answer], Presenter]) -> ASGIApp:
+        self._executor_for(read.body.model)
+        if read.error is not None:
+            raise read.error
+        assert read.chat is not None, "there is an error without a chat"
+        return await self._answer(request, read.chat, read.body, format, read.processed)
+
+    async def _process(self, request: Request, body: Chat | Completion, size: int) -> ProcessedPrompt:
+        """Runs `process_prompt` for a request of `size` bytes, unless the client leaves meanwhile."""
+        executor, engine_info = self._executor_for(body.model), self.engine_client.refuse_unless_ready()
+        work = process_prompt, executor.tokenizer, self.session.chat_format, body, engine_info
+        return await while_connected(request.receive, executor.run(size, *work))
+
     async def _answer(
-        self, request: Request, body: Chat | Completion, sent: Schema, format: Callable[[Answer], Presenter], size: int
+        self,
+        request: Request,
+        body: Chat | Completion,
+        sent: Schema,
+        format: Callable[[Answer], Presenter],
+        processed: ProcessedPrompt | None,
     ) -> ASGIApp:
         """Answers a body, complete or as a stream.
 
         Args:
             sent: the body as the client sent it, before conversion.
             format: creates the presentation of the answer for the client.
-            size: bytes of the body if processing it may take long, else 0.
+            processed: see `Session.open`.
         """
-        request_log, owner, executor = request.state.request_log, request.state.owner, self._executor_for(body.model)
+        request_log, owner = request.state.request_log, request.state.owner
         cache_salt = json.dumps([owner, body.cache_salt]) if owner or body.cache_salt else None
-        run = partial(executor.run, size) if size else None
-        opening = self.session.open(body, run=run, cache_salt=cache_salt, request_id=request_log.id)
+        opening = self.session.open(body, processed=processed, cache_salt=cache_salt, request_id=request_log.id)
         answer = await while_connected(request.receive, opening)  # compiling a grammar may take long
         request_log.answer, presenter = answer, format(answer)
         headers = _ignored_header(sent, body, answer.left_out)
@@ -432,8 +453,17 @@ class Api:
         return self.executor
 
     async def _body(self, request: Request, schema: type[Body], max_ids: int = 0) -> Body:
-        """Reads and parses the body, with at most `max_ids` token ids; sets `request.state.size` to its bytes."""
-        executor, engine_info = self._executor_for(None), self.engine_client.refuse_unless_ready()
+        """Receives and parses the body, with at most `max_ids` token ids; sets `request.state.size` to its bytes."""
+        executor, content = self._executor_for(None), await self._receive(request)
+        if schema is Completion and len(content) > LARGE:
+            long_prompt = await executor.run(0, parse_long_prompt, content, max_ids)
+            if long_prompt is not None:
+                return long_prompt
+        return await executor.run(len(content), parse_body, schema, content, max_ids)
+
+    async def _receive(self, request: Request) -> bytes:
+        """Receives the body; sets `request.state.size` to its bytes."""
+        engine_info = self.engine_client.refuse_unless_ready()
         mib = self._serve.body_mib or max(BODY_BYTES, ID_BYTES * engine_info.max_length) // MIB
         limit, what = mib * MIB, f"the body is larger than {mib} MiB (serve.body_mib)"
         too_large = ApiError(413, what, code="too_large")
@@ -458,12 +488,7 @@ class Api:
             what = f"content-encoding={coding!r:.40} is not supported: send the body uncompressed, or with gzip"
             raise ApiError(415, what, code="unsupported_encoding")
         request.state.size = len(body)
-        content = bytes(body)
-        if schema is Completion and len(content) > LARGE:
-            long_prompt = await executor.run(0, parse_long_prompt, content, max_ids)
-            if long_prompt is not None:
-                return long_prompt
-        return await executor.run(len(content), parse_body, schema, content, max_ids)
+        return bytes(body)
 
 
 def _gunzip(body: bytearray, limit: int) -> bytearray:
@@ -477,6 +502,14 @@ def _gunzip(body: bytearray, limit: int) -> bytearray:
         what = "has data after its end" if stream.eof else "is truncated"
         raise ApiError(400, f"content-encoding is gzip, but the body {what}", code="invalid_gzip")
     return bytearray(plain)
+
+
+def _without_effort(body: Chat, reads: bool) -> Chat:
+    """Leaves out an effort that the template does not read."""
+    if body.reasoning_effort is not None and not reads:
+        body.reasoning_effort = None
+        _ignore(body, "reasoning_effort")
+    return body
 
 
 def _ignore(body: Schema, name: str) -> None:

@@ -85,11 +85,11 @@ async def _guided(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Asyn
 @pytest.fixture
 def guided(_guided: ApiServer) -> Iterator[ApiServer]:
     """A front end for structured output, whose compiler processes take a second to start: one per test file."""
-    tokenizer, dialect = _guided.session.tokenizer.backend, _guided.session._chat_format
+    tokenizer, dialect = _guided.session.tokenizer.backend, _guided.session.chat_format
     template = tokenizer.chat_templates
     _guided.job.received.clear()
     yield _guided
-    tokenizer.chat_templates, _guided.session._chat_format = template, dialect
+    tokenizer.chat_templates, _guided.session.chat_format = template, dialect
 
 
 @pytest.fixture(scope="session")

@@ -80,7 +80,7 @@ async def test_a_strict_tool_is_followed_where_calls_are_optional(route: str, gu
     assert await post(strict, strict=False) == (None, "")
     for unusable in ({"not": {}}, {"properties": {"x": {"type": "nonsense"}}}):  # found here, and by the compiler
         assert await post(unusable) == (None, "tools.strict")
-    guided.session._chat_format = BY_NAME["llama3"]
+    guided.session.chat_format = BY_NAME["llama3"]
     assert await post(strict) == (None, "tools.strict")
 
 
@@ -130,8 +130,8 @@ async def test_calls_of_a_model_of_no_known_family(
         f"<think>Hm.</think>{says}" if thinks else says, end=api_server.job.ready.eos[1]
     )
     written = shown + thinks + "{{ messages[0].content }}<|im_end|>\n"
-    tokenizer.chat_templates, api_server.session._chat_format = {"default": written}, find_chat_format(written)
-    assert (api_server.session._chat_format is None) == (not thinks)
+    tokenizer.chat_templates, api_server.session.chat_format = {"default": written}, find_chat_format(written)
+    assert (api_server.session.chat_format is None) == (not thinks)
     body: dict[str, Any] = {"messages": [USER], "tool_choice": wanted} | WITH_TOOLS
     rest = '{"name": "now", "paramete' if says == LIST[:-9] else ""
     for stream in (False, True):
