@@ -32,6 +32,7 @@ from launch.client.schemas import ChatMessage, Completion, Conversation, Tool, p
 
 CACHE_BYTES = 1 << 28  # of cached segments and their ids, 4 bytes per token
 MIN_CACHED_CHARS = 64  # characters; shorter segments are not cached
+MIN_PREFIX_CHARS, MAX_PREFIXES = 1 << 14, 16  # characters and number of cached texts that conversations continue
 MAX_CHARS_PER_TOKEN = 16  # beyond this many characters per allowed token, count tokens before encoding the whole text
 COUNT_CHARS = 1 << 14  # characters per piece of that count
 # Template variables that other request fields set, and functions that templates may call.
@@ -88,6 +89,8 @@ class ChatTokenizer:
         self._lacks = without_tokenizer(path)
         self._token_texts: dict[int, str] = {}  # cache: logprobs look up single tokens by the hundred thousand
         self._segments: OrderedDict[str, np.ndarray] = OrderedDict()
+        self._prefixes: list[tuple[str, np.ndarray]] = [("", _array([]))]  # the last one is the latest
+        self._inner = ""  # all added tokens without their last characters
         self._cached_bytes = 0
         self._special: re.Pattern[str] | None = None
         self.added: dict[str, int] = {}
@@ -99,6 +102,7 @@ class ChatTokenizer:
             added_tokens = self.backend.added_tokens
             self.added = {token.content: i for i, token in added_tokens.items()}
             self.special = frozenset(token.content for token in added_tokens.values() if token.special)
+            self._inner = " ".join(text[:-1] for text in self.added)
             longest_first = sorted(self.added, key=len, reverse=True)
             pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
             self._special = pattern if self._encodes_by_segment(pattern) else None
@@ -219,13 +223,26 @@ class ChatTokenizer:
         return find_history_format(template, special_tokens, marks)
 
     def encode_segments(self, text: str) -> np.ndarray:
-        """Encodes rendered text, including special tokens, to ids [n] int32; caches the segments between these."""
+        """Encodes rendered text, including special tokens, to ids [n] int32.
+
+        Caches the segments between special tokens, and long texts up to the last one: looking for special tokens, and
+        for their segments, takes longer than comparing texts.
+        """
         if self._special is None:
             return self._encode(text, False)
-        parts, end = [], 0
-        for found in self._special.finditer(text):
-            parts += [self._segment(text[end : found.start()]), _array([self.added[found[0]]])]
-            end = found.end()
+        known = next(one for one in reversed(self._prefixes) if text.startswith(one[0]))
+        parts, end = [known[1]], len(known[0])
+        found = [*self._special.finditer(text, end)]
+        for token in found:
+            parts += [self._segment(text[end : token.start()]), _array([self.added[token[0]]])]
+            end = token.end()
+        # Behind a token that is within another one, an equal text may have that one.
+        last = next((i for i in reversed(range(len(found))) if found[i][0] not in self._inner), None)
+        if last is not None and found[last].end() >= MIN_PREFIX_CHARS:
+            new = text[: found[last].end()], np.concatenate(parts[: 2 * last + 3])
+            with self._lock:
+                others = [one for one in self._prefixes[1:] if one is not known]
+                self._prefixes = [self._prefixes[0], *others[-MAX_PREFIXES + 1 :], new]
         return np.concatenate([*parts, self._segment(text[end:])])
 
     def _segment(self, text: str) -> np.ndarray:

@@ -14,6 +14,7 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from launch.answers.grammar_matcher import GrammarMatcherFactory
+from launch.client import chat_tokenizer
 from launch.client.chat_tokenizer import ChatTokenizer
 from launch.client.schemas import Chat, parse_body
 from tests.serving.api_server import DEMO, READY, ApiServer, FakeJob, Serve, changed
@@ -129,6 +130,30 @@ def test_tokens_of_a_conversation_in_segments(model: Path) -> None:
     for turn in turns:
         assert tokens.encode_segments(turn).tolist() == tokens.backend.encode(turn, add_special_tokens=False)
     assert len(tokens._segments) == 21
+
+
+def test_a_conversation_that_goes_on_is_not_read_again(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even up to a token that turns out to be another one, which begins alike; several conversations alternate."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens([AddedToken("<|im_start|>u", special=True)], special_tokens=True)
+    tokenizer.save_pretrained(tmp_path)
+    tokens = ChatTokenizer(str(tmp_path))
+    assert tokens._special is not None, "segments agree with the whole"
+    monkeypatch.setattr(chat_tokenizer, "MIN_PREFIX_CHARS", 100)
+    sizes: list[int] = []
+    encode, segment = tokens.backend.encode, tokens._segment
+    monkeypatch.setattr(tokens, "_segment", lambda text: sizes.append(len(text)) or segment(text))
+    turns = ["<|im_end|>\n<|im_start|>", "user\n", f"{'é🙂 ' * 40}<|im_end|>", "x", "<|im_start|>", "", "a" * 99]
+    for begin in ("a", "b", "c"):
+        for turn in range(3):
+            for length in range(1, len(turns) + 1):
+                text = begin * 100 + "".join(turns * turn + turns[:length])
+                sizes.clear()
+                assert tokens.encode_segments(text).tolist() == encode(text, add_special_tokens=False)
+                assert sum(sizes) < 400
+    assert len(tokens._prefixes) <= chat_tokenizer.MAX_PREFIXES + 1
 
 
 def test_a_tokenizer_whose_segments_differ_takes_the_whole(model: Path, tmp_path: Path) -> None:
