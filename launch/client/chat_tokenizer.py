@@ -28,11 +28,11 @@ from launch.client.chat_history import (
 )
 from launch.client.chat_template import CUT, choose, render, variables
 from launch.client.errors import ApiError
+from launch.client.known_prefixes import KnownPrefixes
 from launch.client.schemas import ChatMessage, Completion, Conversation, Tool, parse_body
 
 CACHE_BYTES = 1 << 28  # of cached segments and their ids, 4 bytes per token
 MIN_CACHED_CHARS = 64  # characters; shorter segments are not cached
-MIN_PREFIX_CHARS, MAX_PREFIXES = 1 << 14, 16  # characters and number of cached texts that conversations continue
 MAX_CHARS_PER_TOKEN = 16  # beyond this many characters per allowed token, count tokens before encoding the whole text
 COUNT_CHARS = 1 << 14  # characters per piece of that count
 # Template variables that other request fields set, and functions that templates may call.
@@ -89,7 +89,7 @@ class ChatTokenizer:
         self._lacks = without_tokenizer(path)
         self._token_texts: dict[int, str] = {}  # cache: logprobs look up single tokens by the hundred thousand
         self._segments: OrderedDict[str, np.ndarray] = OrderedDict()
-        self._prefixes: list[tuple[str, np.ndarray]] = [("", _array([]))]  # the last one is the latest
+        self._known = KnownPrefixes[str]()
         self._inner = ""  # all added tokens without their last characters
         self._cached_bytes = 0
         self._special: re.Pattern[str] | None = None
@@ -230,19 +230,16 @@ class ChatTokenizer:
         """
         if self._special is None:
             return self._encode(text, False)
-        known = next(one for one in reversed(self._prefixes) if text.startswith(one[0]))
-        parts, end = [known[1]], len(known[0])
+        known, ids = self._known.find(text)
+        parts, end = [ids], len(known)
         found = [*self._special.finditer(text, end)]
         for token in found:
             parts += [self._segment(text[end : token.start()]), _array([self.added[token[0]]])]
             end = token.end()
         # Behind a token that is within another one, an equal text may have that one.
         last = next((i for i in reversed(range(len(found))) if found[i][0] not in self._inner), None)
-        if last is not None and found[last].end() >= MIN_PREFIX_CHARS:
-            new = text[: found[last].end()], np.concatenate(parts[: 2 * last + 3])
-            with self._lock:
-                others = [one for one in self._prefixes[1:] if one is not known]
-                self._prefixes = [self._prefixes[0], *others[-MAX_PREFIXES + 1 :], new]
+        if last is not None:
+            self._known.add(text[: found[last].end()], np.concatenate(parts[: 2 * last + 3]), known)
         return np.concatenate([*parts, self._segment(text[end:])])
 
     def _segment(self, text: str) -> np.ndarray:

@@ -7,13 +7,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from launch.client.known_prefixes import KnownPrefixes
+
 IDS_BEGIN = re.compile(rb'"prompt"\s*:\s*\[')
 MIN_IDS_BYTES = 1 << 12  # shorter prompts are left to pydantic
 MAX_REST_BYTES = 1 << 15  # of the body around a prompt, so that it is parsed in well under a millisecond
+MAX_DIGITS = 9  # of an id, below 2^31
 STAND_IN = b"999999937"  # stands for the prompt in the rest of the body
 PIECE = 1 << 16  # bytes, whose arrays stay in the L2 cache; other threads may run between two pieces
-DIGITS = 8  # of an id at most: its characters are one 64-bit word
-LEAST = np.array([0, 0, *(10**n for n in range(1, DIGITS))], dtype=np.int32)  # id by its number of digits
+KNOWN = KnownPrefixes[bytes]()
 
 
 class LongPrompt(NamedTuple):
@@ -40,33 +42,31 @@ def cut_prompt(body: bytes) -> LongPrompt | None:
 
 def read_ids(text: bytes) -> np.ndarray | None:
     """Reads token ids [n] int32 between commas, or commas and a space; None if they are written in any other way."""
-    comma = b", " if b" " in text[: DIGITS + 2] else b","
-    ids, begin = [], 0
-    while begin <= len(text):
-        end = len(text) if len(text) - begin <= PIECE else text.rfind(comma, begin, begin + PIECE)
-        part = _read_piece(text[begin:end], comma) if end >= begin else None
-        if part is None:
+    comma = b", " if b" " in text[: MAX_DIGITS + 2] else b","
+    text += comma  # so that a known text ends with an id
+    known, ids = KNOWN.find(text)
+    parts, begin = [ids], len(known)
+    while begin < len(text):
+        last = text.rfind(comma, begin, begin + PIECE)
+        end = last + len(comma)
+        if last < 0 or (part := _read_piece(text[begin:end], comma)) is None:
             return None
-        ids.append(part)
-        begin = end + len(comma)
-    return np.concatenate(ids)
+        parts.append(part)
+        begin = end
+    ids = np.concatenate(parts)
+    ids.flags.writeable = False  # later prompts share it
+    KNOWN.add(text, ids, known)
+    return ids
 
 
 def _read_piece(text: bytes, comma: bytes) -> np.ndarray | None:
-    padded = b"," * DIGITS + text + comma
-    letters = np.frombuffer(padded, np.uint8)
-    ends = np.flatnonzero(letters[DIGITS:] == ord(",")) + DIGITS
-    lengths = np.diff(ends, prepend=DIGITS - len(comma)) - len(comma)
-    if lengths.min() < 1 or lengths.max() > DIGITS or np.count_nonzero(letters - ord("0") < 10) != lengths.sum():
+    letters = np.frombuffer(text, np.uint8)
+    ends = np.flatnonzero(letters == ord(","))
+    lengths = np.diff(ends, prepend=-len(comma)) - len(comma)
+    if lengths.min() < 1 or lengths.max() > MAX_DIGITS or np.count_nonzero(letters - ord("0") < 10) != lengths.sum():
         return None
     if len(comma) > 1 and (letters[ends + 1] != ord(" ")).any():
         return None
-    # The eight characters up to each comma, the first one in the lowest byte. Those before the id become zeros.
-    words = np.ndarray(len(padded) - DIGITS + 1, "<u8", padded, strides=(1,))[ends - DIGITS]
-    before = (8 * (DIGITS - lengths)).astype(np.uint64)
-    words = words >> before << before & 0x0F0F0F0F0F0F0F0F
-    # Twice as many digits in each number: the left neighbor times 10, 100 or 10,000, plus the right one.
-    words = (words * ((10 << 8) + 1) >> 8) & 0x00FF00FF00FF00FF
-    words = (words * ((100 << 16) + 1) >> 16) & 0x0000FFFF0000FFFF
-    ids = (words * ((10000 << 32) + 1) >> 32).astype(np.int32)
-    return None if (ids < LEAST[lengths]).any() else ids  # JSON allows no leading zeros
+    if ((lengths > 1) & (letters[ends - lengths] == ord("0"))).any():  # JSON allows no leading zeros
+        return None
+    return np.fromstring(text[: -len(comma)], np.int32, sep=",")

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from launch.client import long_prompts, schemas
+from launch.client import known_prefixes, long_prompts, schemas
 from launch.client.errors import ApiError
+from launch.client.long_prompts import read_ids
 from launch.client.schemas import Completion, parse_body
 
 NUMBERS = st.one_of(
@@ -70,6 +71,7 @@ def test_any_body_is_read_as_before(monkeypatch: pytest.MonkeyPatch, body: str, 
     with monkeypatch.context() as patch:
         patch.setattr(long_prompts, "MIN_IDS_BYTES", 0)
         patch.setattr(long_prompts, "PIECE", piece)
+        patch.setattr(known_prefixes, "MIN_CHARS", 0)
         found = parsed(text)
     with monkeypatch.context() as patch:
         patch.setattr(schemas, "parse_long_prompt", lambda body, max_ids: None)
@@ -86,6 +88,39 @@ def test_no_id_of_a_long_prompt_becomes_a_python_int(
     monkeypatch.setattr(Completion, "model_validate_json", lambda body: seen.append(len(body)) or validate(body))
     found = parse_body(Completion, json.dumps({"prompt": ids, "max_tokens": 3}, separators=separators).encode(), 50_000)
     assert found.prompts[0].tolist() == ids and found.max_tokens == 3 and max(seen) < 60
+
+
+@pytest.mark.parametrize("comma", [b", ", b","])
+def test_a_prompt_that_continues_another_is_read_from_there_on(comma: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Conversations alternate, a turn is sent again, and an id goes on where another one ends."""
+    monkeypatch.setattr(long_prompts, "KNOWN", known_prefixes.KnownPrefixes[bytes]())
+    sizes: list[int] = []
+    read = long_prompts._read_piece
+    monkeypatch.setattr(long_prompts, "_read_piece", lambda text, comma: sizes.append(len(text)) or read(text, comma))
+    begins = [[first] * 20_000 for first in (11, 12)]
+    for turn, more in enumerate(([7], [7, 8], [7, 8], [7, 8, 9], [78], [7, 8, 9, 1])):
+        for begin in begins:
+            sizes.clear()
+            found = read_ids(comma.join(b"%d" % i for i in begin + more))
+            assert found is not None and found.tolist() == begin + more
+            assert (sum(sizes) < 10) == (turn in (1, 2, 3, 5)), turn
+
+
+def test_known_prefixes_are_the_latest_of_some_number_and_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_prefixes, "MIN_CHARS", 10)
+    known, ids = known_prefixes.KnownPrefixes[str](), np.zeros(1000, np.int32)
+    texts = [f"{i:02d}" * 10 for i in range(known_prefixes.MAX_PREFIXES + 4)]
+    known.add("ab", ids, "")
+    for text in texts:
+        known.add(text, ids, "")
+    assert [known.find(f"{text}x")[0] for text in texts] == [*[""] * 4, *texts[4:]] and known.find("abc")[0] == ""
+    continued, found = known.find(texts[-1])
+    assert found is ids
+    known.add(f"{continued}x", ids, continued)
+    assert known.find(texts[-1])[0] == "" and known.find(texts[4])[0] == texts[4]
+    monkeypatch.setattr(known_prefixes, "MAX_BYTES", 10_000)
+    known.add("y" * 10, ids, "")
+    assert [bool(len(known.find(text)[1])) for text in ("y" * 10, f"{continued}x", texts[-2])] == [True, True, False]
 
 
 def test_many_values_are_counted_only_where_they_may_be_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
