@@ -36,13 +36,14 @@ def _a_token(r: Row) -> float:
 
 def compared_servers(gpus: int) -> list[Row]:
     """Returns each trace's medians over its runs, of Helix and of the `other` server, and the ratios of seconds."""
-    runs: dict[str, dict[str, dict[int, Row]]] = {}
+    runs: dict[tuple[str, str], dict[str, dict[int, Row]]] = {}
     for r in results("compare-servers", "model", "gpus", "trace", "engine", "run"):
         if r["gpus"] == gpus:
-            runs.setdefault(r["trace"], {}).setdefault("helix" if r["engine"] == "helix" else "other", {})[r["run"]] = r
+            engines = runs.setdefault((r["model"], r["trace"]), {})
+            engines.setdefault("helix" if r["engine"] == "helix" else "other", {})[r["run"]] = r
     found = []
-    for trace, engines in runs.items():
-        row: Row = {"trace": trace, "commit": engines["helix"][1]["commit"]}
+    for (model, trace), engines in runs.items():
+        row: Row = {"model": model, "trace": trace, "commit": engines["helix"][1]["commit"]}
         for engine, of in engines.items():
             columns = next(iter(of.values()))
             row[engine] = {c: median(r[c] for r in of.values()) for c in columns if isinstance(columns[c], float)}

@@ -32,6 +32,14 @@ SHAPES = {
 }
 MACHINES = ((8, "h100"), (8, "h200"), (4, "h200"), (2, "h200"))
 LONG, SHORT = (1, 128 * K), (8, 32 * K)  # sequences, and tokens of each
+# Fields of a row -> how its run was asked for.
+ASKED = {
+    ("latents", "host"): ["kv.offload=host", "kv.offload_host_bytes=96e9"],
+    ("shape", "48_layers_of_40_heads"): [
+        f"model.config.{key}"
+        for key in ("num_hidden_layers=48", "hidden_size=5120", "num_attention_heads=40", "head_dim=128")
+    ],
+}
 
 
 def planned() -> Iterator[Row]:
@@ -63,6 +71,26 @@ def measured(one: str, emulated: str) -> Iterator[Row]:
                 | row
                 | {"work": f"{row['batch']} x {tokens}", "ranks": ranks, "predicted_us": 1e6 * same[0].ttl_s}
             )
+
+
+def long_steps(record: str, field: str) -> Iterator[Row]:
+    """Yields the recorded steps of eight emulated ranks at 1M tokens and more, with what is predicted for the layout.
+
+    Args:
+        field: distinguishes rows of one workload.
+    """
+    for row in newest(RESULTS / f"{record}.jsonl", *WORKLOAD, field):
+        asked = [
+            f"model.config.max_position_embeddings={row['length'] + K}",
+            *ASKED.get((field, row.get(field, "")), []),
+        ]
+        layouts = _layouts(row["model"], 8, "h200", row["batch"], row["length"], *asked)
+        (same,) = [found for found in layouts if row["layout"].startswith(f"{found.name} ")]
+        yield row | {
+            field: row.get(field),
+            "predicted_us": 1e6 * same.ttl_s,
+            "gb": max(row["used_bytes_per_gpu"]) / 1e9,
+        }
 
 
 def _layouts(model: str, gpus: int, hardware: str, batch: int, length: int, *more: str) -> list[PlannedLayout]:

@@ -179,6 +179,8 @@ class ModelRunner:
         Returns:
             On rank 0, the tokens of the deferred sample, if any, of the prefill chunk, if any, and of each decode step.
         """
+        if self.slabs is not None:
+            self.slabs.beside_steps = scheduler_output.decode_steps > 0
         outputs = self._launch(scheduler_output)
         if self.slabs is not None:
             self.slabs.start(scheduler_output.moves, "store")

@@ -3,7 +3,8 @@
 A slab holds a stripe's pages of everything that is paged: keys, values, latents, scales, index keys, bounds, rows of
 drafting layers, and the pages of a draft model. On GPUs a thread starts the copies on a stream of its own. They need
 no kernels, which would queue behind those of a prompt. One call copies a page of many layers, because the thread may
-wait for the GIL after each call. Few bytes are in flight, because small copies of the main stream queue behind them.
+wait for the GIL after each call. Few bytes are in flight, because small copies of the main stream queue behind them;
+fewer beside decode steps, which these would make longer.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from helix.worker.host_store import HostStore
 from helix.worker.stripe_files import StripeFiles
 
 LOG = logging.getLogger("helix.worker")
-PIECE_BYTES = 2 << 20
+PIECE_BYTES, PIECE_BYTES_BESIDE_STEPS = 2 << 20, 512 << 10
 PIECES = 2  # in flight
 ANY_DIRECTION = 4  # cudaMemcpyDefault
 ALIGNMENT = 4096  # bytes of slabs: direct I/O reads and writes them
@@ -82,6 +83,7 @@ class Slabs:
         snapshot_memory: returns the memory of a snapshot, contiguous uint8 tensors.
 
     Attributes:
+        beside_steps: whether decode steps run.
         snapshot_slabs: slabs that a snapshot takes, the same on all ranks; 0: there are none.
         files: the disk below, if any; it has `num_records` records.
         identity: of the files, the same on all ranks.
@@ -90,6 +92,7 @@ class Slabs:
     files: StripeFiles | None = None
     num_records = snapshot_slabs = 0
     identity = b""
+    beside_steps = False
 
     def __init__(
         self,
@@ -115,6 +118,10 @@ class Slabs:
             self._num_queued = 0
             self._thread = threading.Thread(target=self._run, name="prefix moves", daemon=True)
             self._thread.start()
+
+    @property
+    def piece_bytes(self) -> int:
+        return PIECE_BYTES_BESIDE_STEPS if self.beside_steps else PIECE_BYTES
 
     def start(self, moves: Sequence[StripeMove], kind: str) -> None:
         """Starts the moves of a kind, after all work queued on the current stream; the host does not wait for them."""
@@ -185,13 +192,13 @@ class Slabs:
             done = 0
             while done < len(data):
                 index, begin = divmod(at, size)
-                piece = data[done : done + min(PIECE_BYTES, size - begin)]
+                piece = data[done : done + min(self.piece_bytes, size - begin)]
                 host = self.slabs[int(move.slabs[index]), begin : begin + len(piece)]
                 to, source = (host, piece) if move.kind == "store" else (piece, host)
                 to.copy_(source, non_blocking=True)
                 done, at = done + len(piece), at + len(piece)
                 if link is not None:
-                    link.sent(len(piece))
+                    link.sent(len(piece), self.piece_bytes)
         if link is not None:
             link.finish()
 
@@ -221,7 +228,8 @@ class Slabs:
         layers, width = len(pages), pages.shape[2] * size
         from_layer, from_slab = pages.stride(0) * size, self._stripe_pages * width
         begin = self.slabs.data_ptr() + slab * self.slabs.shape[1] + part.begin
-        step = max(1, PIECE_BYTES // width)
+        piece = self.piece_bytes
+        step = max(1, piece // width)
         for i, page in enumerate(columns):
             for first in range(0, layers, step):
                 rows = min(step, layers - first)
@@ -230,7 +238,7 @@ class Slabs:
                 to, source = (on_host, on_gpu) if stores else (on_gpu, on_host)
                 if error := _memcpy_2d()(*to, *source, width, rows, ANY_DIRECTION, link.stream):
                     raise RuntimeError(f"cudaMemcpy2DAsync failed with CUDA error {error}")
-                link.sent(rows * width)
+                link.sent(rows * width, piece)
 
 
 class _Link:
@@ -241,9 +249,9 @@ class _Link:
         self._in_flight: deque[torch.cuda.Event] = deque()
         self._bytes = 0
 
-    def sent(self, size: int) -> None:
+    def sent(self, size: int, piece: int) -> None:
         self._bytes += size
-        if self._bytes >= PIECE_BYTES:
+        if self._bytes >= piece:
             self._mark()
             if len(self._in_flight) == PIECES:
                 self._in_flight.popleft().synchronize()

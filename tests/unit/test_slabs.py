@@ -10,10 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from helix.engine.scheduler_output import StripeMove
+from comm.loopback import LoopbackWorld
+from helix.engine.request import Request
+from helix.engine.scheduler_output import SchedulerOutput, StripeMove
+from helix.layout import HelixLayout
 from helix.worker import slabs as module
 from helix.worker.host_store import HostStore
 from helix.worker.slabs import ALIGNMENT, Slabs, parts_of, slab_bytes
+from tests.e2e.checkpoints import checkpoint
+from tests.e2e.parity import build_engine
+from tests.sequences import generated
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 STRIPE_PAGES = 3
@@ -53,12 +59,15 @@ def test_parts_are_aligned_and_adjacent() -> None:
     assert slab_bytes([], 1) == ALIGNMENT, "also of a rank without heads"
 
 
+@pytest.mark.parametrize("beside_steps", [False, True])
 @pytest.mark.parametrize("device", DEVICES)
-def test_stripes_come_back_into_other_pages(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stripes_come_back_into_other_pages(device: str, beside_steps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PIECE_BYTES", 1 << 14)
+    monkeypatch.setattr(module, "PIECE_BYTES_BESIDE_STEPS", 1 << 10)
     tensors, reports = paged(device), list[Any]()
     before = [t.clone() for t in tensors]
     with slabs_of(tensors, 4, reports) as slabs:
+        slabs.beside_steps = beside_steps
         slabs.start([move(1, "store", [2, 0], [[1, 7, 3], [4, 5, 6]]), move(2, "load", [0], [[0, 0, 0]])], "store")
         slabs.drain()
         for t in tensors:
@@ -106,3 +115,21 @@ def test_a_copy_that_fails_is_reported(device: str, monkeypatch: pytest.MonkeyPa
         slabs.start([move(1, "store", [2, 0], [[1, 7, 3], [4, 5, 6]])], "store")
         slabs.drain()
     assert reports[0][0] == 1 and reports[0][2] == (0, 1)
+
+
+def test_pieces_are_smaller_beside_decode_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of a prompt's chunk alone, and batches with decode steps."""
+    alone = LoopbackWorld(1).communicator(0, [0])
+    engine = build_engine(checkpoint("qwen2"), HelixLayout.create(), alone, 16, slabs=8, prefill_chunk=16)
+    found, launch = set(), engine.runner._launch
+
+    def recorded(output: SchedulerOutput) -> Any:
+        assert engine.runner.slabs is not None
+        found.add((bool(output.prefill_chunks), output.decode_steps > 0, engine.runner.slabs.piece_bytes))
+        return launch(output)
+
+    monkeypatch.setattr(engine.runner, "_launch", recorded)
+    generated(engine, [Request("any", tuple(range(40)), 20)])
+    engine.close()
+    assert {(True, False, 2 << 20), (False, True, 512 << 10)} <= found
+    assert all(piece == (512 << 10 if decodes else 2 << 20) for _, decodes, piece in found)
