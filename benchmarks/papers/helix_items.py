@@ -30,6 +30,7 @@ RECORDED = {
     "pareto-budgets": PARETO,
     "multi-node": MULTI_NODE,
     "fp8-steps": "python -m benchmarks.entry",
+    "long-steps": "python -m benchmarks.layout_steps",
     "hopb": "helix bench hopb",
     "hopb.emulated-8": "helix bench hopb ranks=8",
 }
@@ -112,6 +113,11 @@ def _exchange() -> str:
     return span(rows, ".1f", "us, 2 KB to 256 KB, at any length")
 
 
+def _long(length: int) -> str:
+    steps = results("long-steps.emulated-8", *WORKLOAD, "shape")
+    return " and ".join(f"{r['ttl_p50_us'] / 1e3:.1f} ms" for r in steps if r["length"] == length)
+
+
 def _longest(model: str) -> str:
     found = results("pareto", *WORKLOAD, "device")
     rows: Sequence[Row] = [r for r in found if (r["model"], r["batch"], r["length"]) == (model, 1, M)]
@@ -172,6 +178,7 @@ FIGURES: dict[str, Callable[..., str]] = {
     "hopb": _hopb,
     "multi_node": _multi_node,
     "longest": _longest,
+    "long": lambda: _long(4 * M),
     "measured": _measured,
     "modes": _modes,
     "over": _over,

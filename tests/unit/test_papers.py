@@ -148,7 +148,9 @@ def test_the_readme_has_the_whole_range_of_loads_beside_vllm() -> None:
     assert said is not None
     ranges = re.findall(r"(\d\.\d\d) to (\d\.\d\d)", said[0])
     recorded = []
-    for name, column in (("compare-servers", "ratio"), ("throughput.8gpu", "over vLLM's, balance")):
+    for name, column in (
+        ("compare-servers", "ratio"), ("compare-servers.1gpu", "ratio"), ("throughput.8gpu", "over vLLM's, balance")
+    ):  # fmt: skip
         head, _, *rows = ([cell.strip() for cell in line.split("|")] for line in TABLES[name]() if line.startswith("|"))
         over = [row[head.index(column)] for row in rows]
         recorded.append((min(over), max(over)))
