@@ -10,7 +10,8 @@ from kernels import dispatch
 from kernels.offload.reference import fetch_tokens as reference
 from kernels.overlap import pdl_options, start_successor, wait_for_predecessor
 
-PIECE = 4096  # words that a program copies: 16 KB in flight
+PIECE = 4096  # words that a program copies at a time: 16 KB in flight
+PROGRAMS = 24  # of all rows: they keep the link busy, and leave the other SMs to the layer that runs beside them
 
 
 @triton.jit
@@ -23,11 +24,11 @@ def _fetch_tokens_kernel(
     start_successor(PDL)
     n = tl.program_id(1).to(tl.int64)
     count = tl.load(counts + n)
-    first = tl.maximum(count - LAST, 0) + tl.program_id(0) * TOKENS
-    if first < count:
-        e = tl.arange(0, BLOCK)
+    e = tl.arange(0, BLOCK)
+    word = e % WORDS
+    begin = tl.maximum(count - LAST, 0) + tl.program_id(0) * TOKENS
+    for first in range(begin, count, tl.num_programs(0) * TOKENS):
         column = first + e // WORDS
-        word = e % WORDS
         inside = (e < TOKENS * WORDS) & (column < count)
         slot = tl.load(slots + n * width + column, mask=inside, other=0)
         at = (slot // PAGE).to(tl.int64) * source_page + (slot % PAGE) * source_token + word * source_word
@@ -57,7 +58,7 @@ def fetch_tokens(
     assert target.is_contiguous() and target.shape == (N, width, words)
     last = width if last is None else last
     tokens = min(max(1, PIECE // words), last)
-    _fetch_tokens_kernel[triton.cdiv(last, tokens), N](
+    _fetch_tokens_kernel[min(triton.cdiv(last, tokens), triton.cdiv(PROGRAMS, N)), N](
         source, target, slots, counts, *source.stride(), width, WORDS=words, PAGE=page_size, LAST=last,
         TOKENS=tokens, BLOCK=triton.next_power_of_2(tokens * words), num_warps=8, **pdl_options(target),
     )  # fmt: skip

@@ -371,7 +371,8 @@ def test_listed_blocks_are_copied(lists: int, words: int, layers: int, programs:
 
 
 @pytest.mark.parametrize("words, page, width, last", [
-    (288, 64, 40, None), (288, 64, 40, 1), (128, 16, 100, 3), (4, 16, 70, None), (576, 1, 9, 9), (5000, 4, 3, 2),
+    (288, 64, 40, None), (288, 64, 300, None), (288, 64, 300, 200), (288, 64, 40, 1), (128, 16, 100, 3),
+    (4, 16, 70, None), (576, 1, 9, 9), (5000, 4, 3, 2),
 ])  # fmt: skip
 @pytest.mark.parametrize("by_head", [False, True])
 def test_selected_tokens_are_copied(
