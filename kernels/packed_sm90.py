@@ -1,7 +1,7 @@
 """Packed 4-bit weights (`kernels.scaled.pack`) to bf16 in registers, in the order of Hopper's tensor cores.
 
 A word holds a thread's operands of 32 columns, so nothing is shuffled. Both types become tiny numbers, which are
-multiplied by 2^62 and their scales. e2m1's eight weights take eleven integer operations and four multiplications, and
+multiplied by 2^62 and their scales. e2m1's eight weights take eight integer operations and four multiplications, and
 are exact; int4's take five and four, which also subtract the zero point, and are rounded once.
 """
 
@@ -29,11 +29,13 @@ def _both_halves(of: str, to: str) -> list[str]:
 
 def _e2m1_to_bf16() -> str:
     """Code for a word and, in low halves, the factors of its first and of its last two pairs."""
-    masked = {0: ["and.b32 r, $8, 0x81c081c0;"]}
-    masked |= {p: [f"shl.b32 m, $8, {3 * p};", "and.b32 r, m, 0x81c081c0;"] for p in (1, 2)}
-    masked[3] = ["shr.b32 m, $8, 3;", "and.b32 r, m, 0x01800180;"]
-    masked[3] += ["shr.b32 m, $8, 7;", "lop3.b32 r, m, 0x00400040, r, 0xea;"]
-    masked[3] += ["shl.b32 m, $8, 1;", "lop3.b32 r, m, 0x80008000, r, 0xea;"]
+    masked = {
+        0: ["and.b32 r, $8, 0x81c081c0;"],
+        1: ["shl.b32 m, $8, 3;", "and.b32 r, m, 0x81c081c0;"],
+        2: ["shf.l.wrap.b32 m, $8, $8, 6;", "and.b32 r, m, 0x81c081c0;"],
+        # Three shifts at once: no two bits meet.
+        3: ["and.b32 m, m, 0x001b001b;", "mul.lo.u32 m, m, 0x4108;", "and.b32 r, m, 0x81c081c0;"],
+    }
     factors = [*_both_halves("$9", "f"), *_both_halves("$10", "g")]
     return _code(factors, {p: [*masked[p], f"mul.rn.bf16x2 r, r, {'fg'[p // 2]};"] for p in range(4)})
 

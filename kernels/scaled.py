@@ -159,8 +159,8 @@ def pack(codes: Tensor, kind: Kind) -> Tensor:
 
     Of 32 columns, word q has columns 8 p + 2 q + h as pair p, h = 0 in the low half, 1 in the high one: the registers
     of a thread q of four, with no shuffle. In a half, code p of int4 is at bits 4 p; e2m1's signs and magnitudes are
-    where one shift and one mask bring a pair into bf16 (pair 3 takes three): 15 and 8..6, 12 and 5..3, 9 and 2..0, and
-    14 and 11, 10, 13.
+    where one shift and one mask bring a pair into bf16: 15 and 8..6, 12 and 5..3, 9 and 2..0. Pair 3 is at 11 and 10,
+    14, 13 of the other half: a rotation by 6, which pair 2 takes, and a product with 2^3 + 2^8 + 2^14 bring it there.
     """
     pairs = codes.unflatten(-1, (-1, 4, 4, 2))
     halves = torch.zeros_like(pairs[..., 0, :, :], dtype=torch.int32)
@@ -171,7 +171,7 @@ def pack(codes: Tensor, kind: Kind) -> Tensor:
         elif p < 3:
             halves |= (code >> 3 << 15 | (code & 7) << 6) >> 3 * p
         else:
-            halves |= code >> 3 << 14 | (code >> 1 & 3) << 10 | (code & 1) << 13
+            halves |= (code >> 3 << 11 | (code >> 2 & 1) << 10 | (code & 3) << 13).flip(-1)
     return (halves[..., 0] | halves[..., 1] << 16).flatten(-2)
 
 
@@ -186,7 +186,7 @@ def unpack(words: Tensor, kind: Kind) -> Tensor:
             code = halves << 3 * p
             pairs.append(code >> 12 & 8 | code >> 6 & 7)
         else:
-            pairs.append(halves >> 11 & 8 | halves >> 9 & 6 | halves >> 13 & 1)
+            pairs.append((halves >> 8 & 8 | halves >> 8 & 4 | halves >> 13 & 3).flip(-1))
     return torch.stack(pairs, -3).flatten(-4).to(torch.uint8)
 
 

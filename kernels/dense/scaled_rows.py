@@ -26,10 +26,10 @@ def numbers(w, dtype: tl.constexpr, E2M1: tl.constexpr = False):
     if w.dtype == tl.int32:
         w = w.to(tl.uint32, bitcast=True)
         if E2M1:
-            w3 = ((w >> 3) & 0x01800180) | ((w >> 7) & 0x00400040) | ((w << 1) & 0x80008000)
-            pairs = tl.join(
-                tl.join(w & 0x81C081C0, (w << 6) & 0x81C081C0), tl.join((w << 3) & 0x81C081C0, w3)
-            )  # two bf16 each, also upper halves of fp32
+            rotated = (w << 6) | (w >> 26)
+            w3 = (rotated & 0x001B001B) * 0x4108
+            # Two bf16 each, also upper halves of fp32.
+            pairs = tl.join(tl.join(w, rotated), tl.join(w << 3, w3)) & 0x81C081C0
             low = (pairs << 16).to(tl.float32, bitcast=True)
             high = (pairs & 0xFFFF0000).to(tl.float32, bitcast=True)
             pairs = tl.join(low, high) * tl.full([], 2.0**126, tl.float32)

@@ -32,6 +32,8 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "and.b32": lambda a, b: a & b,
     "shl.b32": lambda a, b: a << b & MASK,
     "shr.b32": lambda a, b: a >> b,
+    "shf.l.wrap.b32": lambda a, b, n: (b << n | a >> 32 - n) & MASK,
+    "mul.lo.u32": lambda a, b: a * b & MASK,
     "sub.u32": lambda a, b: a - b & MASK,
     "mul.rn.bf16x2": both_halves(lambda a, b: a * b),
     "sub.rn.bf16x2": both_halves(lambda a, b: a - b),
@@ -55,10 +57,6 @@ def run(code: str, *given: Tensor) -> list[Tensor]:
         elif operation == "mov.b32":
             to, *of = operands
             values[to] = read(of[0]) | read(of[1]) << 16 if len(of) == 2 else read(of[0])
-        elif operation == "lop3.b32":
-            to, a, b, c, table = operands
-            assert table == "0xea"
-            values[to] = read(a) & read(b) | read(c)
         elif operation and operation != ".reg":
             to, *of = operands
             values[to] = OPERATIONS[operation](*map(read, of))
