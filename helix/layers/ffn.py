@@ -202,8 +202,12 @@ class MoE:
                 self.down_bias = weights.parameter(len(self.experts), hidden)
             weights.bind(self.down_bias, f"{name}.down_proj_bias", (spec.experts, hidden), self.experts)
 
-    def __call__(self, x: Tensor) -> RoutedExperts:
-        """Routes x [N, H], the same on every rank; returns this rank's partial sum [N, H], not computed yet."""
+    def __call__(self, x: Tensor, live: Tensor | None = None) -> RoutedExperts:
+        """Routes x [N, H], the same on every rank; returns this rank's partial sum [N, H], not computed yet.
+
+        Args:
+            live: [N], False for padding rows, which use no expert; None: there are none.
+        """
         spec = self.spec
         logits, weight = self.router(x, exact=spec.exact_router).tensor_split([spec.experts], 1)  # [N, E], [N, 1 or 0]
         ids, scores = route(
@@ -217,6 +221,7 @@ class MoE:
             normalize=spec.normalize,
             scale=spec.scale,
             shared_count=self.shared_count,
+            live=live,
         )  # [N, k + always] both
         return RoutedExperts(
             x,

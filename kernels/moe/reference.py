@@ -12,7 +12,7 @@ from kernels.scaled import Matrix, ScaledMatrix, as_tensor
 
 def route(
     logits: Tensor, top_k: int, scoring: str, bias: Tensor | None, groups: int, top_groups: int, group_score: int,
-    normalize: bool, scale: float, shared_count: int,
+    normalize: bool, scale: float, shared_count: int, live: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Plain torch `kernels.moe.router.route`."""
     scores = logits.float()  # [N, E]
@@ -34,7 +34,9 @@ def route(
     if normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     shared_ids = torch.arange(shared_count, device=ids.device).expand(len(ids), -1)
-    return torch.cat([ids + shared_count, shared_ids], 1).int(), F.pad(weights * scale, (0, shared_count), value=1.0)
+    ids = torch.cat([ids + shared_count, shared_ids], 1).int()
+    ids = ids if live is None else ids.masked_fill(~live[:, None], -1)
+    return ids, F.pad(weights * scale, (0, shared_count), value=1.0)
 
 
 def _top(scores: Tensor, k: int) -> Tensor:

@@ -29,7 +29,7 @@ def _score(key):
 
 @triton.jit
 def _route_kernel(
-    logits, choice_bias, ids, weights, logits_n, scale,
+    logits, choice_bias, live, ids, weights, logits_n, scale,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
     GROUP_SCORE: tl.constexpr, SCORING: tl.constexpr, BIAS: tl.constexpr, NORMALIZE: tl.constexpr,
     SHARED_EXPERTS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -89,10 +89,11 @@ def _route_kernel(
         weight /= tl.sum(weight, 0)
     if NORMALIZE:
         weight /= tl.sum(tl.where(slot < TOP_K, weight, 0.0), 0) + 1e-20
+    selected = tl.where(slot < TOP_K, selected + SHARED_EXPERTS, slot - TOP_K)
+    if live is not None:
+        selected = tl.where(tl.load(live + n), selected, -1)
     at = n.to(tl.int64) * (TOP_K + SHARED_EXPERTS) + slot
-    tl.store(
-        ids + at, tl.where(slot < TOP_K, selected + SHARED_EXPERTS, slot - TOP_K), mask=slot < TOP_K + SHARED_EXPERTS
-    )
+    tl.store(ids + at, selected, mask=slot < TOP_K + SHARED_EXPERTS)
     tl.store(weights + at, tl.where(slot < TOP_K, weight * scale, 1.0), mask=slot < TOP_K + SHARED_EXPERTS)
 
 
@@ -108,6 +109,7 @@ def route(
     normalize: bool = False,
     scale: float = 1.0,
     shared_count: int = 0,
+    live: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Selects the `top_k` best experts of each token, best first, ties to the lowest id; all in fp32.
 
@@ -127,6 +129,7 @@ def route(
         normalize: a token's weights sum to one.
         scale: factor on the final weights.
         shared_count: experts in addition to the E that every token uses.
+        live: [N] bool, contiguous: all ids of other rows are -1, so that they use no expert. None: all rows.
 
     Returns:
         Expert ids [N, top_k + shared_count] int32 and weights [N, top_k + shared_count] fp32.
@@ -137,14 +140,15 @@ def route(
     size = logits.shape[1] // groups
     assert logits.shape[1] == size * groups and group_score <= size and top_k <= size * top_groups <= size * groups
     if not dispatch.on_gpu(logits):
-        return reference(logits, top_k, scoring, bias, groups, top_groups, group_score, normalize, scale, shared_count)
+        how = scoring, bias, groups, top_groups, group_score, normalize, scale, shared_count
+        return reference(logits, top_k, *how, live)
     N = len(logits)
-    assert logits.stride(1) == 1
+    assert logits.stride(1) == 1 and (live is None or (live.shape == (N,) and live.is_contiguous()))
     ids = torch.empty(N, top_k + shared_count, dtype=torch.int32, device=logits.device)
     weights = torch.empty(N, top_k + shared_count, dtype=torch.float32, device=logits.device)
     if N:
         _route_kernel[(N,)](
-            logits, bias, ids, weights, logits.stride(0), scale,
+            logits, bias, live, ids, weights, logits.stride(0), scale,
             EXPERTS=logits.shape[1], TOP_K=top_k, GROUPS=groups, TOP_GROUPS=top_groups, GROUP_SCORE=group_score,
             SCORING=scoring, BIAS=bias is not None, NORMALIZE=normalize, SHARED_EXPERTS=shared_count,
             BLOCK_G=triton.next_power_of_2(groups), BLOCK_E=triton.next_power_of_2(size),

@@ -27,7 +27,7 @@ from kernels.peers.ll_protocol import SumTarget
 from kernels.peers.reduce_scatter import reduce_scatter
 from kernels.recurrent.gated_delta_prefill import gated_delta_prefill
 from kernels.recurrent.gated_delta_step import gated_delta_step
-from tests.kernels.launches import BF16, Launch, fp32, general, i32, i64, launch, numbers, scaled
+from tests.kernels.launches import BF16, Launch, flags, fp32, general, i32, i64, launch, numbers, scaled
 
 # Formats of scaled weights.
 FORMS: dict[str, dict[str, Any]] = {
@@ -122,7 +122,7 @@ def routed(tokens: int, E: int, H: int, F: int, k: int, clamped: bool | str, for
 def experts() -> Iterator[Launch]:
     """Yields routing and experts."""
     how = dict(groups=8, top_groups=4, group_score=2, scoring="sigmoid", normalize=True, shared_count=1)
-    yield launch("route", route, fp32(4, 256), 8, bias=fp32(256), **how)
+    yield launch("route", route, fp32(4, 256), 8, bias=fp32(256), live=flags(4), **how)
     # Ranks of Qwen3-30B-A3B, gpt-oss-20b and Step-3.5; of DeepSeek-R1 in e4m3; of gpt-oss-120b.
     for E, H, F, k, clamped, form in (
         (128, 2048, 96, 8, False, "bf16"), (4, 2880, 2880, 4, True, "bf16"), (32, 7168, 2048, 8, False, "e4m3"),

@@ -94,6 +94,18 @@ def test_best_first_and_ties_by_the_lowest_id(device: torch.device) -> None:
     assert ids.tolist() == [[2, 3]] and weights.tolist() == [[0.5, 0.5]], "the bias chooses and does not weigh"
 
 
+@pytest.mark.parametrize("shared_count", [0, 2])
+def test_padding_rows_use_no_expert(shared_count: int, device: torch.device) -> None:
+    logits = torch.randn(9, 24, generator=torch.Generator().manual_seed(3)).to(device)
+    live = torch.tensor([True, False, True, True, False, True, True, True, False], device=device)
+    all_ids, weights = route(logits, 5, shared_count=shared_count)
+    ids, same = route(logits, 5, shared_count=shared_count, live=live)
+    assert torch.equal(ids[live], all_ids[live]) and torch.equal(same[live], weights[live])
+    assert (ids[~live] == -1).all()
+    cpu = reference(logits.cpu(), 5, "softmax", None, 1, 1, 1, False, 1.0, shared_count, live.cpu())
+    assert torch.equal(cpu[0], ids.cpu())
+
+
 @pytest.mark.parametrize("group_score", [1, 2])
 @pytest.mark.parametrize("experts, groups, top_groups, top_k", [(60, 6, 3, 5), (20, 4, 1, 5), (21, 1, 1, 8)])
 def test_ties_zeros_of_either_sign_and_infinities(

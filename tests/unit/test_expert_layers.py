@@ -13,11 +13,16 @@ from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
 from comm.loopback import LoopbackWorld
+from helix.engine.request import Request
 from helix.layers.ffn import MoE
 from helix.layers.specs import MoESpec
 from helix.layers.weights import ModelShard, Weights
 from helix.layout import HelixLayout
 from kernels.moe.router import route
+from tests.e2e.checkpoints import checkpoint, oracle
+from tests.e2e.parity import build_engine
+from tests.e2e.test_parity import MOE_LENGTHS, MOE_TOKENS
+from tests.sequences import generated_ids
 
 HIDDEN, TOKENS = 24, 13
 # Counts and widths that few ranks divide; more ranks than experts; many experts without tokens.
@@ -211,3 +216,28 @@ def test_a_router_that_is_not_rounded_chooses_as_transformers_does_in_bf16(exact
         _, _, wanted = router(x)
     same = (built(x).ids.sort(1).values == wanted.sort(1).values).all(1)
     assert same.all() if exact else not same.all()
+
+
+@pytest.mark.parametrize("pads", [False, True])
+@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])
+def test_idle_rows_and_padding_use_no_expert(family: str, pads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three sequences in steps of four rows; prompts in chunks of fixed sizes."""
+    found: list[tuple[int, int]] = []  # rows, and those of them that use an expert
+
+    def routed(logits: Tensor, *given: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        ids, scores = route(logits, *given, **options)
+        assert ((ids < 0).all(1) == (ids < 0).any(1)).all()
+        found.append((len(ids), int((ids >= 0).all(1).sum())))
+        return ids, scores
+
+    monkeypatch.setattr("helix.layers.ffn.route", routed)
+    alone = LoopbackWorld(1).communicator(0, [0])
+    engine = build_engine(checkpoint(family), HelixLayout.create(), alone, 16, max_batch=4, max_length=192)
+    engine.runner.pads_chunks = pads
+    wanted = oracle(family, MOE_LENGTHS, MOE_TOKENS)[:3]
+    tokens = generated_ids(engine, [Request(i, c.prompt, len(c.tokens)) for i, c in enumerate(wanted)])
+    engine.close()
+    assert [tokens[i] for i in range(3)] == [c.tokens for c in wanted]
+    assert (4, 3) in found and (4, 4) not in found, "decode steps"
+    prompts = [rows for rows in found if rows[0] > 4]
+    assert prompts and any(rows > real for rows, real in prompts) == pads
