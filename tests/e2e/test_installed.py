@@ -12,6 +12,8 @@ import pytest
 from launch.cli import COMMANDS, LABORATORY
 from tests.e2e.checkpoints import DEMO
 from tests.e2e.command_line import ROOT
+
+pytest.importorskip("jupyter_client", reason="of the extra dev; GPU hosts may lack it")
 from tests.e2e.installed_package import Notebook, install, job
 
 PROMPT, TEXT = "def read_json(path):", '\n    """\n    Return'
