@@ -347,16 +347,9 @@ class ModelRunner:
         repeated = last + [last[-1]] * ((1 << (len(last) - 1).bit_length()) - len(last))
         last_rows = to_device(torch.tensor(repeated), self.device)
         slots, lengths, n = slots[last_rows], ends[last_rows], len(last)
-        logits, kind = self.model.logits(hidden[last_rows]), scheduler_output.kind
+        logits = self.model.logits(hidden[last_rows])
         self._observe(logits[:n], slots[:n], lengths[:n])
-        processed = (
-            self._get_logits_processor().process(logits, slots, torch.full_like(slots, -1), lengths)
-            if kind.process_logits
-            else logits
-        )
-        tokens = best_of_ranks(self._candidates(processed, lengths, self.state.sampling.rows(slots), kind).pairs)[1]
-        if kind.process_logits:
-            self._get_logits_processor().record_logprobs(logits, tokens, slots, self.attn_group)
+        tokens = self.sample_first(logits, scheduler_output.kind, slots, lengths)
         self.state.activate(slots, tokens, lengths)
         for observer in self.observers:
             observer.on_first_token(FirstTokenSampled(slots[:n], tokens[:n], lengths[:n], states[last_rows[:n]]))
@@ -500,6 +493,16 @@ class ModelRunner:
         kind = self._in_chunks(scheduler_output.kind, scheduler_output.row_tokens)
         computed = self._captured(self._compute, kind.up_to_logits)
         self._pending_sample = PendingSample(scheduler_output, kind, computed, begin, TimedEvent(self.device))
+
+    def sample_first(self, logits: Tensor, kind: DecodeGraphKey, slots: Tensor, lengths: Tensor) -> Tensor:
+        """Samples the first tokens [n] of prompts of `lengths` [n] tokens from logits [n, V_local], without drafts."""
+        processed = logits
+        if kind.process_logits:
+            processed = self._get_logits_processor().process(logits, slots, torch.full_like(slots, -1), lengths)
+        tokens = best_of_ranks(self._candidates(processed, lengths, self.state.sampling.rows(slots), kind).pairs)[1]
+        if kind.process_logits:
+            self._get_logits_processor().record_logprobs(logits, tokens, slots, self.attn_group)
+        return tokens
 
     def _sample_deferred(self) -> Tensor:
         assert self._pending_sample is not None

@@ -186,6 +186,10 @@ def precompile_kernels(
         for kind in steps:
             fill(runner, kind.rows, 1)
             runner.step(kind)
+            if kind.drafts:  # prompts sample their first tokens without
+                index, dtype = torch.arange(kind.rows, device=runner.device), runner.model.weights.dtype
+                hidden = torch.zeros(kind.rows, runner.model.spec.hidden, dtype=dtype, device=runner.device)
+                runner.sample_first(runner.model.logits(hidden), kind, index, index)
         fill(runner, 0, 0)
     runner.graphs = graphs
 

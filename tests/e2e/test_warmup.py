@@ -113,7 +113,7 @@ def test_what_is_served_later_needs_no_other_kernel() -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     cases = (
         "qwen2 1", "demo 1 pads", "qwen3-moe 1 pads", "gpt-oss 1", "deepseek-v3-yarn 1 pads", "glm-5 1 pads",
-        "qwen3-next 1", "qwen3-next 1 pads",
+        "qwen3-next 1", "qwen3-next 1 pads", "qwen2 1 pads drafts",
     )  # fmt: skip
     command = [sys.executable, "-m", "tests.e2e.warmup_program", *cases]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)

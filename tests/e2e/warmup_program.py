@@ -3,7 +3,7 @@
 A separate program: the tests' process runs kernels in the interpreter, which does not compile. Nothing is
 compiled here either: the arguments alone determine which kernels are needed.
 
-    python -m tests.e2e.warmup_program "FAMILY KVP [pads]" ...
+    python -m tests.e2e.warmup_program "FAMILY KVP [pads] [drafts]" ...
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from helix.engine.core import Engine
 from helix.engine.scheduler_output import NewRequest, PrefillChunk, SchedulerOutput
 from helix.layout import HelixLayout
 from helix.sampling_params import SamplingParams
+from helix.speculation import SuffixDrafter
 from helix.worker.graph_keys import DecodeGraphKey
 from helix.worker.warmup import chunk_shapes, fill, precompile_kernels
 from kernels import dispatch
@@ -72,22 +73,24 @@ def chunk(engine: Engine, counts: list[int], begin: int, random: Random) -> None
     ]
     rows = min(1 << (len(counts) - 1).bit_length(), runner.sizes.slots)
     stochastic, filtered = random.choice(DRAWS)
-    kind = DecodeGraphKey(rows, 0, stochastic, filtered, process_logits=random.random() < 0.3)
+    kind = DecodeGraphKey(rows, engine.draft_sizes[-1], stochastic, filtered, process_logits=random.random() < 0.3)
     runner.execute(SchedulerOutput(0, (), (), tuple(admit), tuple(parts), 0, kind))
     runner.execute(SchedulerOutput.empty(tuple(slots)))
 
 
 @torch.inference_mode()
-def body(world: LoopbackWorld, rank: int, family: str, layout: HelixLayout, pads: bool) -> None:
-    """Runs a rank: warm-up, then chunks and steps."""
+def body(world: LoopbackWorld, rank: int, family: str, layout: HelixLayout, pads: bool, drafts: bool) -> None:
+    """Runs a rank: warm-up, then chunks and steps, with a fixed number of drafts if any."""
     global serving
     path = DEMO if family == "demo" else checkpoint(family)
     engine = build_engine(
         path, layout, world.communicator(rank, layout.kvp_group(rank)), 16, page_size=64, max_batch=64,
         max_length=4000 if family != "demo" else 30_000, prefill_chunk=2048, pages=3000,
+        drafter=SuffixDrafter(3, 2, 4096, 64, torch.device("cpu")) if drafts else None, adaptive=False,
     )  # fmt: skip
     engine.runner.pads_chunks = pads
-    kinds = [DecodeGraphKey(rows, 0, *draws, process) for rows, draws, process in product(ROWS, DRAWS, (False, True))]
+    n = engine.draft_sizes[-1]
+    kinds = [DecodeGraphKey(rows, n, *draws, process) for rows, draws, process in product(ROWS, DRAWS, (False, True))]
     precompile_kernels(engine.runner, chunk_shapes(engine.runner), kinds)
     serving = True
     random = Random(1)
@@ -103,11 +106,11 @@ def body(world: LoopbackWorld, rank: int, family: str, layout: HelixLayout, pads
         chunk(engine, counts, random.choice([0, random.randint(0, deepest)]), random)
     for rows, process in product(ROWS, (False, True)):
         fill(engine.runner, rows, 7)
-        engine.runner.step(DecodeGraphKey(rows, process_logits=process))
+        engine.runner.step(DecodeGraphKey(rows, engine.draft_sizes[-1], process_logits=process))
     JITFunction.run = launch
 
 
-def rehearsed(family: str, kvp: str, *pads: str) -> None:
+def rehearsed(family: str, kvp: str, *more: str) -> None:
     """Warms up a family's engine and prints the counts."""
     driver.set_active(NoGPU())
     dispatch.on_gpu = lambda t: True
@@ -119,7 +122,11 @@ def rehearsed(family: str, kvp: str, *pads: str) -> None:
     torch.nn.functional.linear = lambda x, weight, bias=None: x.new_empty(*x.shape[:-1], len(weight))
     assert not triton.knobs.runtime.interpret
     layout = HelixLayout.create("helix", int(kvp))
-    run_ranks(layout.world_size, partial(body, family=family, layout=layout, pads=bool(pads)), timeout_s=600.0)
+    run_ranks(
+        layout.world_size,
+        partial(body, family=family, layout=layout, pads="pads" in more, drafts="drafts" in more),
+        timeout_s=600.0,
+    )
     print(len(met), len(new))
     for name, key in sorted(new):
         print(name, key)
