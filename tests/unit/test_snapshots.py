@@ -235,3 +235,14 @@ def test_conversations_of_a_full_batch_compute_their_own_turns_only(lacking: flo
     stripe = engine.stripes.tokens
     assert [served.computed for served in engine.served.values()] == rows * [new] + (turns - 1) * rows * [new + stripe]
     engine.check_nothing_is_left()
+
+
+def test_a_snapshot_whose_stripes_are_in_host_memory_keeps_its_worth_without_pages() -> None:
+    """Of two, the one of fewer tokens goes."""
+    of = tables(2)
+    long, short = take(of, text(1, 40)), take(of, text(2, 8))
+    first = next(s for s in of.snapshots._snapshots if s.tokens == 40)
+    of.tree.drop_snapshot(first)
+    first.is_stored = True
+    assert first.node is None
+    assert take(of, text(3, 24))[0] == short[0] != long[0]
