@@ -49,8 +49,11 @@ class GatedMLP:
         self.gate_up = ColumnParallel(shard.weights, hidden, rows)
         self.down = RowParallel(shard, f"{name}.down_proj", columns, width, hidden, bias)
 
-    def __call__(self, x: Tensor, weight: Tensor | None = None) -> PartialProjection:
-        """Returns this rank's partial sum [N, H] for x [N, H], times the sigmoid of `weight` [N, 1]."""
+    def __call__(self, x: Tensor, live: Tensor | None = None, weight: Tensor | None = None) -> PartialProjection:
+        """Returns this rank's partial sum [N, H] for x [N, H], times the sigmoid of `weight` [N, 1].
+
+        `live` is for `MoE`: a dense FFN also computes padding rows.
+        """
         spec = self.spec
         if spec.activation == "gelu_tanh":
             gate, up = self.gate_up(x).chunk(2, 1)
@@ -223,6 +226,9 @@ class MoE:
             shared_count=self.shared_count,
             live=live,
         )  # [N, k + always] both
+        shared: Tensor | None = None
+        if self.shared is not None:
+            shared = self.shared(x, weight=weight if weight.shape[1] else None).compute()
         return RoutedExperts(
             x,
             ids,
@@ -234,7 +240,7 @@ class MoE:
             down_bias=self.down_bias,
             clamp_at=spec.clamp_at,
             activation=spec.activation,
-            addend=None if self.shared is None else self.shared(x, weight if weight.shape[1] else None).compute(),
+            addend=shared,
             total_experts=spec.experts + self.shared_count,
             shared_count=self.shared_count,
         )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from helix.attention.base import AttentionPolicy
 from helix.layers.attention import Attention
-from helix.layers.ffn import MoE, make_ffn
+from helix.layers.ffn import make_ffn
 from helix.layers.linear import Embedding, RowParallel
 from helix.layers.norm import AllReduceNorm
 from helix.layers.rotary import Rotary
@@ -143,8 +143,7 @@ class Eagle3Layer:
 
     def attend(self, queries: Any, x: Tensor, cache: KVCache, step: Step, policy: AttentionPolicy) -> Tensor:
         normed, x = self.ffn_norm(self.mixer.finish(queries, cache, step, policy), x)
-        parts = self.ffn(normed, step.live) if isinstance(self.ffn, MoE) else self.ffn(normed)
-        normed, x = self.norm(parts, x)
+        normed, x = self.norm(self.ffn(normed, step.live), x)
         return normed if self.spec.normed_output else x
 
     def logits(self, states: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from comm.dual_batch_overlap import DualBatchOverlap
 from comm.partial import PartialSum
 from helix.attention.base import AttentionPolicy
 from helix.layers.attention import Attention
-from helix.layers.ffn import MoE, dp_ffn, make_ffn
+from helix.layers.ffn import dp_ffn, make_ffn
 from helix.layers.gated_delta import GatedDeltaNet
 from helix.layers.mla import MLA
 from helix.layers.norm import AllReduceNorm, ResidualNorm
@@ -160,7 +160,7 @@ class DecoderLayer:
             x = all_gather_rows(fwd.step.row_shard, self.attn_group, x)
         if self.attn_group is not self.comm:
             return dp_ffn(self.ffn, x, fwd.step.num_tokens_across_dp, self.comm)
-        return self.ffn(x, fwd.step.live) if isinstance(self.ffn, MoE) else self.ffn(x)
+        return self.ffn(x, fwd.step.live)
 
     def prefetch_queries(self, x: Tensor, fwd: ForwardPass) -> Tensor:
         """Computes queries [N, Hq, D] for an approximate input x [N, H]; appends no keys."""

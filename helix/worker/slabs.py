@@ -83,7 +83,7 @@ class Slabs:
         snapshot_memory: returns the memory of a snapshot, contiguous uint8 tensors.
 
     Attributes:
-        beside_steps: whether decode steps run.
+        beside_steps: whether decode steps run; the runner sets it.
         snapshot_slabs: slabs that a snapshot takes, the same on all ranks; 0: there are none.
         files: the disk below, if any; it has `num_records` records.
         identity: of the files, the same on all ranks.
@@ -187,7 +187,7 @@ class Slabs:
     def _copy_snapshot(self, move: StripeMove) -> None:
         # One layer after the other, in pieces that end where a slab does.
         size, at = self.slabs.shape[1], 0
-        link = None if self._thread is None else _Link()
+        link = None if self._thread is None else _Link(self)
         for data in self._snapshot_memory(move.snapshot):
             done = 0
             while done < len(data):
@@ -198,7 +198,7 @@ class Slabs:
                 to.copy_(source, non_blocking=True)
                 done, at = done + len(piece), at + len(piece)
                 if link is not None:
-                    link.sent(len(piece), self.piece_bytes)
+                    link.sent(len(piece))
         if link is not None:
             link.finish()
 
@@ -217,7 +217,7 @@ class Slabs:
                     else:
                         part.pages[:, columns] = host
         else:
-            link = _Link()
+            link = _Link(self)
             for slab, columns in zip(move.slabs.tolist(), move.pages.tolist(), strict=True):
                 for part in self._parts:
                     self._copy_part(part, slab, columns, move.kind == "store", link)
@@ -228,8 +228,7 @@ class Slabs:
         layers, width = len(pages), pages.shape[2] * size
         from_layer, from_slab = pages.stride(0) * size, self._stripe_pages * width
         begin = self.slabs.data_ptr() + slab * self.slabs.shape[1] + part.begin
-        piece = self.piece_bytes
-        step = max(1, piece // width)
+        step = max(1, self.piece_bytes // width)
         for i, page in enumerate(columns):
             for first in range(0, layers, step):
                 rows = min(step, layers - first)
@@ -238,20 +237,21 @@ class Slabs:
                 to, source = (on_host, on_gpu) if stores else (on_gpu, on_host)
                 if error := _memcpy_2d()(*to, *source, width, rows, ANY_DIRECTION, link.stream):
                     raise RuntimeError(f"cudaMemcpy2DAsync failed with CUDA error {error}")
-                link.sent(rows * width, piece)
+                link.sent(rows * width)
 
 
 class _Link:
     """Limits the bytes in flight on the current stream."""
 
-    def __init__(self) -> None:
+    def __init__(self, slabs: Slabs) -> None:
+        self._slabs = slabs
         self.stream = torch.cuda.current_stream().cuda_stream
         self._in_flight: deque[torch.cuda.Event] = deque()
         self._bytes = 0
 
-    def sent(self, size: int, piece: int) -> None:
+    def sent(self, size: int) -> None:
         self._bytes += size
-        if self._bytes >= piece:
+        if self._bytes >= self._slabs.piece_bytes:
             self._mark()
             if len(self._in_flight) == PIECES:
                 self._in_flight.popleft().synchronize()

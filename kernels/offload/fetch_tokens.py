@@ -11,7 +11,7 @@ from kernels.offload.reference import fetch_tokens as reference
 from kernels.overlap import pdl_options, start_successor, wait_for_predecessor
 
 PIECE = 4096  # words that a program copies at a time: 16 KB in flight
-PROGRAMS = 24  # of all rows: they keep the link busy, and leave the other SMs to the layer that runs beside them
+PROGRAMS = 24  # over all rows: enough to saturate the link; the layer that runs meanwhile has the other SMs
 
 
 @triton.jit

@@ -24,7 +24,7 @@ COLUMNS = 32  # state columns per program
 # Columns per tile of keys and of values. ptxas (12.8) miscompiles a second product of 64 x 64 by 64 x 32 halves: it
 # takes words of its descriptors from the register of the loop counter in `_inverse`.
 MIN_KEYS, MIN_VALUES = 32, 64
-MIN_SEQUENCES = 64  # that programs look through: one kernel for all smaller numbers
+MIN_SEQUENCES = 64  # BLOCK_S is at least this, so that chunks of few sequences share one kernel
 
 
 @triton.jit

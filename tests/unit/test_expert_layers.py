@@ -222,7 +222,7 @@ def test_a_router_that_is_not_rounded_chooses_as_transformers_does_in_bf16(exact
 @pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])
 def test_idle_rows_and_padding_use_no_expert(family: str, pads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three sequences in steps of four rows; prompts in chunks of fixed sizes."""
-    found: list[tuple[int, int]] = []  # rows, and those of them that use an expert
+    found: list[tuple[int, int]] = []  # number of rows, and how many use experts
 
     def routed(logits: Tensor, *given: Any, **options: Any) -> tuple[Tensor, Tensor]:
         ids, scores = route(logits, *given, **options)
