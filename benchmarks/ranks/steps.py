@@ -189,6 +189,8 @@ def fill(runner: ModelRunner, batch: int, length: int, reserved: int, seed: int)
         for layer in tensor:
             if name.endswith("_scales"):
                 layer.fill_(1)
+            elif layer.dtype == torch.int32:
+                layer.zero_()  # what the last step selected: warm-up steps write it
             elif layer.dtype == torch.float8_e4m3fn:  # torch has no random numbers in FP8
                 for pages in layer.split(1024):
                     pages.copy_(torch.randn(pages.shape, generator=generator, device=pages.device))

@@ -358,6 +358,18 @@ def test_random_weights_and_timed_steps_need_no_checkpoint(tmp_path: Path) -> No
     assert points[0]["kv_tokens_per_rank"] == held
 
 
+@pytest.mark.parametrize("family, drafter", [("glm-5-shared", "sparse"), ("qwen3.5-tied", "mtp")])
+def test_drafts_of_selections_and_states_are_timed(tmp_path: Path, family: str, drafter: str) -> None:
+    output = tmp_path / "rows.jsonl"
+    ended = run(
+        tmp_path, f"model.path={checkpoint(family)}", "model.load=random", "bench=decode", "bench.points=[2x128]",
+        "bench.steps=2", "bench.gammas=[0,2]", f"speculation={drafter}", "speculation.gamma=2", "bench.acceptance=1",
+        "layout.kvp=2", f"bench.output={output}", command=LABORATORY,
+    )  # fmt: skip
+    assert ended.code == 0, ended.output
+    assert [json.loads(line)["tokens_per_step"] for line in output.read_text().splitlines()] == [1, 3]
+
+
 @pytest.fixture
 def with_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Jobs of benchmarks that begin with their imports done."""
