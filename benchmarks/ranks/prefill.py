@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.ranks.points import at_each, engine_at, limit, used
+from benchmarks.ranks.synthetic import vocab_held
 from benchmarks.ranks.traces import trace
 from helix.engine.core import Engine
 from helix.engine.inbox import Inbox
@@ -42,7 +43,7 @@ def run(task: Task) -> JobResult:
 
     def measure(batch: int, length: int) -> list[dict[str, Any]]:
         engine, _ = engine_at(plan, comm, model, batch, length, 1)
-        ids = torch.randint(0, model.spec.vocab, (batch, length), generator=generator)
+        ids = torch.randint(0, vocab_held(engine.runner), (batch, length), generator=generator)
         short = [Request("warm-up", tuple(ids[0, : min(length, 2 * engine.runner.sizes.chunk)].tolist()), 1)]
         _serve(engine, short)  # compile kernels, open connections
         _capture(engine, ids[0])

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from benchmarks.ranks.synthetic_kernels import repeat_blocks, synthetic_drafts
 from benchmarks.schema import LabConfig
+from comm.emulated import EmulatedTransport
 from helix.attention.block_sparse import BlockSparseAttention
 from helix.kv_placement import BlockBudget
 from helix.speculation import Draft, Drafter
@@ -19,8 +20,18 @@ from helix.worker.step import DecodeState, Step
 
 def apply_synthetic(runner: ModelRunner, config: LabConfig) -> None:
     """Applies the rates that `bench` sets."""
-    synthesize_acceptance(runner.drafter, config.bench.acceptance, config.seed, runner.model.spec.vocab)
+    synthesize_acceptance(runner.drafter, config.bench.acceptance, config.seed, vocab_held(runner))
     repeat_selected_blocks(runner, config.bench.repeat)
+
+
+def vocab_held(runner: ModelRunner) -> int:
+    """Returns the number of tokens to draw random ones from: those whose embeddings are not zero.
+
+    Of emulated ranks, that is rank 0's share. Tokens of absent ranks would all have the same hidden state: they would
+    route to the same experts, and tie as queries of an indexer.
+    """
+    vocab = runner.model.spec.vocab
+    return len(runner.layout.vocab_rows(0, vocab)) if isinstance(runner.comm, EmulatedTransport) else vocab
 
 
 def synthesize_acceptance(drafter: Drafter, acceptance: float | None, seed: int, vocab: int) -> None:

@@ -12,6 +12,7 @@ from time import perf_counter
 
 import numpy as np
 
+from benchmarks.ranks.synthetic import vocab_held
 from helix.engine.core import Engine
 from helix.engine.inbox import Inbox
 from helix.engine.request import Request
@@ -68,7 +69,7 @@ class Client:
 
     def tokens(self, count: int) -> np.ndarray:
         """Returns random tokens, int32 [count]; the same on every rank."""
-        return self.rng.integers(0, self.engine.runner.model.spec.vocab, count, dtype=np.int32)
+        return self.rng.integers(0, vocab_held(self.engine.runner), count, dtype=np.int32)
 
     def context(self, count: int) -> np.ndarray:
         """Returns new tokens int32 [count], registered as cached."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from benchmarks.ranks.points import engine_at
 from benchmarks.ranks.request_allocator import RequestAllocator
 from benchmarks.ranks.steps import WARM_UP, fill, rewind
-from benchmarks.ranks.synthetic import synthesize_acceptance
+from benchmarks.ranks.synthetic import synthesize_acceptance, vocab_held
 from benchmarks.ranks.tuning_file import MeasuredFile
 from benchmarks.ranks.tuning_steps import DraftSource, Measurement, TuningGrid
 from benchmarks.ranks.tuning_steps import run as search
@@ -130,7 +130,7 @@ class _TuningSample:
         runner.drafter = make_drafter(
             source.over(self.config.speculation), None, self.model, runner.cache, runner.sizes
         )
-        synthesize_acceptance(runner.drafter, self.config.bench.acceptance, self.config.seed, self.model.spec.vocab)
+        synthesize_acceptance(runner.drafter, self.config.bench.acceptance, self.config.seed, vocab_held(runner))
         for new_request in runner.requests.values():
             runner.drafter.admit(new_request)
         runner.graphs = StepGraphs() if self.comm.capturable else None

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.ranks.synthetic import vocab_held
 from comm.emulated import EmulatedCommunicator, EmulatedTransport, rank_of
 from comm.symm_mem import SymmMemCommunicator
+from comm.torch_dist import TorchDistCommunicator
+from helix.layout import HelixLayout
 from kernels.attention.reference import merge_states
 from tests.pool import pool
 
@@ -125,3 +129,10 @@ def test_between_gpus_as_over_gloo(world: int, kvp: int, processes: int) -> None
         assert ours[-1] == theirs[-1]
         for a, b in zip(ours[:-1], theirs[:-1], strict=True):
             torch.testing.assert_close(a, b, atol=2**-17, rtol=0)  # fp32 sums of up to eight terms, in another order
+
+
+@pytest.mark.parametrize("kind, share", [(EmulatedTransport, 8), (TorchDistCommunicator, 1)])
+def test_benchmarks_draw_tokens_that_have_embeddings(kind: type[TorchDistCommunicator], share: int) -> None:
+    layout, comm = HelixLayout.create("helix", 2, 4), object.__new__(kind)
+    runner = SimpleNamespace(layout=layout, comm=comm, model=SimpleNamespace(spec=SimpleNamespace(vocab=1600)))
+    assert vocab_held(runner) == 1600 // share and max(layout.vocab_rows(0, 1600)) < 200  # type: ignore[arg-type]
