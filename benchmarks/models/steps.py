@@ -63,6 +63,8 @@ POLICIES: tuple[tuple[str, ...], ...] = (
 def time_job(works: list[Workload], layout: HelixLayout, overrides: list[str]) -> list[Row]:
     """Runs one job over the workloads of one model; returns the figures of each, or the error (mostly out of memory).
 
+    With `bench.gammas` among the overrides a workload has a row for each number of drafts.
+
     Raises:
         KeyboardInterrupt: the job was interrupted; start no other.
     """
@@ -80,6 +82,7 @@ def time_job(works: list[Workload], layout: HelixLayout, overrides: list[str]) -
     except jobs.JobError as error:
         found = {"points": [{"failed": str(error)}] * len(works)}
     shared = {k: found[k] for k in ("backend",) if k in found}
+    each = len(found["points"]) // len(works)
     return [
         {
             "model": w.model,
@@ -91,7 +94,7 @@ def time_job(works: list[Workload], layout: HelixLayout, overrides: list[str]) -
             **shared,
             **point,
         }
-        for w, point in zip(works, found["points"], strict=True)
+        for w, point in zip((w for w in works for _ in range(each)), found["points"], strict=True)
     ]
 
 

@@ -1,4 +1,4 @@
-"""Rows of MTP and EAGLE-3 drafts compared with the planner, and of lookup drafts compared with vLLM."""
+"""Rows of MTP, EAGLE-3 and self-drafts compared with the planner, and of lookup drafts compared with vLLM."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cache
 
 from benchmarks.models.layer_drafts import OPTIONS
+from benchmarks.models.speculate import expected_tokens
 from benchmarks.models.workloads import named
 from benchmarks.records.columns import Cells
 from benchmarks.records.rows import Row, grouped, kv, results
@@ -20,6 +21,7 @@ from launch.inputs.hardware import hardware_of
 from launch.inputs.shapes import load_spec
 
 KEY = ("model", "layout", "drafter", "batch", "length", "gamma")
+OWN_OPTIONS = {"glm-5.2": ["kv.dtype=fp8"]}  # of the record own-drafts
 
 
 def whole(rows: list[Row]) -> list[Row]:
@@ -53,20 +55,38 @@ def predicted() -> Cells:
     return table
 
 
+def own_drafts() -> list[Row]:
+    """Returns self-drafts and MTP drafts of the same models, with what the planner predicts and gains at two rates."""
+    found = []
+    timed = results("own-drafts.emulated-8", *KEY)
+    for rows in grouped(timed, "model", "drafter", "batch", "length").values():
+        plain = next(r["ttl_p50_us"] for r in rows if not r["gamma"])
+        for row in (r for r in rows if r["gamma"]):
+            over = row["ttl_p50_us"] / plain
+            gains = {f"gain_{rate}": expected_tokens(row["gamma"], rate / 100) / over for rate in (80, 90)}
+            predicted_us = _predict_us(row, OWN_OPTIONS.get(row["model"], []))
+            found.append(row | {"plain_us": plain, "predicted_us": predicted_us} | gains)
+    return found
+
+
 def _error(row: Row, layout: str) -> str:
-    plain, layer, options = _planned(row["model"])
-    drafts = Speculation(row["gamma"], 1.0, layer=layer) if row["gamma"] else None
-    points = points_of({**row, "layout": layout})
-    step = predict(plain, _hardware(row["device"]), points, row["length"], replace(options, speculation=drafts))
-    return f"{1e6 * float(step.step_s[0]) / row['ttl_p50_us'] - 1:+.1%}"
+    return f"{_predict_us({**row, 'layout': layout}, OPTIONS.get(row['model'], [])) / row['ttl_p50_us'] - 1:+.1%}"
+
+
+def _predict_us(row: Row, overrides: list[str]) -> float:
+    plain, layer, options = _planned(row["model"], row["drafter"], tuple(overrides))
+    drafts = Speculation(row["gamma"], 1.0, sparsity=row.get("sparsity"), layer=layer) if row["gamma"] else None
+    options = replace(options, speculation=drafts)
+    step = predict(plain, _hardware(row["device"]), points_of(row), row["length"], options)
+    return 1e6 * float(step.step_s[0])
 
 
 _hardware = cache(hardware_of)  # reads each file once
 
 
 @cache
-def _planned(model: str) -> tuple[DecoderSpec, LayerDrafts | None, Options]:
-    config = compose_config([*named(model), *OPTIONS.get(model, []), "speculation=mtp", "speculation.gamma=7"])
+def _planned(model: str, drafter: str, overrides: tuple[str, ...]) -> tuple[DecoderSpec, LayerDrafts | None, Options]:
+    config = compose_config([*named(model), *overrides, f"speculation={drafter}", "speculation.gamma=7"])
     spec = make_spec(config)
     plain = replace(spec, layers=spec.stack, draft=None)
     return plain, layer_drafts(config, spec), replace(planner_options(config, plain), hopb=False)
