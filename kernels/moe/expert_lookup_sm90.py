@@ -7,11 +7,11 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.constexpr_function
-def _alike(size):
-    """Layout of [size]: consecutive elements in consecutive lanes, replicated in each of four warps."""
+def _alike(size, warps):
+    """Layout of [size]: consecutive elements in consecutive lanes, replicated in each warp."""
     lanes = [[1 << i] for i in range(5)]
     registers = [[1 << i] for i in range(5, size.bit_length() - 1)]
-    return gl.DistributedLinearLayout(registers, lanes, [[0], [0]], [], [size])
+    return gl.DistributedLinearLayout(registers, lanes, [[0]] * (warps.bit_length() - 1), [], [size])
 
 
 @gluon.jit
@@ -22,12 +22,13 @@ def _popcount(x):
 @gluon.jit
 def active_experts(ids, P, first, EXPERTS: gl.constexpr, BLOCK_P: gl.constexpr):
     """Returns each local expert's index among the active ones, or -1, in vectors of 32; also their number."""
-    LAYOUT: gl.constexpr = _alike(BLOCK_P)
+    WARPS: gl.constexpr = gl.num_warps()
+    LAYOUT: gl.constexpr = _alike(BLOCK_P, WARPS)
     p = gl.arange(0, BLOCK_P, layout=LAYOUT)
     local = gl.load(ids + p, mask=p < P, other=-1) - first
     bit = gl.full_like(local, 1) << (local & 31)
     word_of = gl.where((local >= 0) & (local < EXPERTS), local >> 5, -1)
-    lane = gl.arange(0, 32, layout=_alike(32))
+    lane = gl.arange(0, 32, layout=_alike(32, WARPS))
     below = (gl.full_like(lane, 1) << lane) - 1
     count = 0
     indices = ()
@@ -42,7 +43,7 @@ def active_experts(ids, P, first, EXPERTS: gl.constexpr, BLOCK_P: gl.constexpr):
 @gluon.jit
 def nth_expert(indices, j, EXPERTS: gl.constexpr):
     """Returns the j-th active local expert."""
-    lane = gl.arange(0, 32, layout=_alike(32))
+    lane = gl.arange(0, 32, layout=_alike(32, gl.num_warps()))
     found = gl.full_like(lane, 0)
     for w in gl.static_range((EXPERTS + 31) // 32):
         found = gl.where(indices[w] == j, lane + w * 32, found)

@@ -27,8 +27,6 @@ from kernels.dense.split_k_reduce_sm90 import reduce_sharers, share_of, workspac
 from kernels.moe.expert_lookup_sm90 import active_experts, nth_expert, pairs_with, slots
 from kernels.moe.experts_scaled_sm90 import (
     BLOCK_K,
-    HALF,
-    ROWS,
     are_few,
     list_pairs,
     locate,
@@ -46,8 +44,12 @@ MIN_WIDTH = 128  # columns of an expert
 
 
 class Room(NamedTuple):
-    """Programs per SM, registers per thread of eight warps, and KB of stages per program."""
+    """Rows of a tile, programs per SM, registers per thread of all warps, and KB of stages per program.
 
+    A warp multiplies 16 rows.
+    """
+
+    rows: int
     programs: int
     registers: int
     shared_kb: int
@@ -55,39 +57,41 @@ class Room(NamedTuple):
 
 FEW_COLUMNS = gl.constexpr(8)  # which each warp multiplies; with 16, a warpgroup takes 5% less time
 PARTS = 2  # products per step: 8 KB of weights
-ROOM, ROOM_OF_FEW = Room(2, 128, 104), Room(3, 80, 68)
+ROOM, ROOM_OF_FEW = Room(64, 2, 128, 104), Room(64, 3, 80, 68)
 BLOCKS = gl.constexpr(8)  # of 32 columns in a box of weights
 WORDS = gl.constexpr(4 * BLOCKS.value)
 BOX = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))
 COPIED = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [1, 1], [1, 0]))
 EACH_8 = gl.constexpr(gl.BlockedLayout([8], [32], [1], [0]))
 SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-# Words of a box, in the order of the tensor cores.
-LOADED = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 4], [0, 8], [0, 16], [8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [],
-        [ROWS.value, WORDS.value],
-    )
-)  # fmt: skip
 
 
 @gluon.constexpr_function
-def _scale_layout(groups):
-    """Layout of the scales [groups x ROWS] of a product, each where the words are that it multiplies."""
-    registers = [[ROWS.value << i] for i in range(groups.bit_length() - 1)]
+def _box_layout(rows):
+    """Layout of the words of a box [rows, WORDS], in the order of the tensor cores."""
+    warps = [[16 << i, 0] for i in range((rows // 16).bit_length() - 1)]
     return gl.DistributedLinearLayout(
-        [*registers, [8]], [[0], [0], [1], [2], [4]], [[16], [32]], [], [groups * ROWS.value]
+        [[0, 4], [0, 8], [0, 16], [8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], warps, [], [rows, WORDS.value]
     )
+
+
+@gluon.constexpr_function
+def _scale_layout(groups, rows):
+    """Layout of the scales [groups x rows] of a product, each where the words are that it multiplies."""
+    registers = [[rows << i] for i in range(groups.bit_length() - 1)]
+    warps = [[16 << i] for i in range((rows // 16).bit_length() - 1)]
+    return gl.DistributedLinearLayout([*registers, [8]], [[0], [0], [1], [2], [4]], warps, [], [groups * rows])
 
 
 @gluon.jit
 def _load_weights(tile, e, column, w, w_shared, slot, ready, BOXES: gl.constexpr, GATE: gl.constexpr):
+    ROWS: gl.constexpr = w_shared.shape[1]
     mbarrier.expect(ready, BOXES * ROWS * WORDS * 4)
     for box in gl.static_range(BOXES):
         to, k = w_shared.index(slot * BOXES + box), column // 8 + box * WORDS
         if GATE:
-            to = to.reshape([1, HALF // 8, 2, 8, WORDS])
-            tma.async_copy_global_to_shared(w, [e, tile * (HALF // 8), 0, 0, k], ready, to)
+            to = to.reshape([1, ROWS // 16, 2, 8, WORDS])
+            tma.async_copy_global_to_shared(w, [e, tile * (ROWS // 16), 0, 0, k], ready, to)
         else:
             tma.async_copy_global_to_shared(w, [e, tile * ROWS, k], ready, to.reshape([1, ROWS, WORDS]))
 
@@ -104,13 +108,13 @@ def _copy_rows(pair, column, x, x_n, to, GATE: gl.constexpr, TOP_K: gl.constexpr
 @gluon.jit
 def _copy_scales(
     tile, e, index, scales, to, GATE: gl.constexpr, H: gl.constexpr, F: gl.constexpr,
-    GROUP: gl.constexpr, GROUPS: gl.constexpr, SPAN: gl.constexpr,
+    GROUP: gl.constexpr, GROUPS: gl.constexpr, SPAN: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """Copies the scales of a step's rows, every SPAN columns; the first is `index` columns after the first group's."""
     c = gl.arange(0, to.shape[0], layout=EACH_8)
     i, group = c % ROWS, (index + c // ROWS * SPAN) // GROUP
     if GATE:
-        f = tile * HALF + i // 16 * 8 + i % 8
+        f = tile * (ROWS // 2) + i // 16 * 8 + i % 8
         r, inside = i // 8 % 2 * F + f, f < F
     else:
         r, inside = tile * ROWS + i, tile * ROWS + i < H
@@ -129,6 +133,7 @@ def _load(
     STAGES: gl.constexpr = x_shared.shape[0]
     COLUMNS: gl.constexpr = x_shared.shape[1]
     PARTS: gl.constexpr = x_shared.shape[2] // BLOCK_K
+    ROWS: gl.constexpr = w_shared.shape[1]
     BEHIND: gl.constexpr = min(2, STAGES - 2)  # steps in flight when the next one is issued
     index = gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, COPIED))
     if FEW:
@@ -141,15 +146,17 @@ def _load(
     steps = end - begin
     for step in range(steps):
         slot = step % STAGES
-        tile, block, column = locate(begin + step, first_block, GATE, H, F, BEGIN, PARTS)
+        tile, block, column = locate(begin + step, first_block, GATE, H, F, BEGIN, PARTS, ROWS)
         pair, e = select_pair(block, pairs, FEW, COLUMNS), select_pair(block, experts, FEW, COLUMNS)
         mbarrier.wait(free.index(slot), step // STAGES % 2 ^ 1)
         if step >= STAGES:
             _load_weights(tile, e, column, w, w_shared, slot, ready.index(slot), PARTS // 2, GATE)
         _copy_rows(pair, column, x, x_n, x_shared.index(slot), GATE, TOP_K, H if GATE else F)
-        _copy_scales(tile, e, column + BEGIN, scales, scales_shared.index(slot), GATE, H, F, GROUP, GROUPS, SPAN)
+        of_step = scales_shared.index(slot)
+        _copy_scales(tile, e, column + BEGIN, scales, of_step, GATE, H, F, GROUP, GROUPS, SPAN, ROWS)
         if ZEROS:
-            _copy_scales(tile, e, column + BEGIN, zeros, zeros_shared.index(slot), GATE, H, F, GROUP, GROUPS, SPAN)
+            of_step = zeros_shared.index(slot)
+            _copy_scales(tile, e, column + BEGIN, zeros, of_step, GATE, H, F, GROUP, GROUPS, SPAN, ROWS)
         async_copy.commit_group()
         async_copy.wait_group(BEHIND)
         hopper.fence_async_shared()
@@ -167,9 +174,10 @@ def _load(
 @gluon.jit
 def _of_blocks(shared, part: gl.constexpr, SPAN: gl.constexpr, words):
     """Loads scales or zero points of a product's blocks of 32 columns: int32 [ROWS, 4], or [ROWS, 4, 2] if of 16."""
+    ROWS: gl.constexpr = words.shape[0]
     COUNT: gl.constexpr = BLOCK_K // SPAN
     LAYOUT: gl.constexpr = gl.SliceLayout(2, words.type.layout)
-    loaded = shared.slice(part * (COUNT * ROWS), COUNT * ROWS).load(_scale_layout(COUNT)).to(gl.int32)
+    loaded = shared.slice(part * (COUNT * ROWS), COUNT * ROWS).load(_scale_layout(COUNT, ROWS)).to(gl.int32)
     loaded = gl.permute(gl.reshape(loaded, [COUNT, ROWS]), (1, 0))
     if SPAN == 16:
         return gl.reshape(loaded, [ROWS, 4, 2])
@@ -186,7 +194,7 @@ def _numbers(
     A: gl.constexpr,
 ):  # fmt: skip
     """Converts a product's words [ROWS, 16] to bf16 [ROWS, BLOCK_K], low by the type's lift."""
-    words = gl.reshape(words, [ROWS, 4, 4])  # blocks of 32 columns, and their words
+    words = gl.reshape(words, [words.shape[0], 4, 4])  # blocks of 32 columns, and their words
     if E2M1:
         factors = e2m1_factors(_of_blocks(scales, part, SPAN, words), SPAN == 16)
         if SPAN == 16:
@@ -219,9 +227,10 @@ def _multiply(
     STAGES: gl.constexpr = x_shared.shape[0]
     COLUMNS: gl.constexpr = x_shared.shape[1]
     PARTS: gl.constexpr = x_shared.shape[2] // BLOCK_K
+    ROWS: gl.constexpr = w_shared.shape[1]
     STEPS: gl.constexpr = (BEGIN + (H if GATE else F) + PARTS * BLOCK_K - 1) // (PARTS * BLOCK_K)
     ASYNC: gl.constexpr = COLUMNS > FEW_COLUMNS
-    PRODUCT: gl.constexpr = product_layout(4, COLUMNS, ASYNC)
+    PRODUCT: gl.constexpr = product_layout(ROWS // 16, COLUMNS, ASYNC)
     B: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=PRODUCT, k_width=2)
     A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=PRODUCT, k_width=2)
     dtype: gl.constexpr = x_shared.dtype
@@ -242,7 +251,7 @@ def _multiply(
             sums, deps, factors = (), (), ()
             for part in gl.static_range(PARTS):
                 if part % 2 == 0:
-                    box = w_shared.index(slot * (PARTS // 2) + part // 2).load(LOADED)
+                    box = w_shared.index(slot * (PARTS // 2) + part // 2).load(_box_layout(ROWS))
                     left, right = gl.split(gl.permute(gl.reshape(box, [ROWS, 2, WORDS // 2]), (0, 2, 1)))
                 here = _numbers(
                     left if part % 2 == 0 else right, scales_shared.index(slot), zeros_shared.index(slot), part,
@@ -273,11 +282,11 @@ def _multiply(
             mbarrier.arrive(free.index(slot))
             step += 1
         whole = at // STEPS
-        tile, block, _ = locate(at, first_block, GATE, H, F, BEGIN, PARTS)
+        tile, block, _ = locate(at, first_block, GATE, H, F, BEGIN, PARTS, ROWS)
         pair, e = select_pair(block, pairs, FEW, COLUMNS), select_pair(block, experts, FEW, COLUMNS)
         if GATE:
-            y = gl.permute(gl.reshape(acc, [HALF // 8, 2, 8, COLUMNS]), (0, 2, 3, 1))
-            y, up = gl.split(gl.reshape(y, [HALF, COLUMNS, 2]))
+            y = gl.permute(gl.reshape(acc, [ROWS // 16, 2, 8, COLUMNS]), (0, 2, 3, 1))
+            y, up = gl.split(gl.reshape(y, [ROWS // 2, COLUMNS, 2]))
         else:
             y = acc
             up = y
@@ -318,13 +327,13 @@ def _experts_packed_kernel(
     w, scales, zeros, row_scales, x, ids, weights, bias, out, words, lists, x_n, P, first, clamp_at,
     TOP_K: gl.constexpr, EXPERTS: gl.constexpr, H: gl.constexpr, F: gl.constexpr, BLOCK_P: gl.constexpr,
     GROUP: gl.constexpr, GROUPS: gl.constexpr, BEGIN: gl.constexpr, SPAN: gl.constexpr, E2M1: gl.constexpr,
-    COLUMNS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, LISTS: gl.constexpr, GATE: gl.constexpr,
-    BIAS: gl.constexpr, CLAMP: gl.constexpr,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, LISTS: gl.constexpr,
+    GATE: gl.constexpr, BIAS: gl.constexpr, CLAMP: gl.constexpr,
 ):  # fmt: skip
     FEW: gl.constexpr = LISTS == 0
     K: gl.constexpr = H if GATE else F
     STEPS: gl.constexpr = (BEGIN + K + PARTS * BLOCK_K - 1) // (PARTS * BLOCK_K)
-    TILES: gl.constexpr = (F + HALF - 1) // HALF if GATE else (H + ROWS - 1) // ROWS
+    TILES: gl.constexpr = (2 * F + ROWS - 1) // ROWS if GATE else (H + ROWS - 1) // ROWS
     COUNT: gl.constexpr = PARTS * BLOCK_K // SPAN * ROWS  # scales of a step
     w_shared = gl.allocate_shared_memory(gl.int32, [STAGES * PARTS // 2, ROWS, WORDS], BOX)
     x_shared = gl.allocate_shared_memory(x.dtype.element_ty, [STAGES, COLUMNS, PARTS * BLOCK_K], SHARED)
@@ -359,7 +368,7 @@ def _experts_packed_kernel(
         tl.debug_barrier()
         experts = lists + COLUMNS
     for s in range(gl.minimum(end - begin, STAGES)):
-        tile, block, column = locate(begin + s, first_block, GATE, H, F, BEGIN, PARTS)
+        tile, block, column = locate(begin + s, first_block, GATE, H, F, BEGIN, PARTS, ROWS)
         e = select_pair(block, experts, FEW, COLUMNS)
         _load_weights(tile, e, column, w, w_shared, s, ready.index(s), PARTS // 2, GATE)
     if not ZEROS:
@@ -401,8 +410,9 @@ def room_of(columns: int) -> Room:
 
 def stages_of(columns: int, span: int, scale_bytes: int) -> int:
     """Returns how many stages fit a program's shared memory."""
-    product = BLOCK_K.value * (ROWS.value // 2 + 2 * columns) + BLOCK_K.value // span * ROWS.value * scale_bytes
-    return min(6, (room_of(columns).shared_kb << 10) // (PARTS * product))
+    room = room_of(columns)
+    product = BLOCK_K.value * (room.rows // 2 + 2 * columns) + BLOCK_K.value // span * room.rows * scale_bytes
+    return min(6, (room.shared_kb << 10) // (PARTS * product))
 
 
 def _is_supported(matrix: ScaledMatrix) -> bool:
@@ -447,20 +457,19 @@ def launch(
     """
     assert isinstance(gate_up, ScaledMatrix) and isinstance(down, ScaledMatrix)
     (N, H), (E, _, F), k = x.shape, down.shape, ids.shape[1]
-    P = N * k
+    P, room = N * k, room_of(columns)
     gates = TensorDescriptor(
         gate_up.data, [E, F // 8, 2, 8, H // 8], [2 * F * H // 8, H, F * H // 8, H // 8, 1],
-        [1, HALF.value // 8, 2, 8, WORDS.value],
+        [1, room.rows // 16, 2, 8, WORDS.value],
         gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=5),
     )  # fmt: skip
     downs = TensorDescriptor(
         down.data,
         [E, H, F // 8],
         [H * F // 8, F // 8, 1],
-        [1, ROWS.value, WORDS.value],
+        [1, room.rows, WORDS.value],
         gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=3),
     )
-    room = room_of(columns)
     programs = room.programs * sm_count(x.device)
     few = are_few(N, P, columns, programs)
     block_p = max(32 if few else 128, triton.next_power_of_2(P))
@@ -468,7 +477,7 @@ def launch(
         0 if few else triton.cdiv(min(block_p, E + block_p // columns), programs) + 2
     )  # blocks that a program lists
     lists = torch.empty(2, programs, max_blocks, columns + 8, dtype=torch.int32, device=x.device)
-    sums = workspace(x.device, programs * HALF.value * columns)
+    sums = workspace(x.device, programs * room.rows // 2 * columns)
     for gate, w, matrix, xs, bias, y in (
         (True, gates, gate_up, x, gate_up_bias, h),
         (False, downs, down, h, down_bias, outputs),
@@ -483,6 +492,7 @@ def launch(
             w, scales, zeros, row_scales, xs, ids, weights, bias, y, sums if gate else sums.view(torch.int32),
             lists[int(gate)], xs.stride(0) // 8, P, first, clamp_at,
             TOP_K=k, EXPERTS=E, H=H, F=F, BLOCK_P=block_p, **stored(matrix)[1], SPAN=span, E2M1=matrix.kind == "e2m1",
-            COLUMNS=columns, PARTS=PARTS, STAGES=stages_of(columns, span, scale_bytes), LISTS=max_blocks,
-            GATE=gate, BIAS=bias is not None, CLAMP=clamp, num_warps=4, maxnreg=room.registers, launch_pdl=True,
+            ROWS=room.rows, COLUMNS=columns, PARTS=PARTS, STAGES=stages_of(columns, span, scale_bytes),
+            LISTS=max_blocks, GATE=gate, BIAS=bias is not None, CLAMP=clamp,
+            num_warps=room.rows // 16, maxnreg=room.registers, launch_pdl=True,
         )  # fmt: skip

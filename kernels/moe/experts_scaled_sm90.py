@@ -72,11 +72,12 @@ def _words(words):
 def pairs_of(ids, P, first, EXPERTS: gl.constexpr, BLOCK_P: gl.constexpr, COLUMNS: gl.constexpr):
     """Finds each pair's local expert, or -1, and the running number of the experts' blocks."""
     BINS: gl.constexpr = max(32, triton.next_power_of_2(EXPERTS))
-    p = gl.arange(0, BLOCK_P, layout=gl.BlockedLayout([max(1, BLOCK_P // 128)], [32], [4], [0]))
+    WARPS: gl.constexpr = gl.num_warps()
+    p = gl.arange(0, BLOCK_P, layout=gl.BlockedLayout([max(1, BLOCK_P // (32 * WARPS))], [32], [WARPS], [0]))
     local = gl.load(ids + p, mask=p < P, other=-1) - first
     inside = (p < P) & (local >= 0) & (local < EXPERTS)
     local = gl.where(inside, local, -1)
-    each: gl.constexpr = gl.BlockedLayout([BINS // 32], [32], [4], [0])
+    each: gl.constexpr = gl.BlockedLayout([BINS // 32], [32], [WARPS], [0])
     counts = gl.histogram(gl.where(inside, local, 0), BINS, mask=inside, layout=each)
     return local, gl.associative_scan((counts + COLUMNS - 1) // COLUMNS, 0, add)
 
@@ -86,7 +87,7 @@ def list_pairs(row, block, local, ends, BLOCK_P: gl.constexpr, COLUMNS: gl.const
     """Lists a block's pairs in memory, -1 past the last one, and behind them its expert."""
     expert = gl.sum((ends <= block).to(gl.int32), 0)
     before = gl.max(gl.where(ends <= block, ends, 0), 0)
-    n = gl.arange(0, COLUMNS, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    n = gl.arange(0, COLUMNS, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     gl.store(row + n, gl.full_like(n, -1))
     gl.store(row + COLUMNS, expert)
     tl.debug_barrier()
@@ -98,8 +99,9 @@ def list_pairs(row, block, local, ends, BLOCK_P: gl.constexpr, COLUMNS: gl.const
 
 @gluon.jit
 def locate(at, first_block, GATE: gl.constexpr, H: gl.constexpr, F: gl.constexpr, BEGIN: gl.constexpr,
-            PARTS: gl.constexpr):  # fmt: skip
+            PARTS: gl.constexpr, ROWS: gl.constexpr):  # fmt: skip
     """Returns a step's tile of the expert's rows, its block among the program's, and its first column."""
+    HALF: gl.constexpr = ROWS // 2
     STEPS: gl.constexpr = (BEGIN + (H if GATE else F) + PARTS * BLOCK_K - 1) // (PARTS * BLOCK_K)
     TILES: gl.constexpr = (F + HALF - 1) // HALF if GATE else (H + ROWS - 1) // ROWS
     tile = at // STEPS
@@ -228,7 +230,7 @@ def _moe_scaled_sm90_kernel(
         tl.debug_barrier()
         experts = lists + COLUMNS
     for s in range(gl.minimum(steps, STAGES - 1)):
-        tile, block, column = locate(begin + s, first_block, GATE, H, F, BEGIN, PARTS)
+        tile, block, column = locate(begin + s, first_block, GATE, H, F, BEGIN, PARTS, ROWS)
         _load_weights(tile, select_pair(block, experts, FEW, COLUMNS), column, w, w_shared, s, ready, GATE)
     index = gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, COPIED))
     if FEW:
@@ -242,7 +244,7 @@ def _moe_scaled_sm90_kernel(
         gdc_launch_dependents()
     for s in range(STAGES - 1):
         if s < steps:
-            tile, block, column = locate(begin + s, first_block, GATE, H, F, BEGIN, PARTS)
+            tile, block, column = locate(begin + s, first_block, GATE, H, F, BEGIN, PARTS, ROWS)
             pair, e = select_pair(block, pairs, FEW, COLUMNS), select_pair(block, experts, FEW, COLUMNS)
             _copy_rows(pair, column, x, x_n, x_shared.index(s), GATE, TOP_K, K)
             _copy_scales(tile, e, column + BEGIN, scales, scales_shared.index(s), GATE, H, F, GROUP, GROUPS)
@@ -253,7 +255,9 @@ def _moe_scaled_sm90_kernel(
         acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout=PRODUCT)
         for _ in range(at, stop):
             slot, ahead = step % STAGES, step - 1 + STAGES
-            tile, block, column = locate(gl.minimum(begin + ahead, end - 1), first_block, GATE, H, F, BEGIN, PARTS)
+            tile, block, column = locate(
+                gl.minimum(begin + ahead, end - 1), first_block, GATE, H, F, BEGIN, PARTS, ROWS
+            )
             pair, e = select_pair(block, pairs, FEW, COLUMNS), select_pair(block, experts, FEW, COLUMNS)
             for part in gl.static_range(PARTS):
                 mbarrier.wait(ready[part].index(slot), step // STAGES % 2)
@@ -275,7 +279,7 @@ def _moe_scaled_sm90_kernel(
             acc += scale[:, None] * one + next_scale[:, None] * two
             step += 1
         whole = at // STEPS
-        tile, block, _ = locate(at, first_block, GATE, H, F, BEGIN, PARTS)
+        tile, block, _ = locate(at, first_block, GATE, H, F, BEGIN, PARTS, ROWS)
         pair, e = select_pair(block, pairs, FEW, COLUMNS), select_pair(block, experts, FEW, COLUMNS)
         if GATE:
             y = gl.permute(gl.reshape(acc, [HALF // 8, 2, 8, COLUMNS]), (0, 2, 3, 1))
