@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from kernels.dense import split_k_reduce_sm90
 from kernels.moe import expert_lookup_sm90, experts_scaled_sm90, experts_sm90
 from kernels.moe.expert_lookup_sm90 import active_experts, nth_expert, pairs_with, slots
-from kernels.moe.experts_scaled_sm90 import BLOCK_K, HALF, ROWS, are_few
+from kernels.moe.experts_scaled_sm90 import BLOCK_K, are_few
 
 Ints = NDArray[np.int32]
 
@@ -45,15 +46,14 @@ def language(monkeypatch: pytest.MonkeyPatch) -> None:
     gl = SimpleNamespace(
         arange=lambda start, stop, layout=None: np.arange(start, stop, dtype=np.int32),
         load=load, where=np.where, full_like=np.full_like, reduce_or=np.bitwise_or.reduce, max=np.max,
-        static_range=range, minimum=min, maximum=max,
+        static_range=range, minimum=min, maximum=max, num_warps=lambda: 4,
     )  # fmt: skip
     for module in (expert_lookup_sm90, experts_sm90, experts_scaled_sm90, split_k_reduce_sm90):
         monkeypatch.setattr(module, "gl", gl)
-    monkeypatch.setattr(expert_lookup_sm90, "_alike", lambda size: None)
+    monkeypatch.setattr(expert_lookup_sm90, "_alike", lambda size, warps: None)
     monkeypatch.setattr(expert_lookup_sm90, "_popcount", popcount)
     monkeypatch.setattr(split_k_reduce_sm90, "LEVELS", split_k_reduce_sm90.LEVELS.value)
-    for constant, name in ((BLOCK_K, "BLOCK_K"), (HALF, "HALF"), (ROWS, "ROWS")):
-        monkeypatch.setattr(experts_scaled_sm90, name, constant.value)
+    monkeypatch.setattr(experts_scaled_sm90, "BLOCK_K", BLOCK_K.value)
 
 
 def choices(N: int, k: int, experts: int, skewed: bool) -> Ints:
@@ -93,8 +93,8 @@ def test_programs_find_their_experts_and_pairs(
     assert [int(nth_expert.fn(places, j, E)) for j in range(count)] == touched.tolist()
     token = np.arange(columns, dtype=np.int32)
     of = slots.fn(Pointer(ids.ravel()), token, N, k)
-    for gate in (True, False):
-        width, tiles = (H, -(-F // HALF.value)) if gate else (F, -(-H // ROWS.value))
+    for gate, rows in product((True, False), (64, 128)):
+        width, tiles = (H, -(-2 * F // rows)) if gate else (F, -(-H // rows))
         steps = range(0, width, parts * BLOCK_K.value)
         wanted = [(tile, int(e), column) for e in touched for tile in range(tiles) for column in steps]
         found = []
@@ -103,7 +103,7 @@ def test_programs_find_their_experts_and_pairs(
             first_block = begin // (len(steps) * tiles)
             two = [nth_expert.fn(places, first_block + i, E) for i in range(2)]
             for at in range(begin, end):
-                tile, block, column = experts_scaled_sm90.locate.fn(at, first_block, gate, H, F, 0, parts)
+                tile, block, column = experts_scaled_sm90.locate.fn(at, first_block, gate, H, F, 0, parts, rows)
                 assert 0 <= block < 2
                 found.append((tile, int(experts_scaled_sm90.select_pair.fn(block, two, True, columns)), column))
         assert found == wanted
