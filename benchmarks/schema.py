@@ -16,7 +16,7 @@ from launch.inputs.command_parser import RUN, Settings
 CONF = Path(__file__).resolve().parent / "conf"
 POINTED = ("decode", "hopb", "multi-node", "prefill")  # kinds that time bench.points
 LIMITED = ("decode", "prefill")  # kinds that can cap a rank's GPU memory
-DRAFTED = ("none", "decode", "tune")  # kinds in which a model may draft
+DRAFTED = {"model": ("none", "decode", "tune"), "sparse": ("none", "decode", "serve", "tune")}  # kinds, by drafter
 
 
 @dataclass
@@ -129,10 +129,11 @@ def check(config: LabConfig) -> None:
         )
     if bench.kind in POINTED:
         bench_points(bench)
-    if speculation.drafter in ("model", "sparse") and bench.kind not in DRAFTED:
+    kinds = DRAFTED.get(speculation.drafter)
+    if kinds is not None and bench.kind not in kinds:
         raise ValueError(
             f"bench.kind={bench.kind} cannot time speculation.drafter={speculation.drafter}: set speculation=none, or "
-            "bench=none, decode or tune"
+            f"bench={', '.join(kinds[:-1])} or {kinds[-1]}"
         )
     if config.serve.socket is not None and bench.kind != "none":
         raise ValueError(f"serve.socket={config.serve.socket} and bench={bench.kind} cannot be combined: leave one out")

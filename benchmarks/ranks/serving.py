@@ -17,6 +17,7 @@ import numpy as np
 
 from benchmarks.ranks import prefix_traces
 from benchmarks.ranks.offline import OFFLINE_LOADS
+from benchmarks.ranks.steps import randomize
 from benchmarks.ranks.synthetic import apply_synthetic
 from benchmarks.ranks.timed_client import Arrival, Client, RequestTiming
 from benchmarks.schema import lab
@@ -175,6 +176,27 @@ def poisson(client: Client, small: int) -> Iterator[dict[str, Any]]:
             }  # fmt: skip
 
 
+def crowd(client: Client, small: int) -> Iterator[dict[str, Any]]:
+    """Measures a full batch's tokens per second: three times as many requests as slots, all at once.
+
+    It counts from when half a batch has ended until none waits any more: Vegas (arXiv:2602.07223), appendix E.3. The
+    contexts are as many as slots, so set attention.shared_prefix=none: two sequences may have the same.
+    """
+    rng, slots, length = random.Random(7), client.engine.runner.sizes.slots, 32 * K // small
+    contexts = [client.context(length) for _ in range(slots)]
+    new = [rng.randrange(128, 512) if small == 1 else rng.randrange(4, 12) for _ in range(3 * slots)]
+    requests = [client.request(contexts[i % slots], 1, n) for i, n in enumerate(new)]
+    seen = client.serve([Arrival(0.0, request) for request in requests])
+    if client.leads:
+        begin = sorted(s.token_times[-1] for s in seen.values())[slots // 2]
+        end = max(s.token_times[0] for s in seen.values())
+        tokens = sum(begin <= at < end for s in seen.values() for at in s.token_times)
+        yield {
+            "trace": "crowd", "batch": slots, "length": length, "requests": len(requests),
+            "seconds": end - begin, "tokens_per_s": tokens / (end - begin),
+        }  # fmt: skip
+
+
 TRACES: dict[str, Callable[[Client, int], Iterator[dict[str, Any]]]] = {
     "streams": streams,
     "first_tokens": first_tokens,
@@ -182,7 +204,8 @@ TRACES: dict[str, Callable[[Client, int], Iterator[dict[str, Any]]]] = {
     "offline": offline,
     "poisson": poisson,
 }
-NAMED = {"prefixes": prefix_traces.prefixes}  # which run only if they are named: they need settings of their own
+# Those that run only if they are named: they need settings of their own.
+NAMED = {"prefixes": prefix_traces.prefixes, "crowd": crowd}
 
 
 def run(task: Task) -> JobResult:
@@ -202,9 +225,7 @@ def run(task: Task) -> JobResult:
     slots, auto = max_slots(plan.config, comm.device.type), plan.config.decode.max_batch == "auto"
     engine = build_engine(plan.layout, model, plan.config, slots, wanted, fewer=auto)
     apply_synthetic(engine.runner, lab(plan.config))
-    for tensor in engine.runner.cache.tensors:
-        for layer in tensor:
-            layer.normal_()
+    randomize(engine.runner, plan.config.seed + comm.rank)
     task.phases.mark("build")
     if comm.device.type == "cuda":
         engine.warmup({DecodeGraphKey()}, mark=task.phases.mark, chunks=True)

@@ -183,6 +183,17 @@ def blocks_fetched(cache: OffloadedCache, comm: Communicator, steps: int) -> dic
 
 def fill(runner: ModelRunner, batch: int, length: int, reserved: int, seed: int) -> None:
     """Fills the cache with random keys and values for `batch` sequences of `length` tokens."""
+    randomize(runner, seed)
+    allocator = RequestAllocator(runner)
+    for slot in range(batch):
+        runner.admit(allocator.new_request(slot, reserved))
+    rewind(runner, batch, length)
+    lengths = runner.state.lengths[:batch]
+    runner.cache.fold(runner.state.span(batch, torch.zeros_like(lengths), lengths, length))
+
+
+def randomize(runner: ModelRunner, seed: int) -> None:
+    """Fills the cache, and a draft model's, with random numbers."""
     generator = torch.Generator(runner.device).manual_seed(seed)
     caches = [runner.cache, *([runner.drafter.cache] if isinstance(runner.drafter, ModelDrafter) else [])]
     for name, tensor in (named for cache in caches for group in cache.groups for named in group.tensors.items()):
@@ -196,12 +207,6 @@ def fill(runner: ModelRunner, batch: int, length: int, reserved: int, seed: int)
                     pages.copy_(torch.randn(pages.shape, generator=generator, device=pages.device))
             else:
                 layer.normal_(generator=generator)
-    allocator = RequestAllocator(runner)
-    for slot in range(batch):
-        runner.admit(allocator.new_request(slot, reserved))
-    rewind(runner, batch, length)
-    lengths = runner.state.lengths[:batch]
-    runner.cache.fold(runner.state.span(batch, torch.zeros_like(lengths), lengths, length))
 
 
 def rewind(runner: ModelRunner, batch: int, length: int) -> None:
