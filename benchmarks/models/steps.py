@@ -5,8 +5,8 @@ over all GPUs of this machine. TTL (time per token) is compared with the ideal: 
 and all KV, each once, over all GPUs at the measured read ceiling, whatever the layout.
 
 `sparse-steps` times 1 to 8 sequences of 8K to 1M tokens with dense attention, then with 8 and with 32 selected blocks
-of 128, from the first token on: one job each, in one layout. A row's `sparse` says what queries read, and is null for
-dense attention. On one GPU, and on eight ranks that it emulates:
+of 128, from the first token on: in turns over the same cache, in one layout. A row's `sparse` says what queries read,
+and is null for dense attention. On one GPU, and on eight ranks that it emulates:
 
   helix bench sparse-steps
   helix bench sparse-steps ranks=8
@@ -50,10 +50,12 @@ ROOMY = ("kv.memory_fraction=0.95",)  # so that an H200 holds 2 x 1M tokens of Q
 LENGTHS = (8 * K, 32 * K, 128 * K, 512 * K, M)
 BATCHES = (1, 2, 4, 8)
 POLICY_POINTS = [(1, 128 * K), (1, 512 * K), (4, 128 * K)]  # that one GPU holds for each of SPARSE_MODELS
-BUDGETS: tuple[tuple[str, ...], ...] = (
-    (),
-    *(("attention=block_sparse", f"attention.num_blocks={topk}", "attention.from_tokens=0") for topk in (8, 32)),
-)
+BUDGETS = (
+    (
+        "attention=block_sparse", "attention.num_blocks=32", "attention.from_tokens=0",
+        'bench.variants=["attention.policy=dense","attention.num_blocks=8","attention.num_blocks=32"]',
+    ),
+)  # fmt: skip
 POLICIES: tuple[tuple[str, ...], ...] = (
     (),
     *((f"attention={policy}", "attention.from_tokens=0") for policy in ("block_sparse", "parts", "quest", "window")),
@@ -63,7 +65,7 @@ POLICIES: tuple[tuple[str, ...], ...] = (
 def time_job(works: list[Workload], layout: HelixLayout, overrides: list[str]) -> list[Row]:
     """Runs one job over the workloads of one model; returns the figures of each, or the error (mostly out of memory).
 
-    With `bench.gammas` among the overrides a workload has a row for each number of drafts.
+    With `bench.gammas` or `bench.variants` among the overrides a workload has a row for each of them.
 
     Raises:
         KeyboardInterrupt: the job was interrupted; start no other.
@@ -135,9 +137,9 @@ def measure_sparse(
     ctx: BenchContext, works: list[Workload], spec: DecoderSpec, layout: HelixLayout, overrides: list[str]
 ) -> Iterator[Row]:
     """Yields the rows of a job with what its queries read: `sparse` is None for dense attention."""
-    read = budget(compose_config(overrides))
-    attention = "dense" if read is None else f"block_sparse, k={read.topk} of {read.block // read.parts}"
     for row in time_job(works, layout, overrides):
+        read = budget(compose_config([*overrides, *row.get("variant", "").split()]))
+        attention = "dense" if read is None else f"block_sparse, k={read.topk} of {read.block // read.parts}"
         about = {"layers": len(spec.layers), "attention": attention}
         yield row | about | {"sparse": None if read is None else asdict(read)}
 

@@ -10,7 +10,7 @@ from helix.checks import check
 from helix.schema import build
 
 # They do not change what the cache holds.
-KEYS = ("attention.num_blocks", "bench.repeat", "kv.offload_prefetch")
+KEYS = ("attention.policy", "attention.num_blocks", "bench.repeat", "kv.offload_prefetch")
 
 
 def variants(config: LabConfig) -> dict[str, LabConfig]:
