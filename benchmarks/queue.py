@@ -8,12 +8,14 @@ A line of LIST is a job: its name, its number of GPUs, its time limit in seconds
 Jobs start in this order as soon as their GPUs are free; a waiting job holds up those after it. A job that takes
 all GPUs starts its ranks early: they import while the job before it runs, then wait for the GPUs.
 
-  to        directory for one log per job, and for `$ROWS`, where commands append their records
+  to        directory for one log per job, and for `$ROWS`, where commands append their records, and the queue what
+            each job cost: `ledger.jsonl`, with its GPUs and seconds
   seconds   time limit: running jobs are then killed and no other starts (default 540)
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -108,6 +110,7 @@ class Queue:
             time.sleep(POLL_S)
         for one in self.running:
             one.end()
+            self._note(one, "time is up")
             yield f"{time.monotonic() - begin:6.1f} s  {one.job.name}: time is up"
         if self.jobs:
             yield f"not begun: {', '.join(job.name for job in self.jobs)}"
@@ -124,7 +127,17 @@ class Queue:
                     continue
                 self.free |= one.gpus
                 how = f"ended after its {one.job.seconds:.0f} s" if late else f"exit code {code}"
+                self._note(one, how)
                 yield f"{one.job.name}: {how}, {time.monotonic() - one.since:.0f} s"
+
+    def _note(self, one: RunningJob, how: str) -> None:
+        """Appends to the ledger what a job cost; one that waited for its GPUs cost nothing."""
+        if one.since is None:
+            return
+        row = {"name": "ledger", "commit": os.environ.get("HELIX_COMMIT"), "job": one.job.name, "gpus": len(one.gpus)}
+        row |= {"seconds": round(time.monotonic() - one.since, 1), "end": how, "command": one.job.command}
+        with (self.to / "rows" / "ledger.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
 
     def _started(self) -> Iterator[str]:
         waiting = [one for one in self.running if one.since is None]

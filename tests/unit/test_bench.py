@@ -289,6 +289,10 @@ def test_jobs_have_gpus_of_their_own_in_the_order_of_the_list(tmp_path: Path) ->
     assert starts == ["a", "b", "both", "last"]
     assert output.index("both on 0, 1") > next(i for i, line in enumerate(output) if line.startswith("b: exit code 0"))
     assert output[-1].startswith("last: exit code 3")
+    ledger = [json.loads(line) for line in (tmp_path / "rows" / "ledger.jsonl").read_text().splitlines()]
+    assert sorted((row["job"], row["gpus"], row["end"]) for row in ledger) == [
+        ("a", 1, "exit code 0"), ("b", 1, "exit code 0"), ("both", 2, "exit code 0"), ("last", 1, "exit code 3")
+    ]  # fmt: skip
 
 
 def test_a_job_of_all_gpus_starts_early_and_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,6 +317,8 @@ def test_late_jobs_are_ended_and_time_is_up(tmp_path: Path, monkeypatch: pytest.
     output = [*Queue(jobs, 1, tmp_path).run(1.5)]
     assert any("late: ended after its 0 s" in line for line in output)
     assert "cut: time is up" in output[-2] and output[-1] == "not begun: never"
+    ledger = [json.loads(line) for line in (tmp_path / "rows" / "ledger.jsonl").read_text().splitlines()]
+    assert [(row["job"], row["end"]) for row in ledger] == [("late", "ended after its 0 s"), ("cut", "time is up")]
     with pytest.raises(ValueError, match="wide takes 2 GPUs, and there are 1"):
         Queue([QueuedJob("wide", 2, 1, "true")], 1, tmp_path)
 
