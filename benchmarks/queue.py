@@ -134,7 +134,12 @@ class Queue:
         """Appends to the ledger what a job cost; one that waited for its GPUs cost nothing."""
         if one.since is None:
             return
-        row = {"name": "ledger", "commit": os.environ.get("HELIX_COMMIT"), "job": one.job.name, "gpus": len(one.gpus)}
+        row: dict[str, Any] = {
+            "name": "ledger",
+            "commit": os.environ.get("HELIX_COMMIT"),
+            "job": one.job.name,
+            "gpus": len(one.gpus),
+        }
         row |= {"seconds": round(time.monotonic() - one.since, 1), "end": how, "command": one.job.command}
         with (self.to / "rows" / "ledger.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
