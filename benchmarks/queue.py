@@ -135,14 +135,13 @@ class Queue:
         if one.since is None:
             return
         row: dict[str, Any] = {
-            "name": "ledger",
-            "commit": os.environ.get("HELIX_COMMIT"),
             "job": one.job.name,
             "gpus": len(one.gpus),
+            "seconds": round(time.monotonic() - one.since, 1),
         }
-        row |= {"seconds": round(time.monotonic() - one.since, 1), "end": how, "command": one.job.command}
+        row |= {"end": how, "command": one.job.command, "commit": os.environ.get("HELIX_COMMIT")}
         with (self.to / "rows" / "ledger.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps({"name": "ledger", **row}) + "\n")
 
     def _started(self) -> Iterator[str]:
         waiting = [one for one in self.running if one.since is None]

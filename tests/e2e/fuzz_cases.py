@@ -471,6 +471,7 @@ OF: dict[str, Callable[[DecoderSpec], bool]] = {
     "no states": lambda spec: not spec.has_states,
     "indexers": lambda spec: bool(spec.indexers),
     "latents": lambda spec: spec.attention.latent is not None,
+    "keys and values": lambda spec: spec.attention.latent is None,
     "whole": _whole,
     "windows": lambda spec: not spec.full,
     "dense": lambda spec: spec.experts is None,
