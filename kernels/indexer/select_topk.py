@@ -19,7 +19,16 @@ import triton
 import triton.language as tl
 
 from kernels import dispatch
-from kernels.indexer.keys import DIGITS, SCORE_PASSES, at_least, begin_alike, digit_of, find_bound, keys_of
+from kernels.indexer.keys import (
+    DIGITS,
+    SCORE_PASSES,
+    at_least,
+    begin_alike,
+    digit_of,
+    find_bound,
+    keys_of,
+    score_codes,
+)
 from kernels.indexer.reference import Shard
 from kernels.indexer.reference import index_topk as reference
 from kernels.indexer.select_topk_many_rows import index_topk_many_rows
@@ -28,6 +37,7 @@ from kernels.overlap import pdl_options, sm_count, start_successor, wait_for_pre
 TILE = 1024  # scores per program and iteration
 PROGRAMS = 4  # per SM
 COUNTED = tl.constexpr(2)  # digits counted before undecided keys are listed
+UNCOUNTED = tl.constexpr((1 << 8 * (SCORE_PASSES - COUNTED.value)) - 1)  # the other digits of a score
 FEW_ROWS = 32  # with several programs each
 PLANES = COUNTED.value + 1  # of counters per row that launches add to: counts of its digits, and a ticket
 LISTED = 1024  # listed keys of all ranks that a program keeps in registers
@@ -88,41 +98,60 @@ def _count_digits_kernel(
 
 
 @triton.jit
+def _differ(scored, length, bound, SHIFT: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr):
+    """Returns whether a row has different scores with the digits of `bound`."""
+    least = tl.full([TILE], UNCOUNTED, tl.int32)
+    most = tl.zeros([TILE], tl.int32)
+    for at in range(0, length, TILE):
+        j = at + tl.arange(0, TILE)
+        code = score_codes(tl.load(scored + j, mask=j < length, other=0.0))
+        among = (j < length) & (code >> (SHIFT - BITS) == (bound >> SHIFT) & 0xFFFFFFFF)
+        rest = (code & UNCOUNTED).to(tl.int32)
+        least = tl.minimum(least, tl.where(among, rest, UNCOUNTED))
+        most = tl.maximum(most, tl.where(among, rest, 0))
+    return tl.min(least, 0) != tl.max(most, 0)
+
+
+@triton.jit
 def _list_topk(
     scored, listed, length, bound, cycle_index, cap,
     SHIFT: tl.constexpr, CYCLE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Lists the `cap` largest of more keys with the digits of `bound`; one program reads the whole row several times.
+    """Lists the `cap` largest of more keys with the digits of `bound`; one program reads the row.
 
-    Only equal scores are that many.
+    Only equal scores are that many, mostly all of them: then these are the first in order, and no digit is sought.
     """
     low = bound
     want = cap
     digit = tl.arange(0, 256)
-    for write_at in range(SHIFT // 8):
-        at_bit = SHIFT - 8 - 8 * write_at
-        counts = tl.zeros([256], tl.int32)
-        for at in range(0, length, TILE):
-            j = at + tl.arange(0, TILE)
-            inside = j < length
-            x = tl.load(scored + j, mask=inside, other=0.0)
-            keys = keys_of(x, j, cycle_index, CYCLE, BLOCK_TOKENS, BITS)
-            counted = inside & (keys >> (at_bit + 8) == low >> (at_bit + 8))
-            counts += tl.histogram(((keys >> at_bit) & 255).to(tl.int32), 256, mask=counted)
-        reach = tl.cumsum(counts, 0, reverse=True)
-        found = tl.sum((reach >= want).to(tl.int32), 0) - 1
-        want -= tl.max(tl.where(digit == found + 1, reach, 0), 0)
-        low += found.to(tl.int64) << at_bit
-    done = want * 0
-    for at in range(0, length, TILE):
+    if _differ(scored, length, bound, SHIFT, BITS, TILE):
+        for write_at in range(SHIFT // 8):
+            at_bit = SHIFT - 8 - 8 * write_at
+            counts = tl.zeros([256], tl.int32)
+            for at in range(0, length, TILE):
+                j = at + tl.arange(0, TILE)
+                inside = j < length
+                x = tl.load(scored + j, mask=inside, other=0.0)
+                keys = keys_of(x, j, cycle_index, CYCLE, BLOCK_TOKENS, BITS)
+                counted = inside & (keys >> (at_bit + 8) == low >> (at_bit + 8))
+                counts += tl.histogram(((keys >> at_bit) & 255).to(tl.int32), 256, mask=counted)
+            reach = tl.cumsum(counts, 0, reverse=True)
+            found = tl.sum((reach >= want).to(tl.int32), 0) - 1
+            want -= tl.max(tl.where(digit == found + 1, reach, 0), 0)
+            low += found.to(tl.int64) << at_bit
+    done = cap * 0
+    at = done
+    while (at < length) & (done < cap):
         j = at + tl.arange(0, TILE)
         inside = j < length
         x = tl.load(scored + j, mask=inside, other=0.0)
         keys = keys_of(x, j, cycle_index, CYCLE, BLOCK_TOKENS, BITS)
         counts_out = (inside & at_least(keys, low) & (keys >> SHIFT == bound >> SHIFT)).to(tl.int32)
-        tl.store(listed + done + tl.cumsum(counts_out, 0), keys, mask=counts_out > 0)  # after their number
+        to = done + tl.cumsum(counts_out, 0)  # after their number
+        tl.store(listed + to, keys, mask=(counts_out > 0) & (to <= cap))
         done += tl.sum(counts_out, 0)
-    tl.store(listed, done.to(tl.int64))
+        at += TILE
+    tl.store(listed, tl.minimum(done, cap).to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["N", "parts", "cap", "kvp_rank"])

@@ -106,7 +106,7 @@ WAYS = {(index_topk, 32): "few", (index_topk, 0): "many", (reference, 0): "refer
             *product(
                 WAYS,
                 [(1, 16, 16, 8), (2, 1, 16, 5), (3, 16, 7, 40), (8, 16, 16, 33), (4, 64, 16, 1)],
-                ["apart", "near", "steps", "tied", "zeros"],
+                ["apart", "near", "steps", "tied", "zeros", "equal"],
             )
         ],
         lambda algorithm, shape, kind: f"{'-'.join(map(str, (kind, *shape)))}-{WAYS[algorithm]}",
@@ -131,6 +131,8 @@ def test_the_best_of_all_ranks(
         scores = 1 + scores.round() * 2**-23
     elif kind == "tied":
         scores = scores.round() / 4
+    elif kind == "equal":
+        scores = torch.full_like(scores, -0.5)
     elif kind == "zeros":
         scores = torch.where(scores > 14, scores, scores * 0)  # of either sign
     for counted in (False, op is index_topk):
