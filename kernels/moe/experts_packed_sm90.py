@@ -472,7 +472,8 @@ def launch(
     )
     programs = room.programs * sm_count(x.device)
     few = are_few(N, P, columns, programs)
-    block_p = max(32 if few else 128, triton.next_power_of_2(P))
+    # Of pairs that are counted, every thread has one at least.
+    block_p = max(32 if few else 2 * room.rows, triton.next_power_of_2(P))
     max_blocks = (
         0 if few else triton.cdiv(min(block_p, E + block_p // columns), programs) + 2
     )  # blocks that a program lists
