@@ -176,7 +176,7 @@ def poisson(client: Client, small: int) -> Iterator[dict[str, Any]]:
             }  # fmt: skip
 
 
-def crowd(client: Client, small: int) -> Iterator[dict[str, Any]]:
+def full_batch(client: Client, small: int) -> Iterator[dict[str, Any]]:
     """Measures a full batch's tokens per second: three times as many requests as slots, all at once.
 
     It counts from when half a batch has ended until none waits any more: Vegas (arXiv:2602.07223), appendix E.3. The
@@ -192,7 +192,7 @@ def crowd(client: Client, small: int) -> Iterator[dict[str, Any]]:
         end = max(s.token_times[0] for s in seen.values())
         tokens = sum(begin <= at < end for s in seen.values() for at in s.token_times)
         yield {
-            "trace": "crowd", "batch": slots, "length": length, "requests": len(requests),
+            "trace": "full batch", "batch": slots, "length": length, "requests": len(requests),
             "seconds": end - begin, "tokens_per_s": tokens / (end - begin),
         }  # fmt: skip
 
@@ -205,7 +205,7 @@ TRACES: dict[str, Callable[[Client, int], Iterator[dict[str, Any]]]] = {
     "poisson": poisson,
 }
 # Those that run only if they are named: they need settings of their own.
-NAMED = {"prefixes": prefix_traces.prefixes, "crowd": crowd}
+NAMED = {"prefixes": prefix_traces.prefixes, "full_batch": full_batch}
 
 
 def run(task: Task) -> JobResult:

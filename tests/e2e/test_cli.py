@@ -370,10 +370,10 @@ def test_drafts_of_selections_and_states_are_timed(tmp_path: Path, family: str, 
     assert [json.loads(line)["tokens_per_step"] for line in output.read_text().splitlines()] == [1, 3]
 
 
-def test_a_crowd_with_drafts_is_served_until_none_waits(tmp_path: Path) -> None:
+def test_a_full_batch_with_drafts_is_served_until_none_waits(tmp_path: Path) -> None:
     output = tmp_path / "record.json"
     ended = run(
-        tmp_path, f"model.path={checkpoint(FAMILY)}", "model.load=random", "bench=serve", "bench.traces=[crowd]",
+        tmp_path, f"model.path={checkpoint(FAMILY)}", "model.load=random", "bench=serve", "bench.traces=[full_batch]",
         "decode.max_batch=3", "attention.shared_prefix=none", "speculation=sparse", "speculation.gamma=2",
         "bench.acceptance=1", "layout.kvp=2", f"record={output}", command=LABORATORY,
     )  # fmt: skip
