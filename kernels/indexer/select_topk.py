@@ -105,7 +105,7 @@ def _differ(scored, length, bound, SHIFT: tl.constexpr, BITS: tl.constexpr, TILE
     for at in range(0, length, TILE):
         j = at + tl.arange(0, TILE)
         code = score_codes(tl.load(scored + j, mask=j < length, other=0.0))
-        among = (j < length) & (code >> (SHIFT - BITS) == (bound >> SHIFT) & 0xFFFFFFFF)
+        among = (j < length) & (code >> (SHIFT - BITS) == (bound >> SHIFT) & 0xFFFF)  # keys may have 64 bits
         rest = (code & UNCOUNTED).to(tl.int32)
         least = tl.minimum(least, tl.where(among, rest, UNCOUNTED))
         most = tl.maximum(most, tl.where(among, rest, 0))
