@@ -8,13 +8,13 @@ ranks. A single process sends to itself, and no link is crossed.
 A message to rank `to` arrives as if from rank `to`; messages between the two emulated ranks keep their sender. So two
 processes that emulate two ranks compute exactly what two ranks compute.
 
-Output tokens are meaningless, and those of the vocabulary's shares that no process holds have zero embeddings:
-benchmarks draw no such tokens (`benchmarks.ranks.synthetic.vocab_held`). Times lack two effects of W GPUs: more ranks
-to wait for, and a busier switch. Where slices of rows do not divide evenly among owners, or differ in size (hidden size
-2880), they are reduced in one shot, or by NCCL if there are too many; messages that exceed the LL buffers go over NCCL,
-too. The bytes are the same. Decode steps of 1 to 8 and 32 rows send no such messages. In mode dp the rows gathered from
-absent ranks repeat the rows of the two processes, so they select fewer experts than W ranks' rows would: MoE steps are
-too short.
+Output tokens are meaningless. Most of the vocabulary is on no process, and tokens without a row have zero embeddings,
+so benchmarks draw from rank 0's share (`benchmarks.ranks.synthetic.vocab_held`). Times lack two effects of W GPUs: more
+ranks to wait for, and a busier switch. Where slices of rows do not divide evenly among owners, or differ in size
+(hidden size 2880), they are reduced in one shot, or by NCCL if there are too many; messages that exceed the LL buffers
+go over NCCL, too. The bytes are the same. Decode steps of 1 to 8 and 32 rows send no such messages. In mode dp the rows
+gathered from absent ranks repeat the rows of the two processes, so they select fewer experts than W ranks' rows would:
+MoE steps are too short.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from launch.inputs.hardware import hardware_of
 from launch.inputs.shapes import load_spec
 
 KEY = ("model", "layout", "drafter", "batch", "length", "gamma")
-OWN_OPTIONS = {"glm-5.2": ["kv.dtype=fp8"]}  # of the record own-drafts
+BESIDE_MTP = {"glm-5.2": ["kv.dtype=fp8"]}  # options of the record self-drafts-and-mtp
 
 
 def whole(rows: list[Row]) -> list[Row]:
@@ -55,16 +55,16 @@ def predicted() -> Cells:
     return table
 
 
-def own_drafts() -> list[Row]:
+def self_drafts_and_mtp() -> list[Row]:
     """Returns self-drafts and MTP drafts of the same models, with what the planner predicts and gains at two rates."""
     found = []
-    timed = results("own-drafts.emulated-8", *KEY)
+    timed = results("self-drafts-and-mtp.emulated-8", *KEY)
     for rows in grouped(timed, "model", "drafter", "batch", "length").values():
         plain = next(r["ttl_p50_us"] for r in rows if not r["gamma"])
         for row in (r for r in rows if r["gamma"]):
             over = row["ttl_p50_us"] / plain
             gains = {f"gain_{rate}": expected_tokens(row["gamma"], rate / 100) / over for rate in (80, 90)}
-            predicted_us = _predict_us(row, OWN_OPTIONS.get(row["model"], []))
+            predicted_us = _predict_us(row, BESIDE_MTP.get(row["model"], []))
             found.append(row | {"plain_us": plain, "predicted_us": predicted_us} | gains)
     return found
 
