@@ -8,8 +8,6 @@ several steps ahead, weights by TMA, and by 16-byte copies the rows of x or h an
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -42,22 +40,10 @@ MAX_PAIRS = 16384  # which each program looks through
 MAX_EACH = 48  # pairs of each expert, by H200 timings
 MIN_WIDTH = 128  # columns of an expert
 
-
-class Room(NamedTuple):
-    """Rows of a tile, programs per SM, registers per thread of all warps, and KB of stages per program.
-
-    A warp multiplies 16 rows.
-    """
-
-    rows: int
-    programs: int
-    registers: int
-    shared_kb: int
-
-
 FEW_COLUMNS = gl.constexpr(8)  # which each warp multiplies; with 16, a warpgroup takes 5% less time
-PARTS = 2  # products per step: 8 KB of weights
-ROOM, ROOM_OF_FEW = Room(64, 2, 128, 104), Room(64, 3, 80, 68)
+PARTS = 2  # products per step: 16 KB of weights
+ROWS = 128  # of a tile: 16 for each warp that multiplies
+PROGRAMS, REGISTERS, SHARED_KB = 2, 80, 104  # programs of an SM, registers of a thread, and KB of a program's stages
 BLOCKS = gl.constexpr(8)  # of 32 columns in a box of weights
 WORDS = gl.constexpr(4 * BLOCKS.value)
 BOX = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))
@@ -403,16 +389,10 @@ def span_of(matrix: ScaledMatrix) -> int:
     return BLOCK_K.value if matrix.kind == "int4" and matrix.wide_groups else min(matrix.group, PACKED_BLOCK)
 
 
-def room_of(columns: int) -> Room:
-    """Returns how programs share an SM."""
-    return ROOM_OF_FEW if columns <= FEW_COLUMNS.value else ROOM
-
-
 def stages_of(columns: int, span: int, scale_bytes: int) -> int:
     """Returns how many stages fit a program's shared memory."""
-    room = room_of(columns)
-    product = BLOCK_K.value * (room.rows // 2 + 2 * columns) + BLOCK_K.value // span * room.rows * scale_bytes
-    return min(6, (room.shared_kb << 10) // (PARTS * product))
+    product = BLOCK_K.value * (ROWS // 2 + 2 * columns) + BLOCK_K.value // span * ROWS * scale_bytes
+    return min(6, (SHARED_KB << 10) // (PARTS * product))
 
 
 def _is_supported(matrix: ScaledMatrix) -> bool:
@@ -457,28 +437,28 @@ def launch(
     """
     assert isinstance(gate_up, ScaledMatrix) and isinstance(down, ScaledMatrix)
     (N, H), (E, _, F), k = x.shape, down.shape, ids.shape[1]
-    P, room = N * k, room_of(columns)
+    P = N * k
     gates = TensorDescriptor(
         gate_up.data, [E, F // 8, 2, 8, H // 8], [2 * F * H // 8, H, F * H // 8, H // 8, 1],
-        [1, room.rows // 16, 2, 8, WORDS.value],
+        [1, ROWS // 16, 2, 8, WORDS.value],
         gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=5),
     )  # fmt: skip
     downs = TensorDescriptor(
         down.data,
         [E, H, F // 8],
         [H * F // 8, F // 8, 1],
-        [1, room.rows, WORDS.value],
+        [1, ROWS, WORDS.value],
         gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=3),
     )
-    programs = room.programs * sm_count(x.device)
+    programs = PROGRAMS * sm_count(x.device)
     few = are_few(N, P, columns, programs)
     # Of pairs that are counted, every thread has one at least.
-    block_p = max(32 if few else 2 * room.rows, triton.next_power_of_2(P))
+    block_p = max(32 if few else 2 * ROWS, triton.next_power_of_2(P))
     max_blocks = (
         0 if few else triton.cdiv(min(block_p, E + block_p // columns), programs) + 2
     )  # blocks that a program lists
     lists = torch.empty(2, programs, max_blocks, columns + 8, dtype=torch.int32, device=x.device)
-    sums = workspace(x.device, programs * room.rows // 2 * columns)
+    sums = workspace(x.device, programs * ROWS // 2 * columns)
     for gate, w, matrix, xs, bias, y in (
         (True, gates, gate_up, x, gate_up_bias, h),
         (False, downs, down, h, down_bias, outputs),
@@ -493,7 +473,7 @@ def launch(
             w, scales, zeros, row_scales, xs, ids, weights, bias, y, sums if gate else sums.view(torch.int32),
             lists[int(gate)], xs.stride(0) // 8, P, first, clamp_at,
             TOP_K=k, EXPERTS=E, H=H, F=F, BLOCK_P=block_p, **stored(matrix)[1], SPAN=span, E2M1=matrix.kind == "e2m1",
-            ROWS=room.rows, COLUMNS=columns, PARTS=PARTS, STAGES=stages_of(columns, span, scale_bytes),
+            ROWS=ROWS, COLUMNS=columns, PARTS=PARTS, STAGES=stages_of(columns, span, scale_bytes),
             LISTS=max_blocks, GATE=gate, BIAS=bias is not None, CLAMP=clamp,
-            num_warps=room.rows // 16, maxnreg=room.registers, launch_pdl=True,
+            num_warps=ROWS // 16, maxnreg=REGISTERS, launch_pdl=True,
         )  # fmt: skip
