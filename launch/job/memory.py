@@ -12,8 +12,13 @@ from helix.worker.kv_cache import free_bytes
 
 # Messages of torch's allocators, CUDA, cuBLAS and numpy.
 OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|unable to allocate|_ALLOC_FAILED", re.IGNORECASE)
-REQUESTED = re.compile(r"allocate ([\d.]+) (bytes|[KMGT]iB)")
+SIZE = r"([\d.]+) (bytes|[KMGT]iB)"
+REQUESTED, OF_OTHERS = re.compile(f"allocate {SIZE}"), re.compile(rf"Process \d+ has {SIZE} memory in use")
 UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+def _bytes(count: str, unit: str) -> int:
+    return round(float(count) * UNITS[unit])
 
 
 def shortage(
@@ -28,9 +33,11 @@ def shortage(
     if isinstance(error, RankError) or not (isinstance(error, MemoryError) or OUT_OF_MEMORY.search(str(error))):
         return None
     found = REQUESTED.search(str(error))
-    requested = f"{round(float(found[1]) * UNITS[found[2]]):,} bytes requested" if found else "requested bytes unknown"
+    requested = f"{_bytes(*found.groups()):,} bytes requested" if found else "requested bytes unknown"
     memory = "GPU memory" if device.type == "cuda" else "host memory"
     free = f"{requested}, {free_bytes(device):,} free"
+    if others := OF_OTHERS.findall(str(error)):
+        free += f", {sum(_bytes(*size) for size in others):,} held by {len(others)} other processes"
     if not loaded:
         return RankError(
             f"rank {rank} ran out of {memory} while loading weights ({free}): use more ranks, or a layout with fewer "

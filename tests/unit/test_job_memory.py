@@ -10,6 +10,11 @@ from launch.job import memory
 from launch.job.memory import shortage
 
 GPU = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.10 GiB")
+SHARED = torch.OutOfMemoryError(
+    "CUDA out of memory. Tried to allocate 360.00 MiB. GPU 0 has a total capacity of 139.80 GiB of which 202.38 MiB is "
+    "free. Including non-PyTorch memory, this process has 31.75 GiB memory in use. Process 24 has 39.50 GiB memory in "
+    "use. Process 16 has 32.00 GiB memory in use. Of the allocated memory 29.77 GiB is allocated by PyTorch"
+)
 CPU = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes. Error code 12")
 NUMPY = MemoryError("Unable to allocate 1.50 KiB for an array with shape")
 TRITON = RuntimeError("Triton Error [CUDA]: out of memory")
@@ -43,6 +48,13 @@ HOST = "kv.offload=host kv.offload_gpu_bytes=9"
         ),
         (GPU, "decode.max_batch=4", True, True, "decode.max_batch=4 or decode.prefill_chunk=auto, or raise layout"),
         (GPU, HOST, True, True, "lower kv.offload_gpu_bytes=9, decode.max_batch=auto or decode.prefill_chunk=auto"),
+        (
+            SHARED,
+            "",
+            True,
+            True,
+            "(377,487,360 bytes requested, 7 free, 76,772,540,416 held by 2 other processes)",
+        ),
         (NUMPY, "", True, True, "(1,536 bytes requested, 7 free)"),
         (TRITON, "", True, True, "(requested bytes unknown, 7 free)"),
         (CUBLAS, "", True, True, "(requested bytes unknown, 7 free)"),
