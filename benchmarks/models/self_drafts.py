@@ -19,7 +19,7 @@ from benchmarks.models.workloads import K, M, drafted, fitting_spec, over_plain,
 from benchmarks.runner import BenchContext, Row
 from launch.inputs.shapes import spec_of
 
-MODELS = ("qwen2.5-7b", "llama-3.1-8b", "qwen3-8b", "gpt-oss-20b", "qwen3-30b-a3b")
+MODELS = ("qwen2.5-7b", "llama-3.1-8b", "qwen3-4b", "qwen3-8b", "gpt-oss-20b", "qwen3-30b-a3b")
 ACCEPTANCE = 0.9  # of each draft after accepted ones; the paper has 0.96
 RATES = (0.8, 0.9, 0.96)
 SPARSITIES = (0.07, 0.03)

@@ -12,6 +12,7 @@ import torch
 
 from benchmarks import jobs
 from benchmarks.cases import cases
+from benchmarks.schema import compose_config
 from benchmarks.timer import PRODUCT_CEILING, READ_CEILING
 from helix.layers.specs import AttentionSpec, GatedDeltaSpec, MixerSpec, MLASpec, MoESpec
 from helix.layout import HelixLayout
@@ -20,7 +21,7 @@ from helix.models.spec import LayerSpec
 from helix.setup.parts import make_spec
 from helix.worker.kv_cache_spec import KVCacheSpec
 from launch.inputs.auto_layout import planner_options
-from launch.inputs.compose import ROOT, compose_config
+from launch.inputs.compose import ROOT
 from launch.inputs.shapes import spec_of
 
 K, M = 1024, 1 << 20

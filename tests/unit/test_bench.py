@@ -22,7 +22,7 @@ from benchmarks.models import pareto as timed
 from benchmarks.models.http import HTTPClient, HTTPTiming, row, serving
 from benchmarks.models.speculate import GAMMAS, PARTS, REST, expected_tokens, split
 from benchmarks.models.steps import time_job
-from benchmarks.models.workloads import WORKLOADS, fitting_layers, floor_s, layouts
+from benchmarks.models.workloads import WORKLOADS, Items, fitting_layers, floor_s, layouts
 from benchmarks.program import PROGRAM
 from benchmarks.quality import agent_turns
 from benchmarks.quality.copy_prompts import GIVEN, LINES, copy_prompts
@@ -345,12 +345,11 @@ def test_lists(path: Path) -> None:
                 "bench=decode", f"bench.points=[{','.join(points)}]", "model.load=random", *settings
             )
             check(config)
+            Items.of(settings)
             assert bench_points(config.bench) and make_layout(config.layout).world_size >= job.gpus
         elif words[:2] == ["helix", "bench"]:
             assert words[2] in BENCHMARKS
-            parse_context(
-                words[2], [word for word in words[3:] if not word.startswith(("models=", "ranks="))], job.gpus
-            )
+            parse_context(words[2], [word for word in words[3:] if not word.startswith("ranks=")], job.gpus)
 
 
 def seen(sent: float, came: list[float], new: int) -> HTTPTiming:
