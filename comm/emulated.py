@@ -8,6 +8,11 @@ ranks. A single process sends to itself, and no link is crossed.
 A message to rank `to` arrives as if from rank `to`; messages between the two emulated ranks keep their sender. So two
 processes that emulate two ranks compute exactly what two ranks compute.
 
+The owner of every W-th row hence adds up W different rows, and all of these get one sum. From some 37 rows on, where
+owners reduce whole rows, a rank takes its own row W times in place of what it receives: otherwise W rows would have one
+hidden state, select the same experts, and read too few. Slices of fewer rows stay mixed: with hidden size 2048 and
+eight ranks two rows have one state.
+
 Output tokens are meaningless. Most of the vocabulary is on no process, and tokens without a row have zero embeddings,
 so benchmarks draw from rank 0's share (`benchmarks.ranks.synthetic.vocab_held`). Times lack two effects of W GPUs: more
 ranks to wait for, and a busier switch. Where slices of rows do not divide evenly among owners, or differ in size
@@ -170,6 +175,10 @@ class EmulatedCommunicator(SymmMemCommunicator, EmulatedTransport):
             name: peer_addresses(*group_ranks[name], local_base + begin, peer_base + begin, *sizes[name])
             for name, begin in offsets.items()
         }
+
+    @property
+    def _is_emulated(self) -> bool:  # type: ignore[override]
+        return self._processes < self.world_size
 
     def _divides(self, pieces: int, equal_sizes: bool) -> bool:
         # Else a rank would wait for a piece that the emulated rank does not own, or for words beyond a shorter piece.

@@ -63,6 +63,7 @@ class SymmMemCommunicator(TorchDistCommunicator):
     """
 
     fuses_all_reduce_norm = True
+    _is_emulated = False  # whether some peers are absent
 
     def __init__(self, kvp_groups: Sequence[Sequence[int]], device: torch.device | str, timeout: timedelta) -> None:
         super().__init__(kvp_groups, device, timeout)
@@ -215,12 +216,12 @@ class SymmMemCommunicator(TorchDistCommunicator):
         if algo == "rows":
             return all_reduce_norm_rows(
                 materialize(x), residual, weight, eps, self._peers[algo], self._counts[algo], self._status,
-                rank=self.rank, rows=self._max_rows, spins=self._spins,
+                rank=self.rank, rows=self._max_rows, spins=self._spins, emulated=self._is_emulated,
             )  # fmt: skip
         if algo == "long":
             return all_reduce_norm_long(
                 materialize(x), residual, weight, eps, self._peers[algo], self._seen, self._counts[algo], self._status,
-                rank=self.rank, num_buffers=self._max_row_groups, spins=self._spins,
+                rank=self.rank, num_buffers=self._max_row_groups, spins=self._spins, emulated=self._is_emulated,
             )  # fmt: skip
         phases, two_shot, pieces = 7, algo == "two_shot", len(self._squares[algo])
         if not isinstance(x, Tensor):

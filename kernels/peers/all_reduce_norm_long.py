@@ -59,7 +59,8 @@ def _all_reduce_norm_long_kernel(
     x, residual, weight, y, total, peers, read_flags, count, status,
     rank, N, eps, spins,
     H: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, RANKS: tl.constexpr, NUM_BUFFERS: tl.constexpr,
-    BLOCK_RANKS: tl.constexpr, SIZE: tl.constexpr, DTYPE: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_RANKS: tl.constexpr, SIZE: tl.constexpr, DTYPE: tl.constexpr, RESIDUAL: tl.constexpr, EMULATED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor(PDL)
     start_successor(PDL)
@@ -110,6 +111,8 @@ def _all_reduce_norm_long_kernel(
     tl.debug_barrier()
     tl.atomic_xchg(read_flags + slot, tag, sem="release")
     value = summed.to(tl.float32)
+    if EMULATED:  # a comparison that keeps the reads of sums, and NaN
+        value = tl.where(value == value, (RANKS * part.to(tl.float32)).to(DTYPE).to(tl.float32), value)
     if RESIDUAL:
         value += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
     # Round the sum to the model's dtype before normalizing, and the result before applying the weight.
@@ -147,6 +150,7 @@ def all_reduce_norm_long(
     rank: int,
     num_buffers: int,
     spins: int,
+    emulated: bool = False,
     buffer_bytes: int = BUFFER_BYTES,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes `kernels.peers.all_reduce_norm.all_reduce_norm`, which documents the other arguments.
@@ -159,6 +163,7 @@ def all_reduce_norm_long(
             concurrently.
         read_flags: int32 [num_buffers], zeroed before first use: this rank's flags.
         num_buffers: a multiple of W.
+        emulated: see `kernels.peers.all_reduce_norm_rows.all_reduce_norm_rows`.
     """
     N, H = x.shape
     group, ranks = rows_per_buffer(H, x.itemsize, buffer_bytes), peers.shape[1]
@@ -169,7 +174,7 @@ def all_reduce_norm_long(
     _all_reduce_norm_long_kernel[(-(-N // group),)](
         x, x if residual is None else residual, weight, y, total, peers, read_flags, count, status, rank, N, eps, spins,
         H=H, BLOCK=block, GROUP=group, RANKS=ranks, NUM_BUFFERS=num_buffers, BLOCK_RANKS=triton.next_power_of_2(ranks),
-        SIZE=buffer_bytes // x.itemsize, DTYPE=DTYPES[x.dtype], RESIDUAL=residual is not None,
+        SIZE=buffer_bytes // x.itemsize, DTYPE=DTYPES[x.dtype], RESIDUAL=residual is not None, EMULATED=emulated,
         num_warps=min(16, max(4, group * block // 1024)), **pdl_options(x),
     )  # fmt: skip
     return y, total

@@ -35,7 +35,7 @@ def _all_reduce_norm_rows_kernel(
     x, residual, weight, y, total, peers, count, status,
     rank, H, eps, spins,
     WORDS: tl.constexpr, BLOCK: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
-    DTYPE: tl.constexpr, RESIDUAL: tl.constexpr, PHASES: tl.constexpr, PDL: tl.constexpr,
+    DTYPE: tl.constexpr, RESIDUAL: tl.constexpr, EMULATED: tl.constexpr, PHASES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor(PDL)
     start_successor(PDL)
@@ -76,6 +76,9 @@ def _all_reduce_norm_rows_kernel(
             polls,
         )
         first, second = low(words, DTYPE), high(words, DTYPE)
+        if EMULATED:
+            words = tl.load(x + at, mask=inside, other=0)
+            first, second = RANKS * low(words, DTYPE), RANKS * high(words, DTYPE)
         if RESIDUAL:
             residual_words = tl.load(residual + at, mask=inside, other=0)
             first += low(residual_words, DTYPE)
@@ -106,6 +109,7 @@ def all_reduce_norm_rows(
     rows: int,
     spins: int,
     row_words: int = ROW_WORDS,
+    emulated: bool = False,
     phases: int = 7,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes `kernels.peers.all_reduce_norm.all_reduce_norm`, which documents the other arguments.
@@ -116,6 +120,7 @@ def all_reduce_norm_rows(
             row_words], and those of the sums, [2, rows, row_words]. Buffers and count serve only calls of this
             function.
         rows: a multiple of W.
+        emulated: whether peers are absent: sums that arrive are of other rows, so a row is added up W times instead.
     """
     N, H = x.shape
     words = H * x.itemsize // 4
@@ -132,7 +137,7 @@ def all_reduce_norm_rows(
         as_words(x), as_words(x if residual is None else residual), as_words(weight), as_words(y), as_words(total),
         peers, count, status, rank, H, eps, spins,
         WORDS=words, BLOCK=triton.next_power_of_2(words), RANKS=ranks, ROWS=rows, SIZE=row_words,
-        DTYPE=DTYPES[x.dtype], RESIDUAL=residual is not None, PHASES=phases,
+        DTYPE=DTYPES[x.dtype], RESIDUAL=residual is not None, EMULATED=emulated, PHASES=phases,
         num_warps=8 if words >= MANY_WORDS else 4, **pdl_options(x),
     )  # fmt: skip
     return y, total

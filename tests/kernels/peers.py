@@ -91,17 +91,17 @@ class Sums(SimulatedRanks):
 
 def summed(
     algorithm: str, x: Tensor, residual: Tensor | None, weight: Tensor, tables: Tensor, own: Tensor, count: Tensor,
-    status: Tensor, *, rank: int, pieces: int, size: int, spins: int, phases: int = 7,
+    status: Tensor, *, rank: int, pieces: int, size: int, spins: int, phases: int = 7, emulated: bool = False,
 ) -> Sum:  # fmt: skip
     """Sums over ranks in one shot, in two shots, by rows (`pieces` of `size` words), or in long chunks (bytes)."""
     given = x, residual, weight, 1e-5, tables
     if algorithm == "long":
         return all_reduce_norm_long(
-            *given, own, count, status, rank=rank, num_buffers=pieces, spins=spins, buffer_bytes=size
+            *given, own, count, status, rank=rank, num_buffers=pieces, spins=spins, buffer_bytes=size, emulated=emulated
         )
     common = dict(rank=rank, spins=spins, phases=phases)
     if algorithm == "rows":
-        return all_reduce_norm_rows(*given, count, status, rows=pieces, row_words=size, **common)
+        return all_reduce_norm_rows(*given, count, status, rows=pieces, row_words=size, emulated=emulated, **common)
     shots = dict(pieces=pieces, slice_words=size, two_shot=algorithm == "two shots")
     return all_reduce_norm(*given, own, count, status, **shots, **common)
 

@@ -70,9 +70,9 @@ def test_the_exchange_takes_what_the_other_sends_to_anyone_else(
     assert played.timeouts() == [0, 0]
 
 
-@pytest.mark.parametrize("algorithm", ["one shot", "two shots", "rows"])
+@pytest.mark.parametrize("algorithm, own", [("one shot", False), ("two shots", False), ("rows", False), ("rows", True)])
 @pytest.mark.parametrize("ranks, world", [((0, 1), 2), ((0, 4), 8), ((0, 3), 6)])
-def test_sums_of_rows(ranks: tuple[int, int], world: int, algorithm: str, device: torch.device) -> None:
+def test_sums_of_rows(ranks: tuple[int, int], world: int, algorithm: str, own: bool, device: torch.device) -> None:
     N, H, size = 2 * world, 40, 64  # a row is one piece: each rank owns two of them
     two_shot = algorithm == "two shots"
     played = Played(ranks, world, size, two_shot, device)
@@ -92,12 +92,19 @@ def test_sums_of_rows(ranks: tuple[int, int], world: int, algorithm: str, device
                 found = played.counts[p][0], played.status[p]
                 tables = torch.stack((row_sums[p] if algorithm == "rows" else played.tables[p], sums_table))
                 sizes = dict(
-                    rank=ranks[p], pieces=room if algorithm == "rows" else PIECES, size=size, spins=3, phases=phase
+                    rank=ranks[p],
+                    pieces=room if algorithm == "rows" else PIECES,
+                    size=size,
+                    spins=3,
+                    phases=phase,
+                    emulated=own,
                 )
                 got.append(summed(algorithm, x[p], None, weight, tables, squares[p], *found, **sizes))
         wanted = emulated_sums(x, ranks, world)
         if algorithm == "one shot":
             wanted = [x[p] + (world - 1) * x[1 - p] for p in range(2)]
+        elif own:
+            wanted = [world * part for part in x]
         for (y, total), right in zip(got, wanted, strict=True):
             # fp32 sums of up to eight terms of size 1 in another order, and their square root.
             torch.testing.assert_close(total, right, atol=2**-18, rtol=0)

@@ -127,8 +127,10 @@ def test_all_reduce_norm_of_long_chunks(generator: random.Random, W: int, group:
 
 
 @few
-@given(generators, st.sampled_from([((0, 1), 2), ((0, 2), 4), ((0, 3), 6)]))
-def test_emulated_all_reduce_norm_of_long_chunks(generator: random.Random, case: tuple[tuple[int, int], int]) -> None:
+@given(generators, st.sampled_from([((0, 1), 2), ((0, 2), 4), ((0, 3), 6)]), st.booleans())
+def test_emulated_all_reduce_norm_of_long_chunks(
+    generator: random.Random, case: tuple[tuple[int, int], int], own: bool
+) -> None:
     """Two processes each emulate one rank of a world; sums equal the ones in `tests.kernels.test_emulated_peers`."""
     mine, world = case
     H, row_words = 6, 24
@@ -145,12 +147,13 @@ def test_emulated_all_reduce_norm_of_long_chunks(generator: random.Random, case:
 
     def launch(p: int, number: int) -> Tensor:
         rest = ranks.own[p], ranks.counts[p][0], ranks.status[p]
-        sizes = dict(rank=mine[p], pieces=world, size=row_words, spins=SPINS)
+        sizes = dict(rank=mine[p], pieces=world, size=row_words, spins=SPINS, emulated=own)
         return summed("long", sent[number][p], None, weight, peers[p], *rest, **sizes)[1]
 
     got = interleaved(generator, ranks, all_reduce_norm_long, launch, launches=len(sent))
     for x, results in zip(sent, got, strict=True):
-        for found, wanted in zip(results, emulated_sums([*x], mine, world), strict=True):
+        sums = [world * part for part in x] if own else emulated_sums([*x], mine, world)
+        for found, wanted in zip(results, sums, strict=True):
             torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
 
 
