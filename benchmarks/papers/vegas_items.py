@@ -171,9 +171,18 @@ def _lost() -> str:
 
 
 def _rejected() -> str:
-    rows = [r for r in results("acceptance", *KEY) if r.get("rejected") and r["policy"] == "any"]
+    rows = [r for r in results("acceptance", *KEY) if (r["kind"], r["policy"]) == ("acceptance", "any")]
+    rows = [r for r in rows if r.get("rejected")]
     likely, count = sum(sum(r["rejected_tenths"][3:]) for r in rows), sum(r["rejected"] for r in rows)
     return f"any: {likely / count:.0%} of {count} with 0.3 or more" if rows else NOT_RECORDED
+
+
+def _full() -> str:
+    """Tokens per second of a full batch with self-drafts, over those without."""
+    found = {r["drafter"]: r["tokens_per_s"] for r in results("full-batch", "model", "drafter", "gamma")}
+    if not {"none", "sparse"} <= found.keys():
+        return NOT_RECORDED
+    return f"{found['sparse']:,.0f} tokens/s, {found['none']:,.0f} without: {found['sparse'] / found['none']:.2f} x"
 
 
 def _plain(model: str, batch: int) -> str:
@@ -198,6 +207,7 @@ FIGURES: dict[str, Callable[..., str]] = {
     "gain": _gain,
     "accepted": _accepted,
     "accepted_11": partial(_accepted, gamma=11),
+    "full": _full,
     "lost": _lost,
     "overlap": _overlap,
     "plain": _plain,

@@ -120,6 +120,7 @@ FIGURES: dict[str, Callable[..., str]] = {
     "slope": _slope,
     "small": _of("scan", 32, 8, 0.9),
     "wide": _of("pack", *WORST, 2048),
+    "waits": partial(_over, "pack_alone", "pack_waiting_us", "pack_torch_us", alpha=0.9),
     "worst": _of("scan", *WORST),
 }
 
