@@ -18,7 +18,7 @@ TOKENS = "tokens, such as 128K or 1M, not bytes; kv.memory_fraction=0.5 takes ha
 Width = Annotated[int, Range(1)]
 Count = Annotated[int, Range(1, 1 << 40)]
 DrafterName = Literal["none", "suffix", "model", "mtp", "eagle3", "sparse"]
-HopBChunks = Literal["none", "auto", "best", "2", "4", "8"]
+HopBChunks = Literal["none", "auto", "best"] | Annotated[int, Range(2)]
 Share = Annotated[float, Range(above=0, maximum=1)]
 
 
@@ -191,7 +191,7 @@ class HopBConfig:
 
     Attributes:
         chunks: into how many chunks to split the batch, so that one is exchanged while the next is in attention. none
-            (hopb=off): one exchange of the whole batch. 2, 4, 8: that many, at most one per sequence. best (hopb=on):
+            (hopb=off): one exchange of the whole batch. A number: that many, at most one per sequence. best (hopb=on):
             the fastest of 2, 4 and 8, timed at startup for each batch size. auto: like best, or none if that is
             faster, from the sequence length on at which chunks pay off.
     """

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from helix.attention.base import AttentionPolicy
 from helix.attention.dense import PREFIX_ROWS, DenseAttention
+from helix.config import HopBChunks
 from helix.engine.scheduler_output import NewRequest, PrefillChunk, SchedulerOutput
 from helix.kv_placement import PromptChunk
 from helix.layers.mla import min_rows_to_expand
@@ -118,7 +119,7 @@ class ModelRunner:
         *,
         policy: AttentionPolicy | None = None,
         drafter: Drafter | None = None,
-        hopb: str = "none",
+        hopb: HopBChunks = "none",
         shared_prefix: str = "auto",
         slabs: Slabs | None = None,
     ) -> None:
@@ -168,8 +169,8 @@ class ModelRunner:
         """Returns the number of HOP-B chunks of a step of `rows` rows with `row_tokens` tokens each, on average."""
         if self.layout.kvp == 1 or self.hopb == "none":  # kvp=1 has no exchange to overlap
             return 1
-        if self.hopb not in ("auto", "best"):
-            return min(int(self.hopb), rows)
+        if isinstance(self.hopb, int):
+            return min(self.hopb, rows)
         chunks, min_tokens = self.hopb_chunks.get(rows, (1 if self.hopb == "auto" else min(2, rows), 0))
         return chunks if row_tokens >= min_tokens else 1
 

@@ -16,6 +16,7 @@ from comm.base import Communicator, PackedPartials
 from comm.hopb import Pipeline
 from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
+from helix.config import HopBChunks
 from helix.engine.core import Engine
 from helix.engine.request import Request
 from helix.layout import HelixLayout
@@ -29,13 +30,13 @@ from tests.e2e.parity import Continuation, Result, build_engine, check, generate
 from tests.pool import APART, pool
 from tests.sequences import generated_ids
 
-CHUNKS = ("2", "4", "8")
+CHUNKS: tuple[HopBChunks, ...] = (2, 3, 8)
 # Six prompts in five slots: steps of five rows, no multiple of any number of chunks, some of them idle at the end.
 LENGTHS = (7, 1, 15, 16, 17, 60)
 NEW_TOKENS = 8
 
 
-def chunked(family: str, layout: HelixLayout, hopb: str) -> set[int]:
+def chunked(family: str, layout: HelixLayout, hopb: HopBChunks) -> set[int]:
     """Into how many chunks rank 0's attention phases are cut; a wrong chunk is off by 1e-2 and more."""
     seen: set[int] = set()
 
@@ -67,22 +68,24 @@ def chunked(family: str, layout: HelixLayout, hopb: str) -> set[int]:
 @pytest.mark.parametrize(
     "family, layout, chunks",
     [
-        ("qwen2", HelixLayout.create("helix", 3), {"none": set(), "2": {2}, "4": {4}, "8": {5}}),
-        ("qwen2", HelixLayout.create("helix", 2, 2), {"2": {2}, "8": {5}}),
-        ("qwen2", HelixLayout.create("medha", 2), {"4": {4}}),
-        ("mistral-windowed", HelixLayout.create("helix", 2), {"4": {4}, "auto": set()}),  # a CPU overlaps nothing
-        ("mistral-windowed", HelixLayout.create("helix", 1, 2), {"4": set()}),  # nobody to exchange with
+        ("qwen2", HelixLayout.create("helix", 3), {"none": set(), 2: {2}, 3: {3}, 8: {5}}),
+        ("qwen2", HelixLayout.create("helix", 2, 2), {2: {2}, 8: {5}}),
+        ("qwen2", HelixLayout.create("medha", 2), {4: {4}}),
+        ("mistral-windowed", HelixLayout.create("helix", 2), {4: {4}, "auto": set()}),  # a CPU overlaps nothing
+        ("mistral-windowed", HelixLayout.create("helix", 1, 2), {4: set()}),  # nobody to exchange with
     ],
     ids=str,
 )
-def test_chunked_steps_are_those_of_one_exchange(family: str, layout: HelixLayout, chunks: dict[str, set[int]]) -> None:
+def test_chunked_steps_are_those_of_one_exchange(
+    family: str, layout: HelixLayout, chunks: dict[HopBChunks, set[int]]
+) -> None:
     for hopb, expected in chunks.items():
         assert chunked(family, layout, hopb) == expected
 
 
 def rank(
     index: int, world_size: int, kind: type[TorchDistCommunicator], device: str, path: Path,
-    wanted: list[Continuation], hopbs: Sequence[str],
+    wanted: list[Continuation], hopbs: Sequence[HopBChunks],
 ) -> list[Result]:  # fmt: skip
     """One rank's results for each number of chunks; on a GPU, captured steps have to draw the same tokens."""
     layout = HelixLayout.create("helix", world_size, 1)
@@ -117,13 +120,13 @@ def rank(
 )
 def test_captured_chunks_give_the_same_tokens(kind: type[TorchDistCommunicator], backend: str) -> None:
     wanted = oracle("qwen2", LENGTHS, NEW_TOKENS)
-    hopbs = ("none", *CHUNKS, "auto", "best")
+    hopbs: tuple[HopBChunks, ...] = ("none", *CHUNKS, "auto", "best")
     found = pool(2, backend).run(rank, kind, "cuda", checkpoint("qwen2"), wanted, hopbs, timeout_s=240.0)
     for results in zip(*found, strict=True):
         check(results, wanted)
 
 
-def planted(hopb: str, kvp: int = 2, slots: int = 8, capturable: bool = True) -> ModelRunner:
+def planted(hopb: HopBChunks, kvp: int = 2, slots: int = 8, capturable: bool = True) -> ModelRunner:
     """A runner of which only the choice of chunks works."""
     runner = object.__new__(ModelRunner)
     runner.hopb, runner.hopb_chunks, runner.layout = hopb, {}, HelixLayout.create("helix", kvp)

@@ -266,7 +266,7 @@ def settings_of(
         "kv.append_block": block,
         "kv.page_size": page,
         "kv.prefix_cache": rng.random() < 0.8,
-        "hopb.chunks": rng.choice(("none", "none", "2", "4", "auto")),
+        "hopb.chunks": rng.choice(("none", "none", "2", "3", "auto")),
         "decode.max_batch": rng.choice(("1", "2", "3", "5")),
         "decode.prefill_chunk": str(rng.choice((7, 24, 64, 256))),
         "schedule.lookahead_tokens": rng.choice((1, 2, 16)),
