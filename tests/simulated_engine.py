@@ -163,6 +163,7 @@ def runner(
         chunk_sizes=chunk_sizes,
         min_shared_pages=min_shared_pages,
         min_sharing_rows=0.0,
+        moves_slots=not sizes.drafts and not fetches,
     )
     return cast(ModelRunner, found)
 
@@ -255,7 +256,7 @@ class SimulatedEngine:
         self.served: dict[int, SimulatedRequest] = {}
         self.in_flight: deque[InFlightBatch] = deque()
         self.now = self.device_s = self.owed_s = self.paused_s = self.longest_s = 0.0
-        self.steps = self.decisions = self.shared_reads = 0
+        self.steps = self.decisions = self.shared_reads = self.moved = 0
 
     # ---- the caller
 
@@ -425,6 +426,11 @@ class SimulatedEngine:
         decoding = [row for row in before if row.length < row.admission.limit]
         for slot in decision.released_slots:
             self.check(self.rows.pop(slot))
+        for old, new in decision.slot_moves:
+            assert new not in self.rows and self.home(old) == self.home(new), "a slot that is taken, or of other pages"
+            self.rows[new] = row = self.rows.pop(old)
+            row.admission = replace(row.admission, slot=new)
+        self.moved += len(decision.slot_moves)
         for write in decision.table_updates:
             table = self.rows[write.slot].table
             assert 0 <= write.column <= len(table), "columns without pages"

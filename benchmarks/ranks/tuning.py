@@ -270,7 +270,7 @@ class PromptSample(_TuningSample):
     def _execute(
         self, retire: tuple[int, ...] = (), admit: tuple[NewRequest, ...] = (), prefill: tuple[PrefillChunk, ...] = ()
     ) -> None:
-        scheduler_output = SchedulerOutput(0, retire, (), admit, prefill, 0, self.kind)
+        scheduler_output = SchedulerOutput(0, retire, (), (), admit, prefill, 0, self.kind)
         for outputs in self.runner.execute(scheduler_output):
             outputs.read()
         self.runner.check()

@@ -471,9 +471,10 @@ class Engine:
 
     def _send(self, scheduler_output: SchedulerOutput) -> list[StepTokens]:
         with self._collective():
-            self._slots_in_use = (self._slots_in_use - {*scheduler_output.released_slots}) | {
-                admission.slot for admission in scheduler_output.new_requests
-            }
+            moved = dict(scheduler_output.slot_moves)
+            left = self._slots_in_use - {*scheduler_output.released_slots}
+            admitted = {admission.slot for admission in scheduler_output.new_requests}
+            self._slots_in_use = {moved.get(slot, slot) for slot in left} | admitted
             self._sent_at = perf_counter()
             self.comm.broadcast_object(scheduler_output)
             return self._execute(scheduler_output)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left, bisect_right, insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from zlib import crc32
 
@@ -198,6 +198,7 @@ class Scheduler:
                 retire += self._extend(s, writes)
         if short:
             decoding = [s for s in decoding if s.slot is not None]
+        slot_moves = self._compact()
         admit = tuple(self._admit(now))
         prefill = tuple(self._chunk(bool(decoding), writes))
         pending = {chunk.slot: PendingTokens(self.running[chunk.slot]) for chunk in prefill if chunk.last}
@@ -205,9 +206,7 @@ class Scheduler:
             first.expect(1, 1, 1)
             if first.s.max_unscheduled_tokens:
                 decoding.append(first.s)
-        dp_ranks = len(self._dp_tables)
-        slot = max(self.running, default=0) // dp_ranks
-        rows = min(1 << slot.bit_length(), self._runner.sizes.slots) if self.running else 0
+        rows = self._rows
         masked = any(s.request.matcher is not None for s in decoding)
         plan, steps = StepPlan(), 0
         # A sequence whose last token is probably in flight gets no further step until its tokens are read.
@@ -227,13 +226,14 @@ class Scheduler:
         prefixes = self._shared_prefixes(decoding) if steps and not sparse else []
         tables = tuple(write for change in writes if (write := change.to_update()) is not None)
         moves = self._move(prefill, now)
-        if not (retire or tables or admit or prefill or steps or has_deferred or moves):
+        if not (retire or slot_moves or tables or admit or prefill or steps or has_deferred or moves):
             return None
         self._in_flight.append(pending)
         self._number += 1
         return SchedulerOutput(
             self._number,
             tuple(retire),
+            slot_moves,
             tables,
             admit,
             prefill,
@@ -264,6 +264,30 @@ class Scheduler:
         return self.moves.take(len(self.running) * self._stripes.pages_for(self._run_tokens), now)
 
     # ---- slots and pages
+
+    @property
+    def _rows(self) -> int:
+        """Rows of a step: a power of two that has all occupied slots, or all slots."""
+        slot = max(self.running, default=0) // len(self._dp_tables)
+        return min(1 << slot.bit_length(), self._runner.sizes.slots) if self.running else 0
+
+    def _compact(self) -> tuple[tuple[int, int], ...]:
+        """Moves sequences to lower slots if a step then has fewer rows; returns (from, to) of each.
+
+        When many sequences have ended, those left may be in any slots. While others wait, these fill the lower slots.
+        """
+        dp_ranks = len(self._dp_tables)
+        count = max(Counter(slot % dp_ranks for slot in self.running).values(), default=0)
+        rows = 1 << (count - 1).bit_length()
+        if self._waiting or not self._runner.moves_slots or rows >= self._rows:
+            return ()
+        moved = dict[int, int]()
+        for slot in sorted(slot for slot in self.running if slot >= rows * dp_ranks):
+            free = self._free_slots[slot % dp_ranks]
+            moved[slot] = heapq.heapreplace(free, slot)
+            self.running[slot].slot = moved[slot]
+        self.running = {moved.get(slot, slot): s for slot, s in self.running.items()}
+        return tuple(moved.items())
 
     def _admit(self, now: float) -> Iterator[NewRequest]:
         at, max_candidates = 0, min(len(self._waiting), LOOK_AHEAD * len(self._dp_tables))

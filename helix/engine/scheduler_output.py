@@ -169,6 +169,7 @@ class SchedulerOutput:
     If the previous batch deferred sampling, its tokens are sampled first.
 
     Attributes:
+        slot_moves: (from, to) of sequences that change their slots, so that a step has fewer rows.
         kind: of the decode steps; first tokens of prompts are sampled alike.
         row_tokens: context tokens per row, averaged over the rows of a step.
         defers_sampling: there is one decode step, and it stops at its logits: the token masks depend on tokens that
@@ -184,6 +185,7 @@ class SchedulerOutput:
 
     number: int
     released_slots: tuple[int, ...]
+    slot_moves: tuple[tuple[int, int], ...]
     table_updates: tuple[BlockTableUpdate, ...]
     new_requests: tuple[NewRequest, ...]
     prefill_chunks: tuple[PrefillChunk, ...]
@@ -203,7 +205,7 @@ class SchedulerOutput:
     @classmethod
     def empty(cls, retire: tuple[int, ...] = (), capture_graph: bool = False) -> SchedulerOutput:
         """Creates a batch that computes nothing."""
-        return cls(0, retire, (), (), (), 0, capture_graph=capture_graph)
+        return cls(0, retire, (), (), (), (), 0, capture_graph=capture_graph)
 
     def for_dp_rank(self, rank: int, ranks: int) -> SchedulerOutput:
         """Returns the part of one of `ranks` DP ranks: slot s is slot `s // ranks` of rank `s % ranks`.
@@ -223,6 +225,7 @@ class SchedulerOutput:
         return replace(
             self,
             released_slots=tuple(slot // ranks for slot in self.released_slots if slot % ranks == rank),
+            slot_moves=tuple((old // ranks, new // ranks) for old, new in self.slot_moves if new % ranks == rank),
             table_updates=local(self.table_updates),
             new_requests=local(self.new_requests),
             prefill_chunks=local(self.prefill_chunks),

@@ -252,6 +252,17 @@ class KVCache(SequenceObserver):
                     # A prompt may resume after tokens that its ring lacks: zeros keep the first results finite.
                     self._of_slot(tensor, spec, slot).fill_(0)
 
+    def move_slots(self, sources: Sequence[int], to: Sequence[int]) -> None:
+        if self._replays:
+            for source, slot in zip(sources, to, strict=True):
+                self.accepted[slot] = self.accepted[source]
+        for group in self.groups:
+            for spec in group.kv_cache_specs:
+                if not spec.is_paged:
+                    for source, slot in zip(sources, to, strict=True):
+                        tensor = group.tensors[spec.name]
+                        self._of_slot(tensor, spec, slot).copy_(self._of_slot(tensor, spec, source))
+
     def on_prefill(self, chunk: PrefillCommitted) -> None:
         for window in self.rings.keys() - {None}:
             pages = self.rings[window]

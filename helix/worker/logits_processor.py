@@ -5,7 +5,7 @@ Each rank changes its own columns before any communication, so sampling sees ord
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -82,6 +82,11 @@ class LogitsProcessor(SequenceObserver):
             state.bias[slot] = to_device(torch.from_numpy(bias[self.columns.start : self.columns.stop]), self._device)
         if admission.token_bitmask is not None:
             self.set_bitmasks({slot: admission.token_bitmask})
+
+    def move_slots(self, sources: Sequence[int], to: Sequence[int]) -> None:
+        old, new = to_device(torch.tensor((sources, to)), self._device)
+        for of_slots in (*vars(self._state).values(), self.summaries):
+            of_slots[new] = of_slots[old]
 
     def set_bitmasks(self, masks: Mapping[int, np.ndarray]) -> None:
         """Sets the tokens that slots may sample from now on: slot -> one bit per token, lowest first, int32 [W]."""

@@ -220,6 +220,8 @@ class ModelRunner:
                 observer.release(*released)
             for slot in scheduler_output.released_slots:
                 del self.requests[slot]
+        if scheduler_output.slot_moves:
+            self._move_slots(*zip(*scheduler_output.slot_moves, strict=True))
         if scheduler_output.table_updates:
             for observer in self.observers:
                 observer.write_tables(*scheduler_output.table_updates)
@@ -299,6 +301,17 @@ class ModelRunner:
         """Components that follow the events of sequences, in the order in which they are called."""
         processors = [] if self.logits_processor is None else [self.logits_processor]
         return [self.state, *processors, self.cache, self.drafter]
+
+    @property
+    def moves_slots(self) -> bool:
+        """Whether sequences can change their slots: not with drafters, nor caches in host memory, which use them."""
+        return not self.sizes.drafts and not self.cache.fetches
+
+    def _move_slots(self, sources: tuple[int, ...], to: tuple[int, ...]) -> None:
+        for observer in self.observers:
+            observer.move_slots(sources, to)
+        for source, slot in zip(sources, to, strict=True):
+            self.requests[slot] = self.requests.pop(source)
 
     def admit(self, *admissions: NewRequest) -> None:
         for admission in admissions:

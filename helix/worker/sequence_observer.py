@@ -109,6 +109,9 @@ class SequenceObserver:
     def admit(self, *admissions: NewRequest) -> None:
         """Sets up the slots of admitted sequences."""
 
+    def move_slots(self, sources: Sequence[int], to: Sequence[int]) -> None:
+        """Moves the sequences in slots `sources` to the slots `to`, which are free and not among them."""
+
     def write_tables(self, *tables: BlockTableUpdate) -> None:
         """Writes new pages to block tables."""
 

@@ -312,6 +312,17 @@ class DecodeState(SequenceObserver):
             if self.history.shape[1]:
                 self.history[a.slot, : len(a.token_ids)] = to_device(torch.from_numpy(a.token_ids), self.history.device)
 
+    def move_slots(self, sources: Sequence[int], to: Sequence[int]) -> None:
+        old, new = to_device(torch.tensor((sources, to)), self.tokens.device)
+        for of_slots in (
+            self.tokens, self.lengths, self.starts, self.limits, self.draft_limits, self.active, self.block_tables,
+            self.history, self.sampling.real.T, self.sampling.integer.T,
+        ):  # fmt: skip
+            of_slots[new] = of_slots[old]
+        self.active.index_fill_(0, old, False)
+        for source, slot in zip(sources, to, strict=True):
+            self._starts[slot] = self._starts[source]
+
     def write_tables(self, *tables: BlockTableUpdate) -> None:
         width = self.block_tables.shape[1]
         offsets = [np.arange(len(t.pages)) + (t.slot * width + t.column) for t in tables]

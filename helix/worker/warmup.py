@@ -108,7 +108,10 @@ def run_request(runner: ModelRunner) -> None:
     pages = np.arange(runner.placement.stripes.pages_for(4 + runner.sizes.drafts), dtype=np.int32)
     admission = NewRequest("warm-up", 0, 2, token_ids, 0, pages, 4, 3, SamplingParams())
     chunk, kind = PrefillChunk(0, 0, 2, last=True, tokens=token_ids), DecodeGraphKey(1)
-    for scheduler_output in (SchedulerOutput(1, (), (), (admission,), (chunk,), 1, kind), SchedulerOutput.empty((0,))):
+    for scheduler_output in (
+        SchedulerOutput(1, (), (), (), (admission,), (chunk,), 1, kind),
+        SchedulerOutput.empty((0,)),
+    ):
         for step in runner.execute(scheduler_output.for_dp_rank(layout.dp_rank(runner.comm.rank), layout.dp)):
             step.read()
     runner.check()
@@ -179,7 +182,7 @@ def precompile_kernels(
             counts = (prompts * count, *[0] * (runner.layout.dp - 1)) if runner.layout.dp > 1 else ()
             runner.execute(
                 SchedulerOutput(
-                    0, (), (), tuple(admit), tuple(parts), 0, DecodeGraphKey(rows), num_tokens_across_dp=counts
+                    0, (), (), (), tuple(admit), tuple(parts), 0, DecodeGraphKey(rows), num_tokens_across_dp=counts
                 )
             )
             runner.execute(SchedulerOutput.empty(tuple(slots)))

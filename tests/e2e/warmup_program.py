@@ -74,7 +74,7 @@ def chunk(engine: Engine, counts: list[int], begin: int, random: Random) -> None
     rows = min(1 << (len(counts) - 1).bit_length(), runner.sizes.slots)
     stochastic, filtered = random.choice(DRAWS)
     kind = DecodeGraphKey(rows, engine.draft_sizes[-1], stochastic, filtered, process_logits=random.random() < 0.3)
-    runner.execute(SchedulerOutput(0, (), (), tuple(admit), tuple(parts), 0, kind))
+    runner.execute(SchedulerOutput(0, (), (), (), tuple(admit), tuple(parts), 0, kind))
     runner.execute(SchedulerOutput.empty(tuple(slots)))
 
 

@@ -438,6 +438,28 @@ def test_what_is_under_way_counts_with_the_most_that_it_may_have_drawn() -> None
     assert engine.served[0].admissions[0].reserved == 10 + 17 + 3
 
 
+@pytest.mark.parametrize("homes, waiting", [(1, 0), (2, 0), (1, 40)])
+def test_few_that_are_left_take_few_rows(homes: int, waiting: int) -> None:
+    """Not while others wait, who take the slots below; each DP rank moves its own."""
+    engine = SimulatedEngine(400, homes=homes, max_batch=8)
+    for i in range(8 * homes):
+        engine.submit(words(5, i), 200 if i >= 7 * homes else 3)
+    for i in range(waiting):
+        engine.submit(words(5, 100 + i), 4)
+    rows: list[int] = []
+    while any(not served.ended for served in engine.served.values()):
+        waits = engine.scheduler.waiting > 0
+        decision = engine.advance()
+        if decision is not None and decision.decode_steps:
+            rows.append(decision.kind.rows)
+            left = max(sum(slot % homes == home for slot in engine.rows) for home in range(homes))
+            assert waits or rows[-1] == 1 << (left - 1).bit_length()
+            assert not (waits and decision.slot_moves)
+    assert (rows[0], rows[-1]) == (8, 1) and engine.moved >= homes
+    engine.drain()
+    engine.check_nothing_is_left()
+
+
 def test_the_same_prompt_is_computed_once() -> None:
     """Four at once: the others wait for what the first one computes, and compute what is no whole stripe."""
     engine = SimulatedEngine(1000, prefill_chunk=64, lookahead=2)
