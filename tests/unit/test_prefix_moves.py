@@ -174,6 +174,22 @@ def test_snapshots_come_back_from_slabs_and_others_leave_for_them() -> None:
     assert all(stripe.snapshot is None for stripe in found.moves.store._stripes.values()), "its tables are gone"
 
 
+def test_a_snapshot_that_does_not_come_back_is_not_resumed() -> None:
+    """Its pages do, so that a node is there to which it would belong; ranks check the states that are resumed."""
+    found, prompt = engine(lacking=math.inf, snapshots=(1, 0, 0)), words(61)
+    serve(found, prompt)
+    serve(found, words(80, 1))
+    name = found.submit([*prompt, 7], 1)
+    while not (
+        parts := [moving for moving in found.moving if moving.move.kind == "load" and moving.move.snapshot >= 0]
+    ):
+        found.advance()
+    parts[0].failed = (1,)
+    found.drain()
+    assert found.served[name].computed == 62 and found.moves is not None and found.moves.counters["failed"] == 1
+    found.check_nothing_is_left()
+
+
 def test_a_snapshot_that_comes_back_after_a_reset_is_not_resumed() -> None:
     found, prompt = engine(lacking=math.inf, snapshots=(1, 0, 0)), words(61)
     serve(found, prompt)
