@@ -276,10 +276,12 @@ class Scheduler:
 
         When many sequences have ended, those left may be in any slots. While others wait, these fill the lower slots.
         """
+        if self._waiting or not self.running or not self._runner.moves_slots:
+            return ()
         dp_ranks = len(self._dp_tables)
-        count = max(Counter(slot % dp_ranks for slot in self.running).values(), default=0)
+        count = max(Counter(slot % dp_ranks for slot in self.running).values())
         rows = 1 << (count - 1).bit_length()
-        if self._waiting or not self._runner.moves_slots or rows >= self._rows:
+        if rows >= self._rows:
             return ()
         moved = dict[int, int]()
         for slot in sorted(slot for slot in self.running if slot >= rows * dp_ranks):
