@@ -16,7 +16,7 @@ from comm.torch_dist import TorchDistCommunicator
 from helix.attention.base import AttentionPolicy
 from helix.attention.block_sparse import BlockSparseAttention
 from helix.attention.offloaded import OffloadedAttention
-from helix.config import Config, KVConfig, ScheduleConfig, SpeculationConfig
+from helix.config import Config, HopBChunks, KVConfig, ScheduleConfig, SpeculationConfig
 from helix.engine.core import Engine
 from helix.engine.request import Request
 from helix.kv_placement import BlockBudget, KVPlacement
@@ -79,7 +79,7 @@ class Sparse:
     choice: str = "global"
     resident: int | None = None
     prefetch: bool = False
-    chunks: str = "none"
+    chunks: HopBChunks = "none"
     policy: type[BlockSparseAttention] = BlockSparseAttention
 
 

@@ -69,7 +69,7 @@ def test_a_case_follows_from_its_family_and_seed() -> None:
         f"drafter={name}"
         for name in ("none", "suffix", "mtp", "eagle3", "model", *(f"sparse {policy}" for policy in policies))
     ]
-    wanted += ["attention=dense", "attention=blocks, a part", "attention=blocks, all", "offload=host", "hopb=4"]
+    wanted += ["attention=dense", "attention=blocks, a part", "attention=blocks, all", "offload=host", "hopb=3"]
     wanted += ["layout=dp 1x1x2", "layout=dp 1x1x3"]
     assert not [feature for feature in wanted if not feature_counts[feature]], feature_counts
     assert len({case.invalid for case in cases}) > len(INVALID) // 2

@@ -13,6 +13,7 @@ from triton.runtime.interpreter import GridExecutor
 
 from comm.base import Communicator
 from comm.loopback import LoopbackWorld, run_ranks
+from helix.config import HopBChunks
 from helix.engine.core import Engine
 from helix.engine.request import Request
 from helix.layout import HelixLayout
@@ -138,7 +139,9 @@ def test_one_launch_follows_the_gather(
     assert run_ranks(1, body, timeout_s=300.0) == [[*before, GATHER, COMMIT]]
 
 
-def attention_launches(comm: Communicator, patch: pytest.MonkeyPatch | None, chunks: str, collective: str) -> list[str]:
+def attention_launches(
+    comm: Communicator, patch: pytest.MonkeyPatch | None, chunks: HopBChunks, collective: str
+) -> list[str]:
     """The launches of the first layer's attention, behind its queries, in the last of some steps."""
     engine, launches = made(comm, 4), Launches()
     engine.runner.hopb = chunks
@@ -162,6 +165,6 @@ def test_a_chunk_adds_nothing_but_its_attention_and_its_exchange(
 ) -> None:
     def body(world: LoopbackWorld, rank: int) -> list[str]:
         patch = monkeypatch if rank == 0 else None
-        return attention_launches(world.communicator(rank, (0, 1)), patch, "4", collective)
+        return attention_launches(world.communicator(rank, (0, 1)), patch, 4, collective)
 
     assert run_ranks(2, body, timeout_s=300.0)[0] == ["_flash_decode_kernel", *exchange] * 4
