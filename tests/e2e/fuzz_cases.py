@@ -319,7 +319,8 @@ def settings_of(
     if spec is not None and spec.indexers and drafter != "sparse" and rng.random() < 0.3:
         settings |= {"kv.offload": "host", "kv.offload_host_bytes": 1e9}
     if settings["kv.prefix_cache"] and settings.get("kv.offload") != "host":
-        few_stripes = max(2e6, 2.0**14 * settings["kv.page_size"] * layout.kvp)  # at most 12 KB a token were seen
+        stripe_tokens = Stripes(layout, settings["kv.append_block"], settings["kv.page_size"]).tokens
+        few_stripes = max(2e6, 2.0**14 * stripe_tokens)  # at most 12 KB a token were seen
         settings["kv.prefix_host_bytes"] = rng.choice((0, 0, few_stripes, max(2e7, few_stripes)))
         if settings["kv.prefix_host_bytes"] and rng.random() < 0.3:
             settings |= {"kv.prefix_dir": "below the case's directory", "kv.prefix_disk_bytes": max(2e7, few_stripes)}
