@@ -37,7 +37,7 @@ def shortage(
     memory = "GPU memory" if device.type == "cuda" else "host memory"
     free = f"{requested}, {free_bytes(device):,} free"
     if others := OF_OTHERS.findall(str(error)):
-        free += f", {sum(_bytes(*size) for size in others):,} held by {len(others)} other processes"
+        free += f", {sum(_bytes(*size) for size in others):,} held by other processes"
     if not loaded:
         return RankError(
             f"rank {rank} ran out of {memory} while loading weights ({free}): use more ranks, or a layout with fewer "

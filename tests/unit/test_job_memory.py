@@ -53,7 +53,7 @@ HOST = "kv.offload=host kv.offload_gpu_bytes=9"
             "",
             True,
             True,
-            "(377,487,360 bytes requested, 7 free, 76,772,540,416 held by 2 other processes)",
+            "(377,487,360 bytes requested, 7 free, 76,772,540,416 held by other processes)",
         ),
         (NUMPY, "", True, True, "(1,536 bytes requested, 7 free)"),
         (TRITON, "", True, True, "(requested bytes unknown, 7 free)"),
