@@ -128,7 +128,7 @@ TRACES: dict[str, Callable[[Draw], list[Phase]]] = {
     "16 x 4 turns": _turns(16, 4, 8 * K, 512, 128),
     "poisson 6/s": _poisson(60, 6.0),
     "poisson 12/s": _poisson(120, 12.0),
-    "4 x 112K": _burst(4, 112 * K, 256),  # and the next: where Vegas (arXiv:2602.07223) compares with vLLM
+    "4 x 112K": _burst(4, 112 * K, 256),  # this and the next: Vegas' points (arXiv:2602.07223)
     "20 x 32K": _burst(20, 32 * K, 256),
 }
 

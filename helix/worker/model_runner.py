@@ -304,7 +304,7 @@ class ModelRunner:
 
     @property
     def moves_slots(self) -> bool:
-        """Whether sequences can change their slots: not with drafters, nor caches in host memory, which use them."""
+        """Whether sequences can change their slots: drafters and caches in host memory do not move what they keep."""
         return not self.sizes.drafts and not self.cache.fetches
 
     def _move_slots(self, sources: tuple[int, ...], to: tuple[int, ...]) -> None:

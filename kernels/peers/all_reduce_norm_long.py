@@ -111,7 +111,7 @@ def _all_reduce_norm_long_kernel(
     tl.debug_barrier()
     tl.atomic_xchg(read_flags + slot, tag, sem="release")
     value = summed.to(tl.float32)
-    if EMULATED:  # a comparison that keeps the reads of sums, and NaN
+    if EMULATED:  # NaN stays, and with the comparison the reads of sums
         value = tl.where(value == value, (RANKS * part.to(tl.float32)).to(DTYPE).to(tl.float32), value)
     if RESIDUAL:
         value += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)

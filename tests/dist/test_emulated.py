@@ -42,7 +42,7 @@ def in_worker(process: int, processes: int, kind: type[EmulatedTransport], world
         found.append(comm.exchange(random(3, 2 * kvp - 1, 16), random(3, 2 * kvp - 1), shares))
         found.append(comm.all_reduce_norm(random(8, 2880), None, torch.ones(2880, device=device), 1e-5)[1])
         found.append(comm.reduce_scatter(random(world, 3, 4)))
-        if processes == 1:  # then its own row, whoever adds up; by whole rows on GPUs, as many as all worlds divide
+        if processes == 1:  # all transports then take its own row W times; 120 rows divide by every W
             found.append(comm.all_reduce_norm(random(120, 3584), None, torch.ones(3584, device=device), 1e-5)[1])
     objects = comm.all_gather_object(process)
     comm.check()
