@@ -134,8 +134,8 @@ def listed() -> list[Criterion]:
 
 def _answer_criteria() -> list[Criterion]:
     rows = [r for r in results("fidelity", *KEY) if r["kvp"] == 1 and r["length"] == MAX_LENGTH]
-    both = [r["commit"] for r in rows if r.get("policy") == KEEPS]
-    rows = [r for r in rows if r["commit"] in both[-1:] and r.get("haystack", "code") == "code"]
+    newest = {r["kind"]: r["commit"] for r in rows if r.get("policy") == KEEPS}  # only rows of one commit compare
+    rows = [r for r in rows if r["commit"] == newest.get(r["kind"]) and r.get("haystack", "code") == "code"]
     found = {(r["kind"], r.get("policy")): r for r in rows}
 
     def on_text(name: str) -> Verdicts:
