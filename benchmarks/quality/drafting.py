@@ -1,8 +1,8 @@
 """Continues prompts with several draft configs, each from the end of the same prefill.
 
 Steps are the engine's: a config's drafter proposes, the model verifies, and accepted tokens are committed. Then lengths
-are reset, and the next config overwrites what this one appended. A sequence ends after its number of tokens, not at
-EOS, and all drafts of its last step count, even beyond that number.
+and states are reset, and the next config overwrites what this one appended. A sequence ends after its number of tokens,
+not at EOS, and all drafts of its last step count, even beyond that number.
 
 Tokens between the model's turns are forced drafts: verification reads them like any other text.
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from benchmarks.papers.policies import FULL
 from benchmarks.quality.continuations import Continuation
-from benchmarks.quality.prefill import EvalSetup, prefilled
+from benchmarks.quality.prefill import EvalSetup, prefilled, restart
 from comm.base import Communicator
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.config import MAX_QUERIES
@@ -254,6 +254,7 @@ def _runner(
 
 def _decode(runner: ModelRunner, config: DraftConfig, batch: Sequence[Continuation], new_tokens: int) -> list[Outcome]:
     state, n, device, sampled = runner.state, len(batch), runner.device, config.temperature > 0
+    restart(runner)
     drafter = DRAFTERS[config.policy](config, runner) if config.gamma else NoDrafts()
     params = [
         replace(SAMPLED, temperature=config.temperature, seed=slot) if sampled else SamplingParams()

@@ -124,7 +124,7 @@ def prefilled(
     pages = n * placement.stripes.pages_for(room)
     cache_specs = model.spec.kv_cache_specs(layout, comm.rank, dtype, kv)
     cache_specs = with_bounds(cache_specs, dtype, parts) if bounded else cache_specs
-    sizes = EngineSizes(n, max_length, TOGETHER * CHUNK, limit, pages)
+    sizes = EngineSizes(n, max_length, TOGETHER * CHUNK, limit, pages, snapshots=n)
     cache = KVCache(cache_specs, placement, sizes, comm.device)
     drafter = make_drafter(cache, sizes)
     runner = ModelRunner(model, cache, sizes, drafter=drafter)
@@ -141,4 +141,12 @@ def prefilled(
                 read = PrefillCommitted(chunks, runner.state.prompts_span(chunks), runner.state.parts(chunks), states)
                 cache.on_prefill(read)
                 drafter.on_prefill(read)
+    if cache.snapshots:
+        cache.save_snapshots([PromptChunk(slot, 0, prompt, snapshot_index=slot) for slot, prompt in enumerate(prompts)])
     return runner
+
+
+def restart(runner: ModelRunner) -> None:
+    """Restores states and windows to what they were after the prompts, whatever has been decoded since."""
+    if runner.cache.snapshots:
+        runner.cache.admit(*(replace(request, snapshot_index=slot) for slot, request in runner.requests.items()))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks.papers.policies import MeanQueries, fold_means
 from benchmarks.quality.hit_meter import HitMeter
-from benchmarks.quality.prefill import EvalSetup, prefilled
+from benchmarks.quality.prefill import EvalSetup, prefilled, restart
 from comm.base import Communicator
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.attention.base import AttentionPolicy
@@ -193,6 +193,7 @@ def _steps(
         else:
             cache.fold(span)
 
+    restart(runner)
     n, device = len(prompts), comm.device
     rows = torch.arange(n, device=device)
     lengths = torch.tensor([len(prompt) - 1 for prompt in prompts], device=device)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.quality import generated_texts, train_drafter
+from benchmarks.quality import generated_texts, train_attention, train_drafter
 from benchmarks.quality.draft_layers import Eagle3, NextToken
 from benchmarks.quality.train_drafter import Target
 from helix.config import SpeculationConfig
@@ -156,3 +156,22 @@ def test_the_demo_models_layer_for_multi_token_prediction_fits_it() -> None:
     stored.check(weights_of(spec, HelixLayout.create(), 0, torch.float32).slices, spec.unused)
     own = stored.as_stored(spec_from_config(read_config(DEMO)))
     assert spec.layers == own.layers and spec.tied == own.tied
+
+
+@pytest.mark.parametrize("form", ["latents", "states"])
+def test_other_attention_begins_as_the_demo_model_without(form: str, tmp_path: Path) -> None:
+    """What both have is the demo model's; and what two steps train is read back and continues like transformers."""
+    demo = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval().requires_grad_(False)
+    text = train_attention.Texts(AutoTokenizer.from_pretrained(DEMO), IDS).batch(40, 80)
+    found = train_attention.student(form, demo).eval()(text, use_cache=False).logits
+    for layer in [layer for i, layer in enumerate(demo.model.layers) if form == "latents" or i % 4 < 3]:
+        layer.self_attn.o_proj.weight.zero_()
+    assert (found - demo(text, use_cache=False).logits).abs().max() < 1e-3
+    values = {"to": tmp_path, "form": form, "steps": 2, "tokens": 128, "length": 64, "megabytes": 0.1}
+    assert train_attention.train(values)["steps"] == 2
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    prompt = IDS[:50]
+    wanted = trained.generate(prompt[None], max_new_tokens=8, do_sample=False, eos_token_id=-1)[0, 50:].tolist()
+    requests = [Request(0, tuple(prompt.tolist()), 8)]
+    engines = on_loopback(tmp_path, HelixLayout.create("helix", 2), 16, lambda engine: generated_ids(engine, requests))
+    assert list(engines[0][0]) == wanted

@@ -29,6 +29,7 @@ from helix.tokenizer import load_tokenizer
 from helix.worker.graph_keys import DecodeGraphKey
 from helix.worker.step import DecodeState
 from launch.inputs.compose import ROOT
+from tests.e2e.checkpoints import checkpoint
 from tests.e2e.parity import LayerDrafts, SelfDrafts, build_engine
 from tests.sequences import generated_ids
 
@@ -186,6 +187,16 @@ def test_turns_are_what_plain_prompts_say(tokenizer: Any) -> None:
             )
             (same,) = run(setting(), [alone], 4, [plain])[plain]
             assert same.tokens == tokens[4 * turn : 4 * turn + 4], (config.policy, turn)
+
+
+def test_states_begin_as_after_the_prompt() -> None:
+    """Whatever was decoded before."""
+    ids = torch.randint(257, (2, 90), generator=torch.Generator().manual_seed(3))
+    given_texts = [Continuation("code", x, (torch.empty(0).long(),)) for x in ids]
+    ways = [DraftConfig("none"), DraftConfig("window", 3), DraftConfig("ngram", 3)]
+    found = run(EvalSetup.create(str(checkpoint("qwen3.5-tied")), 1, "float32"), given_texts, 24, ways)
+    plain = [x.tokens for x in found[ways[0]]]
+    assert len({*plain[0]}) > 8 and all([x.tokens for x in found[way]] == plain for way in ways)
 
 
 def test_prompts(tokenizer: Any) -> None:
