@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from benchmarks.models.speculate import expected_tokens
 from benchmarks.papers.items import NOT_RECORDED, Item, Table, filled_items, span
 from benchmarks.records import tuned_tables
 from benchmarks.records.acceptance_tables import KEY, join_tasks
@@ -88,6 +89,17 @@ def _beyond() -> str:
     gains = {r["gamma"]: r["gain_at_rates"]["0.96"] for r in found if r["gamma"] in (6, 8) and "failed" not in r}
     parts = ", ".join(f"{gamma} drafts {gain:.2f} x" for gamma, gain in sorted(gains.items()))
     return f"at a rate of 0.96: {parts}" if parts else NOT_RECORDED
+
+
+def _pays() -> str:
+    """The smallest timed batch of Qwen3-8B with a gain, by acceptance rate, for prompts of 8K, 32K and 112K."""
+    rows = [r for r in timed() if (r["model"], r["drafter"]) == ("qwen3-8b", "any") and "step_over_plain" in r]
+    parts = []
+    for rate in (0.8, 0.9, 0.96):
+        gained_at = [r for r in rows if expected_tokens(r["gamma"], rate) > r["step_over_plain"]]
+        batches = [min((r["batch"] for r in gained_at if r["length"] == n), default=None) for n in (8192, 32768, LONG)]
+        parts.append(f"{rate}: " + ", ".join("-" if batch is None else str(batch) for batch in batches))
+    return "; ".join(parts) if rows else NOT_RECORDED
 
 
 def _overlap() -> str:
@@ -211,6 +223,7 @@ FIGURES: dict[str, Callable[..., str]] = {
     "full": _full,
     "lost": _lost,
     "overlap": _overlap,
+    "pays": _pays,
     "plain": _plain,
     "rejected": _rejected,
     "rule": _rule,
