@@ -149,6 +149,8 @@ class WeightFormat:
         if method not in METHODS:
             raise unsupported_format(f"{method:.100}")
         key, known = METHODS[method]
+        if method in ("gptq", "awq") and section.get(key) is None:
+            key = "format"  # as transformers 5 calls it
         if method == "modelopt" and key in section and section[key] is None:
             return None  # of the KV cache alone
         if section.get(key) not in known:
@@ -317,7 +319,8 @@ def _compressed_tensors(section: Mapping[str, Any]) -> WeightFormat | None:
 
 def _gptq(section: Mapping[str, Any]) -> WeightFormat:
     symmetric = section.get("sym") is True
-    zeros: Zeros = "stored" if section.get("checkpoint_format") == "gptq_v2" else "minus_one"
+    version = section.get("checkpoint_format") or section.get("format")
+    zeros: Zeros = "stored" if version == "gptq_v2" else "minus_one"
     group = _int4_group("gptq", section.get("bits"), section.get("group_size"))
     required = {"zeros": not symmetric, "group_index": section.get("desc_act")}
     dynamic = section.get("dynamic")

@@ -138,6 +138,18 @@ def test_zero_points_of_gptq_v2_are_not_those_of_v1(tmp_path: Path) -> None:
     assert not torch.equal(read(tmp_path / "2", (N, K)), wanted)
 
 
+def test_zero_points_of_gptq_v2_by_the_newer_name_of_its_key(tmp_path: Path) -> None:
+    """`format`, as in GPTQConfig of transformers 5; the older name counts where both are there."""
+    coded, section = random("gptq v2"), PACKINGS["gptq v2"].section
+    left = {key: value for key, value in section.items() if key != "checkpoint_format"}
+    for i, spelled in enumerate((left | {"format": "gptq_v2"}, section | {"format": "gptq"})):
+        write(tmp_path / str(i), "gptq v2", coded, spelled)
+        assert torch.equal(read(tmp_path / str(i), (N, K)), coded.values("int4"))
+    for method, named in (("gptq", "marlin"), ("awq", "gemv")):
+        with pytest.raises(ValueError, match=rf"{method} with format='{named}', in quantization_config"):
+            WeightFormat.from_config({"quant_method": method, "bits": 4, "group_size": 64, "format": named})
+
+
 def test_a_zero_point_that_wraps(tmp_path: Path) -> None:
     """0 is stored as 15, and one more would carry into the next place of a word."""
     coded = replace(random("gptq with zeros"), zeros=torch.zeros(N, K // 32, dtype=torch.uint8))
