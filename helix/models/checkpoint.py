@@ -318,14 +318,15 @@ def _compressed_tensors(section: Mapping[str, Any]) -> WeightFormat | None:
 
 
 def _gptq(section: Mapping[str, Any]) -> WeightFormat:
-    symmetric = section.get("sym") is True
+    dynamic = given if isinstance(given := section.get("dynamic"), Mapping) else {}
+    overrides = [of for of in dynamic.values() if isinstance(of, Mapping)]
+    # If some modules have zero points, those of all are read: they are 8 in symmetric ones.
+    symmetric = section.get("sym") is True and all(of.get("sym", True) is True for of in overrides)
     version = section.get("checkpoint_format") or section.get("format")
     zeros: Zeros = "stored" if version == "gptq_v2" else "minus_one"
     group = _int4_group("gptq", section.get("bits"), section.get("group_size"))
     required = {"zeros": not symmetric, "group_index": section.get("desc_act")}
-    dynamic = section.get("dynamic")
-    listed = [*dynamic] if isinstance(dynamic, Mapping) else []
-    skipped = _names(["re:" + name.removeprefix("-:") for name in listed if str(name).startswith("-:")], "dynamic")
+    skipped = _names(["re:" + name.removeprefix("-:") for name in map(str, dynamic) if name[:2] == "-:"], "dynamic")
     return WeightFormat(
         "gptq",
         sizes=frozenset({group} - {ONE_GROUP}),

@@ -150,6 +150,16 @@ def test_zero_points_of_gptq_v2_by_the_newer_name_of_its_key(tmp_path: Path) -> 
             WeightFormat.from_config({"quant_method": method, "bits": 4, "group_size": 64, "format": named})
 
 
+@pytest.mark.parametrize("whole, some", [(True, False), (False, True)])
+def test_modules_of_gptq_may_override_whether_there_are_zero_points(whole: bool, some: bool, tmp_path: Path) -> None:
+    for packing in ("gptq", "gptq with zeros"):
+        coded = random(packing)
+        section = PACKINGS[packing].section | {"sym": whole, "dynamic": {"+:x": {"sym": some}, "-:y": {}}}
+        write(tmp_path, packing, coded, section)
+        assert torch.equal(read(tmp_path, (N, K)), coded.values("int4"))
+        assert torch.equal(read(tmp_path, (N, K), keep=True).dequantize(), coded.values("int4"))
+
+
 def test_a_zero_point_that_wraps(tmp_path: Path) -> None:
     """0 is stored as 15, and one more would carry into the next place of a word."""
     coded = replace(random("gptq with zeros"), zeros=torch.zeros(N, K // 32, dtype=torch.uint8))
