@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -24,6 +25,7 @@ from kernels.scaled import E4M3_MAX, ScaledMatrix, decode, from_ue8m0, matrix_ro
 
 IGNORED = ("rotary_emb.inv_freq",)  # a computed buffer that some checkpoints contain
 SCALES = (*NUMBERS, "F8_E8M0")
+LAYER = re.compile(r"model\.layers\.\d+\.")
 CHUNK = 1 << 22  # elements that are decoded at a time
 MAX_UE8M0 = 127 + 65  # of packed weights: beyond it bf16 overflows, see `kernels.packed_sm90`
 
@@ -58,6 +60,7 @@ class Checkpoint(CheckpointFiles):
         )
         missing = sorted(set(types) - set(self.shapes))
         ignored = IGNORED + KV_SCALES + (UNUSED if self.scales or self.quantized else ())
+        unused = tuple(prefix for prefix in unused if not LAYER.fullmatch(prefix) or self._is_nextn(prefix))
         unexpected = sorted(
             n for n in set(self.shapes) - set(types) if not n.endswith(ignored) and not n.startswith(unused + TOWERS)
         )
@@ -81,6 +84,11 @@ class Checkpoint(CheckpointFiles):
         problems = [f"{len(names)} {kind}: {summarize(names)}" for kind, names in kinds.items() if names]
         if problems:
             raise ValueError(f"the weights in {self.path} do not match config.json; {'; '.join(problems)}")
+
+    def _is_nextn(self, layer: str) -> bool:
+        # Whether a layer after the last one is for MTP. Else it is one of the model's, and config.json counts too few.
+        own = f"{layer}eh_proj.", f"{layer}enorm.", f"{layer}hnorm."
+        return any(name.startswith(own) for name in self.shapes)
 
     def _misshaped(self, matrix: StoredMatrix, shape: Sequence[int]) -> list[str]:
         numbers = matrix.base + matrix.layout.numbers.suffix

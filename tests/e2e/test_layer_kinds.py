@@ -42,7 +42,7 @@ def published(directory: Path, wrap: Callable[[dict[str, Any]], dict[str, Any]] 
     for name in [name for name in weights if name.startswith("model.layers.1.")]:
         for i in (layers, layers + 1):
             weights[name.replace(".1.", f".{i}.")] = weights[name].clone()
-    weights[f"model.layers.{layers}.eh_proj.weight"] = torch.ones(2)
+    weights |= {f"model.layers.{i}.eh_proj.weight": torch.ones(2) for i in (layers, layers + 1)}
     saved = json.loads((plain / "config.json").read_text())
     same = "vocab_size", "intermediate_size", "rms_norm_eps", "max_position_embeddings", "torch_dtype"
     config = wrap({key: saved[key] for key in same if key in saved} | PUBLISHED)
