@@ -58,6 +58,8 @@ def load_hf_config(model_type: str, config: Mapping[str, Any]) -> Any:
     classes = config_classes()
     if isinstance(kinds := config.get("layer_types"), list):  # as newer versions of transformers save them
         config = {**config, "layer_types": [LAYER_TYPES.get(str(kind), kind) for kind in kinds]}
+    if model_type in TWO_ROPES and isinstance(rope := config.get("rope_parameters"), Mapping):
+        config = {**config, "rope_parameters": by_layer_type(rope)}
     _check_before(config, model_type)
     log = logging.getLogger("transformers")
     level = log.level
@@ -72,6 +74,15 @@ def load_hf_config(model_type: str, config: Mapping[str, Any]) -> Any:
         raise ValueError(f"config.json cannot be read as {model_type}: {why}") from error
     finally:
         log.setLevel(level)
+
+
+def by_layer_type(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Moves RoPE's parameters that stand beside those of layer types, as Laguna's do, into each of these."""
+    types = {key: value for key, value in parameters.items() if isinstance(value, Mapping | None)}
+    if not any(types.values()):
+        return dict(parameters)  # the same for all layers
+    beside = {key: value for key, value in parameters.items() if key not in types}
+    return {key: value and {**beside, **value} for key, value in types.items()}
 
 
 def check_sizes(config: Any, *needed: str) -> None:

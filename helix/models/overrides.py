@@ -10,7 +10,7 @@ from typing import Any
 
 from helix.models import SHARED_KEYS, family_of, get_text_config, multimodal_architecture, spec_from_config
 from helix.models.checkpoint import WeightFormat, read_config
-from helix.models.hf import TWO_ROPES, config_classes
+from helix.models.hf import TWO_ROPES, by_layer_type, config_classes
 
 # Spellings of RoPE. transformers reads one and drops the others, so overrides of any become rope_parameters.
 ROPE = (
@@ -213,7 +213,7 @@ def _put(rope: dict[str, Any], key: str, value: Any, layers: tuple[str, ...], fu
                 for name in {*part} - {*KEPT}:
                     del part[name]
             return
-        given = _spelled(value)
+        given = by_layer_type(_spelled(value)) if layers else _spelled(value)
         new = {LAYERS[0]: given} if layers and not {*given} <= {*layers} else given
     elif isinstance(value, Mapping):
         new = dict(value)

@@ -21,6 +21,7 @@ from helix.models import DecoderSpec, spec_from_config
 from helix.models.checkpoint import read_config
 from helix.models.decoder import Decoder
 from helix.models.loading import Checkpoint
+from helix.models.overrides import overridden
 from helix.setup.parts import make_spec
 from launch.inputs.auto_layout import choose
 from tests.e2e import parity
@@ -199,6 +200,18 @@ def test_overrides_of_rope_by_layer() -> None:
     assert [rope.theta for rope in other.ropes] == [3e6, 2e4]
     with pytest.raises(ValueError, match=r"rope_theta=\[1\.0\] must have an entry for each of layer_types"):
         make_spec(compose_config(*shape, "model.config.rope_theta=[1.0]"))
+
+
+def test_parameters_of_rope_beside_those_of_layer_types() -> None:
+    """Laguna-XS.2 publishes the trained context there, too: each layer type has it unless it says otherwise."""
+    config = json.loads((checkpoint("laguna") / "config.json").read_text())
+    rope, trained = config["rope_parameters"], "original_max_position_embeddings"
+    wanted, longer = spec_from_config(config), {"rope_parameters": {"full_attention": {"factor": 4.0}}}
+    moved = {key: {k: v for k, v in of.items() if k != trained} for key, of in rope.items()}
+    for nested, beside in ((rope, 4096), (moved, rope["full_attention"][trained])):
+        found = config | {"rope_parameters": nested | {trained: beside}}
+        assert spec_from_config(found) == wanted
+        assert spec_from_config(overridden(found, longer)) == spec_from_config(overridden(config, longer)) != wanted
 
 
 def test_stacks_of_experts_are_read_whole() -> None:
