@@ -160,6 +160,9 @@ def decoder_spec(
     ffns = [ffn] * layers if isinstance(ffn, FFNSpec) else ffn
     if all(isinstance(each, MoESpec) or each.activation == "silu" for each in ffns):
         check_supported(config, hidden_act=("silu", "swish"))
+    for moe in {each for each in ffns if isinstance(each, MoESpec) and each.scoring != "top_softmax"}:
+        # Published files also name what a family's class takes for granted.
+        check_supported(config, scoring_func=(moe.scoring,), norm_topk_prob=(moe.normalize,))
     _check_kinds(config, windows)
     if bad := [w for w in windows or () if w is not None and not _is_size(w)]:
         raise ValueError(f"config.json: sliding_window={bad[0]!r} must be a positive integer or null")

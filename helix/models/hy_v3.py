@@ -21,7 +21,8 @@ from helix.models.spec import DecoderSpec, NextTokenNames
 
 def spec(config: Any) -> DecoderSpec:
     """Reads a config of this family."""
-    check_supported(config, mlp_bias=(False,))
+    check_supported(config, mlp_bias=(False,), route_norm=(True,), moe_router_use_sigmoid=(True,))
+    check_supported(config, moe_router_enable_expert_bias=(True,))
     check_sizes(config, "moe_intermediate_size", "num_shared_experts")
     width, bias = config.moe_intermediate_size, config.attention_bias
     moe = MoESpec(

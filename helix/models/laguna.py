@@ -24,6 +24,7 @@ def spec(config: Any) -> DecoderSpec:
     """Reads a config of this family."""
     check_supported(config, gating=(True, "per-head", "per-element"), norm_topk_prob=(True,))
     check_supported(config, moe_apply_router_weight_on_input=(False,), moe_router_logit_softcapping=(0.0,))
+    check_supported(config, moe_router_use_sigmoid=(True,))
     check_sizes(config, "moe_intermediate_size", "shared_expert_intermediate_size")
     moe = MoESpec(
         *experts_of(config),

@@ -6,12 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 from helix.layers.specs import MoESpec
-from helix.models.hf import attention_of, check_sizes, decoder_spec, experts_of
+from helix.models.hf import attention_of, check_sizes, check_supported, decoder_spec, experts_of
 from helix.models.spec import DecoderSpec
 
 
 def spec(config: Any) -> DecoderSpec:
     """Reads a config of this family."""
+    check_supported(config, use_routing_bias=(True,), routed_scaling_factor=(1.0,))
     moe = MoESpec(
         *experts_of(config),
         config.intermediate_size,

@@ -37,13 +37,15 @@ WITHIN = {
 # Further keys that transformers' classes, or families here, read.
 BESIDES = (
     "model_type", *ROPE[:3], *ROPE[4:], TRAINED, "quantization_config", "dual_chunk_attention_config",
-    "att_impl_type", "attention_other_setting", "first_k_dense_replace", "full_attention_interval", "gating",
-    "head_dim", "index_share_for_mtp_iteration", "index_skip_topk_offset", "index_topk_freq", "index_topk_pattern",
-    "indexer_rope_interleave", "is_causal", "layer_types", "mlp_layer_types", "moe_layer_freq", "moe_layers_enum",
-    "moe_router_activation", "mtp_num_hidden_layers", "norm_expert_weight", "norm_topk_prob", "num_experts",
-    "num_mtp_layers", "num_nextn_predict_layers", "rotary_dim", "scoring_func", "sink",
-    "sliding_window_pattern", "swiglu_limit", "topk_method", "use_head_wise_attn_gate", "use_moe_router_bias",
-    "use_qk_norm", "use_rope_layers", "yarn_only_types", "zero_centered",
+    "att_impl_type", "attention_other_setting", "attn_output_gate", "first_k_dense_replace", "full_attention_interval",
+    "gating", "head_dim", "index_share_for_mtp_iteration", "index_skip_topk_offset", "index_topk_freq",
+    "index_topk_pattern", "indexer_rope_interleave", "is_causal", "layer_types", "mlp_layer_types", "moe_layer_freq",
+    "moe_layers_enum", "moe_router_activation", "moe_router_enable_expert_bias", "moe_router_use_sigmoid",
+    "mtp_num_hidden_layers", "norm_expert_weight", "norm_topk_prob", "num_experts", "num_mtp_layers",
+    "num_nextn_predict_layers", "output_gate_type", "rope_interleave", "rotary_dim", "route_norm",
+    "routed_scaling_factor", "scoring_func", "sink", "sliding_window_pattern", "swiglu_limit", "topk_method",
+    "use_head_wise_attn_gate", "use_moe_router_bias", "use_qk_norm", "use_rope_layers", "use_routing_bias",
+    "yarn_only_types", "zero_centered",
 )  # fmt: skip
 
 

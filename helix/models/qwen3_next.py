@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from helix.layers.specs import FFNSpec, GatedDeltaSpec, GateSpec, MoESpec
-from helix.models.hf import attention_of, check_sizes, decoder_spec, layer_ffns
+from helix.models.hf import attention_of, check_sizes, check_supported, decoder_spec, layer_ffns
 from helix.models.qwen3_moe import shared_gated, sparse_layers
 from helix.models.spec import DecoderSpec, NextTokenNames
 
@@ -38,6 +38,7 @@ def hybrid(
     Raises:
         ValueError: `layer_types` has another type or no attention, or heads do not divide.
     """
+    check_supported(config, attn_output_gate=(True,), output_gate_type=("swish", "silu"))
     if unknown := sorted({*config.layer_types} - {*KINDS}):
         raise ValueError(f"config.json: layer_types has {', '.join(unknown)}; supported: {', '.join(KINDS)}")
     if "full_attention" not in config.layer_types:

@@ -178,6 +178,7 @@ def test_heads_of_another_config_are_refused(tmp_path: Path) -> None:
         ({"yarn_only_types": ["sliding_attention"]}, "yarn_only_types"),
         ({"use_rope_layers": [True, False, True, True]}, "use_rope_layers"),
         ({"moe_router_activation": "softmax"}, "moe_router_activation"),
+        ({"scoring_func": "softmax"}, "scoring_func='softmax'"),  # as Step-3.7 calls it
         ({"first_k_dense_replace": 3}, "first_k_dense_replace=3 contradicts"),
         ({"partial_rotary_factors": [0.2] * 6}, "partial_rotary_factor=0.2"),
         ({"attention_other_setting": {"num_attention_heads": "x"}}, "num_attention_heads"),
