@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from helix.files import check_file, read_json
 from helix.layers.specs import MXFP4, NVFP4, MatrixFormat, MoESpec, Storage
-from helix.models.quantized_tensors import MXFP8, StoredMatrix, Zeros, find_matrices
+from helix.models.quantized_tensors import MXFP8, StoredMatrix, Zeros, find_matrices, rotation_of
 from helix.models.spec import DecoderSpec, LayerSpec
 from helix.tokenizer import read_end_token
 
@@ -155,6 +155,8 @@ class WeightFormat:
             return None  # of the KV cache alone
         if section.get(key) not in known:
             raise unsupported_format(f"{method} with {key}={section.get(key)!r:.100}")
+        if rotation := rotation_of(section):
+            raise unsupported_format(f"{method} with {rotation}, which rotates activations")
         if method in READERS:
             return READERS[method](section)
         if method == "modelopt" or "quantized_layers" in section:
@@ -251,8 +253,6 @@ def _modelopt(method: str, section: Mapping[str, Any]) -> WeightFormat:
 
 def _compressed_tensors(section: Mapping[str, Any]) -> WeightFormat | None:
     # The groups that quantize weights. Without `config_groups`, shapes decide.
-    if section.get("transform_config"):
-        raise unsupported_format("compressed-tensors with transform_config, which rotates activations")
     given = section.get("config_groups")
     if not isinstance(given, Mapping):
         return WeightFormat("compressed-tensors")

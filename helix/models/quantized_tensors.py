@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from helix.layers.specs import MXFP4, NVFP4, MatrixFormat
 
@@ -256,3 +256,14 @@ def _group(columns: int, groups: int, sizes: Collection[int]) -> int:
     if not fitting and groups and columns % groups == 0:
         fitting = {columns // groups}
     return fitting.pop() if len(fitting) == 1 else 0
+
+
+def rotation_of(section: Mapping[str, Any]) -> str | None:
+    """Returns the key of a `quantization_config` that rotates activations: weights alone then give another model."""
+    algorithms = section.get("algo_config")  # of Quark, which rotates weights alone by its R1 and R2
+    for each in algorithms if isinstance(algorithms, list) else ():
+        for key in ("online_r1_rotation", "r4", "online_config"):
+            if isinstance(each, Mapping) and each.get(key):
+                return f"algo_config.{key}"
+    # compressed-tensors, GPTQModel, AutoRound
+    return next((key for key in ("transform_config", "rotation", "rotation_config") if section.get(key)), None)

@@ -230,6 +230,13 @@ def test_a_second_scale_of_any_size_divides_once(tmp_path: Path) -> None:
     assert torch.equal(one, two) and torch.equal(read(tmp_path, (N, K), keep=True).dequantize(), one)
 
 
+def test_weights_that_alone_are_rotated_are_read(tmp_path: Path) -> None:
+    """Quark's R1 and R2, whose rotations cancel between matrices."""
+    coded, rotation = random("mxfp4 of quark"), {"name": "rotation", "r1": True, "r2": True, "r4": False}
+    write(tmp_path, "mxfp4 of quark", coded, PACKINGS["mxfp4 of quark"].section | {"algo_config": [rotation]})
+    assert torch.equal(read(tmp_path, (N, K)), coded.values("e2m1"))
+
+
 DAMAGED: list[Any] = [
     ("nvfp4", "weight_scale", lambda t: t.view(torch.uint8).fill_(127).view(t.dtype)),
     ("nvfp4", "weight_scale_2", lambda t: t * torch.nan),
