@@ -24,8 +24,8 @@ Ways = list[tuple[str, str]]  # ends of a value, each with the rule of what foll
 def call_rule(rules: Rules, calls: ToolCallFormat, tool: Mapping[str, Any]) -> str:
     """Adds the rule of one call of a tool; returns its name."""
     name, parameters = tool["function"]["name"], tool["function"].get("parameters", NO_PARAMETERS) | {"type": "object"}
-    head, tail = (text.replace("NAME", name) for text in calls.call.split("ARGUMENTS"))
-    start = f" {INDEX} ".join(map(rules.text, head.split("INDEX")))
+    head, tail = calls.call.split("ARGUMENTS")
+    start = f" {INDEX} ".join(rules.text(text.replace("NAME", name)) for text in head.split("INDEX"))
     if calls.argument is not None:
         return rules.add(f"{start} ({_Arguments(rules, calls, tail, parameters).rule()})")
     if calls.values == "gemma":

@@ -365,13 +365,13 @@ def refused(name: str, grammar: str, answer: str) -> str | None:
 @pytest.mark.parametrize("name", MAY_CALL)
 def test_calls_of_strict_tools_follow_their_schema_and_others_are_free(name: str) -> None:
     free = {"properties": {"y": {"type": "array"}, "z": {"type": "string"}, "n": {}}, "required": ["x"]}
-    tools = strict([tool("f", INTEGER), tool("g", free)], "f")
+    tools = strict([tool("f", INTEGER), tool("ADD_INDEX", free)], "f")
     grammar, parser = strict_grammar(name, tools), BY_NAME[name].fields
-    call, other = written(name, "f", {"x": 7}), written(name, "g", FREE_ARGUMENTS)
+    call, other = written(name, "f", {"x": 7}), written(name, "ADD_INDEX", FREE_ARGUMENTS)
     said, following = (f"{HEADS[0]}{TEXT}", f"{HEADS[0]}{TEXT}{HEADS[1]}") if name == "gpt-oss" else (TEXT, TEXT)
-    answers = [(said, []), (call, ["f"]), (following + call, ["f"]), (other, ["g"])]
+    answers = [(said, []), (call, ["f"]), (following + call, ["f"]), (other, ["ADD_INDEX"])]
     if name not in LAST:
-        answers += [(said + call + other + said + call + said, ["f", "g", "f"]), ("", [])]
+        answers += [(said + call + other + said + call + said, ["f", "ADD_INDEX", "f"]), ("", [])]
     for answer, functions in answers:
         assert refused(name, grammar, answer) is None, answer
         content, called = read(Parser(parser, "", validated(tools)), answer)
