@@ -147,7 +147,8 @@ def _allows(schema: Any, value: Any, root: Any, depth: int) -> bool:
     if not isinstance(schema, dict) or depth == 0:
         return schema is not False
     types = schema.get("type")
-    if isinstance(types, str | list) and not _KINDS[type(value)] & {*([types] if isinstance(types, str) else types)}:
+    types = [types] if isinstance(types, str) else types
+    if isinstance(types, list) and not any(kind in types for kind in _KINDS[type(value)]):
         return False
     listed = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(listed, list) and not any(type(one) is type(value) and one == value for one in listed):

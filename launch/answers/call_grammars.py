@@ -178,7 +178,7 @@ class _GemmaValues:
                     "(" + " | ".join(self.rule(one, depth + 1) for one in ways[: 1 if name == "allOf" else None]) + ")"
                 )
         types = schema.get("type", [] if depth else "object")
-        types = [types] if isinstance(types, str) else types
+        types = types if not types or isinstance(types, list) else [types]
         if not types:
             types = ["object"] if "properties" in schema else ["array"] if "items" in schema else []
         if not types:  # any value

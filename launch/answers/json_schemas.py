@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 # Formats that llguidance enforces; JSON Schema says that others are annotations.
-FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
+FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 UNSUPPORTED = (
     *("if", "then", "else", "not", "dependentRequired", "dependentSchemas", "dependencies", "contains"),
     *("minContains", "maxContains", "unevaluatedProperties", "unevaluatedItems", "propertyNames"),
@@ -109,6 +109,6 @@ def _replace_property_names(schema: dict[str, Any]) -> None:
             listed = {name: rest for name in names["enum"] if isinstance(name, str)}
             schema |= {"properties": listed, "additionalProperties": False}
             del schema["propertyNames"]
-        elif rules == {"pattern"}:
+        elif rules == {"pattern"} and isinstance(names["pattern"], str):
             schema |= {"patternProperties": {names["pattern"]: rest}, "additionalProperties": False}
             del schema["propertyNames"]

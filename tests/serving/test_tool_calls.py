@@ -295,7 +295,7 @@ def test_parameters_of_any_kind_are_followed_or_refused(name: str) -> None:
         grammars_of(name).create_matcher(grammar_of(name, [tool("x", {"properties": {"a": {"type": "nonsense"}}})]))
     for parameters in (
         {"properties": 5},
-        {"properties": {"a": 5}, "required": 5},
+        {"properties": {"a": 5, "b": {"type": 5}}, "required": 5},
         {"properties": {"VALUE": {"type": "integer", "enum": 5}}},
     ):
         grammar = grammar_of(name, [tool("ARGUMENTS.NAME", parameters)])
