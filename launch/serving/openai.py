@@ -101,9 +101,10 @@ class OpenAIAnswer:
 
     @property
     def _heartbeat(self) -> dict[str, Any]:
-        """A choice without text: clients count its event, which they do not do for comments."""
+        """A running choice without text: clients count its event, which they do not do for comments."""
         empty = {"delta": {"content": ""}} if self._chat else {"text": ""}
-        return {"index": 0, "finish_reason": None} | empty | {"logprobs": None}
+        index = next(choice.index for choice in self._answer.choices if choice.finish_reason is None)
+        return {"index": index, "finish_reason": None} | empty | {"logprobs": None}
 
     def _has_news(self, delta: Delta) -> bool:
         """Tells whether a delta has anything to send: while a call is written, a chat's tokens have no parts."""

@@ -175,6 +175,18 @@ async def test_a_stream_byte_by_byte(serve: Serve) -> None:
     assert [(p["processed"], p["total"]) for p in progress][-1] in ((2, 3), (3, 3))
 
 
+async def test_no_heartbeat_follows_the_end_of_its_choice(serve: Serve) -> None:
+    async def one_late(job: FakeJob, submit: Request) -> None:
+        await asyncio.sleep(0.5 * (submit.id != job.submits[0].id))
+        await job.emit(submit, [100], "length")
+
+    api_server = await serve(FakeJob(one_late), heartbeat_s=0.1)
+    answer = await api_server.post(COMPLETIONS, {"prompt": [5], "n": 2, "stream": True})
+    choices = [choice for piece in pieces(answer) for choice in piece["choices"]]
+    ends = [[choice["finish_reason"] for choice in choices if choice["index"] == index] for index in range(2)]
+    assert ends[0][-1] == "length" and ends[1][-2:] == [None, "length"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_ends_its_request(
     stream: bool, serve: Serve, caplog: pytest.LogCaptureFixture
