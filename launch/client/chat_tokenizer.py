@@ -361,7 +361,7 @@ def _to_template_message(message: ChatMessage) -> dict[str, Any]:
     Arguments that are no JSON object stay text: if a model wrote them once, its conversation must go on.
     """
     plain = message.model_dump(exclude_none=True)
-    if isinstance(message.content, list):
+    if not isinstance(message.content, str):
         plain["content"] = message.text
     if message.role == "developer":
         plain["role"] = "system"

@@ -239,6 +239,9 @@ class ChatMessage(Schema):
     tool_calls: ListOf[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    refusal: str | None = None
+    function_call: None = None  # no template reads the old form of `tool_calls`
+    audio: None = None
 
     @field_validator("content", mode="before")
     @classmethod
@@ -260,7 +263,7 @@ class ChatMessage(Schema):
 
     @property
     def text(self) -> str:
-        parts = self.content or ""
+        parts = self.content or self.refusal or ""
         return parts if isinstance(parts, str) else "".join(part.text for part in parts)
 
 
