@@ -88,6 +88,11 @@ PAGE_HEADERS = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
+# What clients call the fields of the chat that their request becomes.
+OWN_NAMES = {
+    "/v1/responses": {"messages": "input", "response_format": "text.format"},
+    "/v1/messages": {"response_format": "output_config.format"},
+}
 Handler = Callable[[Request], Awaitable[ASGIApp]]
 Presenter = OpenAIAnswer | BlockAnswer
 
@@ -537,6 +542,9 @@ def _header(name: str) -> str:
 
 def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
+    if (own := OWN_NAMES.get(request.url.path, {}).get(error.param or "")) is not None:
+        message = error.message.replace(str(error.param), own)
+        error = ApiError(error.status, message, param=own, code=error.code)
     return _error_response(request, error)
 
 
