@@ -206,6 +206,8 @@ def chat_of(body: Count, variables: Collection[str]) -> Chat:
         turns.append({"role": "system", "content": system})
     for at, turn in enumerate(body.messages):
         turns += _turns(turn, at, report)
+    if turns[-1:] == [{"role": "assistant", "content": ""}]:  # Anthropic allows an empty beginning of the answer
+        turns.pop()
     chat: dict[str, Any] = {"model": body.model, "messages": turns}
     last = turns[-1] if turns else {}
     chat["continue_final_message"] = last.get("role") == "assistant" and "tool_calls" not in last
