@@ -234,6 +234,7 @@ CHAT_FORMATS = (
             "open_pattern": r'<\|tool_call>call:(?P<name>[^\s{}<>"]{1,256})(?=\s{0,64}\{)',
             "close": "<tool_call|>",
             "content": "gemma",
+            "quote": '<|"|>',
         },
         ToolCallFormat(
             "<|tool_call>call:NAMEARGUMENTS<tool_call|>", between="", values="gemma", openings=("<|tool_call>",)

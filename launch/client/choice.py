@@ -6,7 +6,7 @@ stop string, or the end of the only tool call that an answer may have.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +57,7 @@ class Choice:
         abort: cancels a generation; called with the finish reason if the choice ends before the engine ends it.
         parser: splits the text into parts; None: plain text.
         marks: the chat format's marks that are added tokens, by id.
+        hidden: special tokens that are no marks: a chat's text has them only if the body asks for special tokens.
 
     Attributes:
         num_tokens: output tokens so far.
@@ -73,6 +74,7 @@ class Choice:
         abort: Callable[[Generation, str], None],
         parser: Parser | None,
         marks: Mapping[int, str] | None = None,
+        hidden: Collection[int] = (),
     ) -> None:
         self.index = index
         self.generation = generation
@@ -87,6 +89,7 @@ class Choice:
         self._guard = MarkGuard(marks) if marks and not self._stops else None
         self._abort = abort
         self._discard_output = body.max_tokens == 0  # the engine samples one token, which is not part of the answer
+        self._hidden = hidden if parser is not None and body.skip_special_tokens else ()
         self._include_special = not body.skip_special_tokens or (parser is not None and parser.needs_special_tokens)
         self._detokenizer = IncrementalDetokenizer(
             tokenizer.backend, self._stops, self._include_special, body.min_tokens or 0
@@ -111,7 +114,7 @@ class Choice:
             delta.token_ids.append(token)
             if generation.finish_reason == "stop" and at + 1 == len(new_ids):  # the end token has no text
                 break
-            text, stopped = self._detokenizer.push(token)
+            text, stopped = ("", False) if token in self._hidden else self._detokenizer.push(token)
             pieces.append(text)
             guarded.append(text if self._guard is None else self._guard.guarded(token, text))
             if stopped:
@@ -144,7 +147,7 @@ class Choice:
         return delta
 
     def _find_matched_stop(self) -> str | None:
-        ids = self.generation.output_token_ids[: self.num_tokens]
+        ids = [token for token in self.generation.output_token_ids[: self.num_tokens] if token not in self._hidden]
         full_text = self._tokenizer.decode(ids, special=self._include_special)
         rest = full_text.removeprefix(self._detokenizer.text)
         return next((stop for stop in self._stops if rest.startswith(stop)), None)

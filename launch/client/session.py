@@ -83,6 +83,11 @@ class Session:
     def _marks(self) -> Mapping[int, str]:
         return {} if self.chat_format is None else marks_of(self.chat_format.fields, self.tokenizer.added)
 
+    @cached_property
+    def _hidden(self) -> frozenset[int]:
+        """Special tokens that are no marks of the chat format."""
+        return frozenset(self.tokenizer.added[text] for text in self.tokenizer.special) - self._marks.keys()
+
     async def open(
         self,
         body: Chat | Completion,
@@ -119,7 +124,7 @@ class Session:
             requests, changed.set, request_id
         )  # from here on nothing fails before the answer owns the generations
         choices = [
-            Choice(index, generation, self.tokenizer, body, self.engine_client.abort, parser, self._marks)
+            Choice(index, generation, self.tokenizer, body, self.engine_client.abort, parser, self._marks, self._hidden)
             for index, (generation, parser) in enumerate(zip(generations, parsers, strict=True))
         ]
         return Answer(body, processed, choices, self.tokenizer, changed, request_id, self.name, self._serve.heartbeat_s)

@@ -229,8 +229,9 @@ async def test_several_choices_and_logprobs(talk: Talk) -> None:
 async def test_special_tokens_are_text_where_they_are_wanted(talk: Talk) -> None:
     api_server = await talk("a<|im_start|>b")
     for wanted, text in ((True, "ab"), (False, "a<|im_start|>b")):
-        body = {"prompt": "x", "skip_special_tokens": wanted, "max_tokens": 9}
-        assert read(await api_server.post(COMPLETIONS, body)).content == text
+        body = {"skip_special_tokens": wanted, "max_tokens": 9}
+        for path, more in ((COMPLETIONS, {"prompt": "x"}), (CHATS, {"messages": [USER]})):
+            assert read(await api_server.post(path, body | more)).content == text
 
 
 def saved(vocab: dict[str, int], steps: list[Any], directory: Path) -> ChatTokenizer:
