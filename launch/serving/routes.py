@@ -272,22 +272,26 @@ class Api:
         return JSONResponse(listed, headers=_ignored_header(page, page, ()))
 
     @property
-    def _reads_effort(self) -> bool:
-        """Whether the template has a variable for an effort; one that cannot be read is refused later."""
+    def _variables(self) -> frozenset[str]:
+        """The template's variables; a template that cannot be read is refused later."""
         with suppress(TemplateError):
-            return not variables(self.session.tokenizer.template).isdisjoint(EFFORT_VARIABLES)
-        return True
+            return variables(self._executor_for(None).tokenizer.template)
+        return frozenset()
+
+    @property
+    def _reads_effort(self) -> bool:
+        return not self._variables.isdisjoint(EFFORT_VARIABLES)
 
     async def _message(self, request: Request) -> ASGIApp:
         """Answers a conversation in Anthropic's Messages format."""
-        convert = partial(messages.chat_of, variables=variables(self._executor_for(None).tokenizer.template))
+        convert = partial(messages.chat_of, variables=self._variables)
         return await self._answer_chat(request, await self._read_chat(request, Messages, convert), MessagesAnswer)
 
     async def _count(self, request: Request) -> ASGIApp:
         """Counts the tokens of a conversation in Anthropic's Messages format."""
         engine_info, body = self.engine_client.refuse_unless_ready(), await self._body(request, Count)
         executor, size = self._executor_for(body.model), request.state.size
-        chat = await executor.run(size, messages.chat_of, body, variables(executor.tokenizer.template))
+        chat = await executor.run(size, messages.chat_of, body, self._variables)
         work = executor.tokenizer.encode_chat, chat, chat.prompt_tools, max(engine_info.context, MIN_TOKENIZE_IDS)
         encoded = await executor.run(size, *work)
         headers = _ignored_header(body, chat, encoded.left_out)
