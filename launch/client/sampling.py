@@ -97,21 +97,20 @@ def resolve_max_tokens(request: GenerationFields, prompt: int, unset: int | None
         ApiError: the prompt, or the prompt with its new tokens, is too long.
     """
     requested = getattr(request, "max_completion_tokens", None) or request.max_tokens
-    if requested == 0:
-        requested = 1  # the engine samples at least one token; the answer leaves it out
+    new = requested or 1  # the engine samples at least one token; an answer of none leaves it out
     capacity = engine_info.max_length
-    fits = prompt + (requested or 1) <= engine_info.context
+    fits = prompt + new <= engine_info.context
     limit, what = (
         (capacity, "the KV cache's capacity (kv.tokens)") if fits else (engine_info.context, "the model's context")
     )
     if prompt == 0:
         raise ApiError(400, EMPTY_PROMPT, param="prompt")
-    if prompt + (requested or 1) > capacity:
-        new = f" and {requested} new tokens are {prompt + requested}, which" if requested else ""
+    if prompt + new > capacity:
+        total = f"the prompt's {prompt} tokens and {new} new tokens are {prompt + new}"
         raise ApiError(
             400,
-            f"the prompt's {prompt} tokens{new} exceed {what} of {limit} tokens",
+            f"{total}, which exceed {what} of {limit} tokens",
             param="messages" if hasattr(request, "messages") else "prompt",
             code="context_length_exceeded",
         )
-    return requested or min(unset or capacity, capacity - prompt)
+    return min(unset or capacity, capacity - prompt) if requested is None else new

@@ -46,7 +46,7 @@ OF = {
 
 
 COMPUTED = {
-    "4096 tokens": {"prompt": [1] * 4096},
+    "4096 tokens and 1 new tokens are 4097": {"prompt": [1] * 4096},
     "not a token id": {"prompt": "x", "logit_bias": {"0" * 5000: 1}},
     "301 keys": {"prompt": "x", "logit_bias": {str(i): "x" for i in range(301)}},
     "300 completions": {"prompt": [[1]] * 300},
