@@ -380,7 +380,8 @@ class Api:
         engine_info, body = self.engine_client.refuse_unless_ready(), await self._body(request, Tokenize)
         executor, limit = self._executor_for(body.model), max(engine_info.context, MIN_TOKENIZE_IDS)
         work = executor.tokenizer, body, engine_info.max_length, limit
-        return Response(await executor.run(request.state.size, tokenize_body, *work), media_type="application/json")
+        content = await executor.run(request.state.size, tokenize_body, *work)
+        return Response(content, headers=_ignored_header(body, body, ()), media_type="application/json")
 
     async def _detokenize(self, request: Request) -> ASGIApp:
         """Decodes token ids to text."""
@@ -389,7 +390,8 @@ class Api:
         executor, ids = self._executor_for(body.model), body.ids
         if len(ids) and (largest := ids.max()) >= engine_info.vocab:  # tokenizers silently skip unknown ids
             raise ApiError(400, outside_vocabulary("tokens", largest, engine_info.vocab), param="tokens")
-        return JSONResponse({"prompt": await executor.run(ids.nbytes, executor.tokenizer.decode, ids)})
+        text = await executor.run(ids.nbytes, executor.tokenizer.decode, ids)
+        return JSONResponse({"prompt": text}, headers=_ignored_header(body, body, ()))
 
     async def _scrape(self, request: Request) -> ASGIApp:
         """Returns the metrics of all processes of the server in Prometheus's format."""

@@ -220,6 +220,9 @@ async def test_other_routes(serve: Serve) -> None:
     ids = (await api_server.post("/tokenize", {"prompt": "def f(x):"})).json()
     assert ids["count"] == len(ids["tokens"]) and ids["max_model_len"] == READY.max_length
     assert (await api_server.post("/detokenize", {"tokens": ids["tokens"]})).json() == {"prompt": "def f(x):"}
+    for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [5]})):
+        answer = await api_server.post(path, body | {"return_token_strs": True})
+        assert (answer.status_code, answer.headers["x-ignored-fields"]) == (200, "return_token_strs")
 
 
 @pytest.mark.parametrize("state", ["starting", "draining"])
