@@ -52,6 +52,13 @@ RESERVED_VARIABLES |= {"return_tensors", "return_dict", "return_assistant_tokens
 ACTION_LISTS = "directly-answer"  # the action of Command R's templates that asks for a text, from another prompt
 # Texts to put around special tokens: tokenizers differ in stripping spaces and adding prefixes there.
 PROBES = ("a b", " a", "a ", "\n\n", "é🙂", "1 23", "")
+# Settings of transformers' `generate` that a checkpoint may have and that are not read here.
+GENERATION_ONLY = (
+    "max_new_tokens", "min_new_tokens", "num_beams", "stop_strings", "no_repeat_ngram_size", "bad_words_ids",
+    "sequence_bias", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id",
+    "exponential_decay_length_penalty", "length_penalty", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h",
+    "guidance_scale", "penalty_alpha", "watermarking_config",
+)  # fmt: skip
 
 
 class EncodedChat(NamedTuple):
@@ -299,15 +306,25 @@ def read_defaults(path: str | None) -> dict[str, Any]:
     Raises:
         ValueError: the file cannot be read, or a value would be invalid in a request.
     """
-    file = None if path is None else Path(path) / "generation_config.json"
-    content = read_json(file) if file is not None and file.exists() else {}
+    content = _generation_config(path)
     names = (name for name, option in OPTIONS.items() if option.from_checkpoint)
     found = {name: content[name] for name in names if content.get(name) is not None}
     try:
         parse_body(Completion, json.dumps({"prompt": ""} | found).encode())
     except ApiError as error:
-        raise ValueError(f"{file}: {error.message}") from error
+        raise ValueError(f"{path}/generation_config.json: {error.message}") from error
     return found
+
+
+def unread_defaults(path: str | None) -> dict[str, Any]:
+    """Reads what else in `generation_config.json` changes what transformers generates, but nothing here."""
+    content = _generation_config(path)
+    return {name: content[name] for name in GENERATION_ONLY if content.get(name) not in (None, 0, 1, [], "")}
+
+
+def _generation_config(path: str | None) -> dict[str, Any]:
+    file = None if path is None else Path(path) / "generation_config.json"
+    return read_json(file) if file is not None and file.exists() else {}
 
 
 def _variables(chat: Conversation, free: frozenset[str], template_variables: frozenset[str]) -> dict[str, Any]:

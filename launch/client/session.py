@@ -16,7 +16,7 @@ from launch.answers.chat_formats import THINKING_FIELD, ChatFormat
 from launch.answers.grammars import starts_with_think_mark
 from launch.answers.mark_guard import marks_of
 from launch.client.answer import Answer
-from launch.client.chat_tokenizer import ChatTokenizer, read_defaults
+from launch.client.chat_tokenizer import ChatTokenizer, read_defaults, unread_defaults
 from launch.client.choice import Choice
 from launch.client.engine_client import EngineClient
 from launch.client.engine_messages import EngineInfo
@@ -39,6 +39,7 @@ class Session:
         detected: the chat format, and how it was chosen; set by `load`.
         compiler: see `compiler_for`.
         defaults: the checkpoint's sampling defaults, for HTTP requests.
+        unread_defaults: what else its `generation_config.json` sets for transformers.
     """
 
     def __init__(self, serve: ServeConfig, engine_client: EngineClient) -> None:
@@ -48,6 +49,7 @@ class Session:
         self.detected: DetectedFormat
         self.compiler: GrammarCompiler | None = None
         self.defaults: Mapping[str, Any] = {}
+        self.unread_defaults: Mapping[str, Any] = {}
         self._serve = serve
 
     def load(self, model: str | None) -> None:
@@ -61,7 +63,7 @@ class Session:
         """
         self.name = self._serve.name or (Path(model).resolve().name if model else "model")
         self.tokenizer = ChatTokenizer(model, self._serve.chat_template)
-        self.defaults = read_defaults(model)
+        self.defaults, self.unread_defaults = read_defaults(model), unread_defaults(model)
         for schema in (Chat, Completion):  # build validators here: at import it slows all commands
             schema.model_rebuild()
         self.detected = detect_chat_format(self.tokenizer, model, self._serve.dialect)

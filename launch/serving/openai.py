@@ -103,7 +103,7 @@ class OpenAIAnswer:
     def _heartbeat(self) -> dict[str, Any]:
         """A running choice without text: clients count its event, which they do not do for comments."""
         empty = {"delta": {"content": ""}} if self._chat else {"text": ""}
-        index = next(choice.index for choice in self._answer.choices if choice.finish_reason is None)
+        index = next((choice.index for choice in self._answer.choices if choice.finish_reason is None), 0)
         return {"index": index, "finish_reason": None} | empty | {"logprobs": None}
 
     def _has_news(self, delta: Delta) -> bool:

@@ -135,9 +135,10 @@ async def _announce(api: Api, keyed: bool, listener: socket) -> None:
         f"{session.name}{' with random weights' if engine_info.random else ''} is served at {url}",
         f"chat page: {url}",
     ]
-    if session.defaults:
-        given = ", ".join(f"{name}={value}" for name, value in session.defaults.items())
-        lines.append(f"default sampling parameters: {given} (generation_config.json)")
+    for what, found in (("default sampling parameters", session.defaults), ("ignored", session.unread_defaults)):
+        if found:
+            given = ", ".join(f"{name}={value!s:.80}" for name, value in found.items())
+            lines.append(f"{what}: {given} (generation_config.json)")
     print("\n".join([*lines, _curl(url, session.tokenizer, keyed)]), flush=True)
 
 

@@ -138,7 +138,7 @@ def test_the_printed_line_works(server: Server) -> None:
 
 def test_the_printed_line_fits_a_model_without_template_and_a_server_with_a_key(tmp_path: Path) -> None:
     settings = json.loads((DEMO / "tokenizer_config.json").read_text()) | {"chat_template": None}
-    files = {"tokenizer_config.json": settings, "generation_config.json": {"temperature": 0.2}}
+    files = {"tokenizer_config.json": settings, "generation_config.json": {"temperature": 0.2, "num_beams": 4}}
     model = changed(tmp_path / "base", files)
     server = Server(tmp_path, "--api-key=key-1", f"model.path={model}")
     shown = server.log.read_text()
@@ -148,6 +148,7 @@ def test_the_printed_line_fits_a_model_without_template_and_a_server_with_a_key(
     server.kill()
     assert "/v1/completions" in line and output.endswith("data: [DONE]\n\n") and "key-1" not in shown
     assert "default sampling parameters: temperature=0.2 (generation_config.json)" in shown
+    assert "ignored: num_beams=4 (generation_config.json)" in shown
 
 
 def test_a_client_that_leaves_makes_room(server: Server) -> None:
