@@ -278,7 +278,7 @@ class PrefixMoves:
                 tree.queue_up(held.node)
             for i, stripe in enumerate(stripes):
                 self.store.filled(stripe, i not in failed)
-                if has_disk and i not in failed:
+                if has_disk and i not in failed and stripe.record < 0:
                     self._unwritten.append(stripe)
 
         self._send("store", stripes, finish, pages=held.pages[self._stripes.columns(begin, end)])
@@ -314,7 +314,7 @@ class PrefixMoves:
         for part in reversed(parts):
             self.store.filled(part, not failed)
         if self.store.records and not failed:
-            self._unwritten.extend(parts)
+            self._unwritten.extend(part for part in parts if part.record < 0)
 
     def _parts(self, stripe: Stripe) -> list[StripeHeader]:
         if stripe.parts is None:

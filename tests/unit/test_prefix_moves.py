@@ -312,6 +312,22 @@ def test_writes_that_fail_in_a_row_pause() -> None:
     found.check_nothing_is_left()
 
 
+def test_what_is_stored_again_while_writes_pause_is_written_once() -> None:
+    """Its record goes to another stripe when they go on, and a second one would be lost."""
+    found, prompt = engine(records=4), words(17)
+    serve(found, prompt)
+    assert found.moves is not None
+    store, found.moves._writes_from = found.moves.store, math.inf
+    serve(found, words(17, 1))
+    for _ in range(2):
+        for key in [*store._in_records]:
+            store._drop_slab(store._in_slabs[key])
+        serve(found, prompt)
+    found.moves._writes_from = found.now
+    serve(found, words(1, 2))
+    found.check_nothing_is_left()
+
+
 def test_ranks_that_stop_to_report_are_not_waited_for() -> None:
     found = engine()
     serve(found, words(20))
