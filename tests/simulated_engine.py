@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -179,6 +179,7 @@ class SimulatedEngine:
         snapshots: arguments of `StateSnapshots`.
         slabs, records: host memory and disk of prefixes; with one home.
         failing: share of the moved stripes that fail.
+        own_pages: a drafter has as many pages as the cache, which sequences do not share.
         options: of the scheduler.
     """
 
@@ -201,6 +202,7 @@ class SimulatedEngine:
         slabs: int = 0,
         records: int = 0,
         failing: float = 0.0,
+        own_pages: bool = False,
         **options: Any,
     ) -> None:
         self.layout = HelixLayout.create(kvp=kvp)
@@ -213,8 +215,10 @@ class SimulatedEngine:
         snapshots, hybrid = snapshots if lacking and caching else (0, 0, 0), math.isinf(lacking)
         trees = [PrefixTree(pool, self.stripes, self.times.cost, 1, hybrid) for pool in self.pools]
         self.tables = [
-            BlockTables(tree, caching, None, StateSnapshots(tree, self.times.work, *snapshots)) for tree in trees
+            BlockTables(tree, caching, pages if own_pages else None, StateSnapshots(tree, self.times.work, *snapshots))
+            for tree in trees
         ]
+        self.own_pages = own_pages
         self.room = snapshots[:2]
         self.snapshots: dict[tuple[int, int], tuple[int, int]] = {}  # by home and index: tokens, and their state
         self.num_taken = 0
@@ -437,6 +441,10 @@ class SimulatedEngine:
             table[write.column : write.column + len(write.pages)] = write.pages.tolist()
         for admission in decision.new_requests:
             self.admit(admission)
+        own = Counter[int]()
+        for slot, row in self.rows.items():
+            own[self.home(slot)] += len(row.table)
+        assert not self.own_pages or max(own.values(), default=0) <= self.pool.pages, "a drafter has no more pages"
         for moving in self.moving:  # a load may have begun to write
             if moving.move.kind == "load":
                 self.memory[0, moving.move.pages] = -5

@@ -149,6 +149,11 @@ class BlockTables:
         Args:
             tokens: all tokens in its pages, int32 [n].
         """
+        self._pages_left += len(table.pages)
+        self.end_restore(table, tokens)
+
+    def end_restore(self, table: BlockTable, tokens: np.ndarray) -> None:
+        """Does the same for a restored prefix, whose pages do not count towards `max_pages`."""
         self.insert(table, tokens)
         rest = tokens[table.num_inserted_tokens :]
         if self._enable_caching and len(rest):
@@ -156,7 +161,6 @@ class BlockTables:
             pages = table.pages[first : first + self._stripes.pages_for(len(rest))]
             self.tree.add_tail(self._node(table), rest, pages)
         self.pool.release(table.pages)
-        self._pages_left += len(table.pages)
         table.pages = NO_PAGES
         if table.node is not None:
             self.tree.touch(table.node)

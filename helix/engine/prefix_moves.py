@@ -558,7 +558,7 @@ class PrefixMoves:
             if not restore.is_done:
                 restore.tokens = loaded * self._stripes.tokens
             restore.is_done = True
-            tables.end(held, tokens[: found.begin + loaded * self._stripes.tokens])
+            tables.end_restore(held, tokens[: found.begin + loaded * self._stripes.tokens])
             if snapshot is not None:
                 self._attach_restored(tables, snapshot, held.node, stripes[-1])
             self._attach_snapshots(held.node, stripes[:loaded])

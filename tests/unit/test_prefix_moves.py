@@ -83,6 +83,20 @@ def test_a_late_restore_is_not_waited_for() -> None:
     found.check_nothing_is_left()
 
 
+def test_restores_make_no_room_for_a_drafter() -> None:
+    """Which has pages of its own for each sequence, also where these share the cache's."""
+    found, prompt = engine(own_pages=True, run_steps=1), words(61)
+    for _ in range(2):
+        serve(found, prompt)
+        serve(found, words(80, 1))
+    name = found.submit([*prompt, 1], 20)
+    while not found.served[name].drawn:
+        found.advance()
+    found.submit([*prompt, 2], 2)
+    found.drain()  # `execute` counts them
+    found.check_nothing_is_left()
+
+
 def test_a_failed_restore_is_shorter() -> None:
     found, prompt = engine(), words(61)
     serve(found, prompt)

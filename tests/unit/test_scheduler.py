@@ -46,6 +46,7 @@ class AnyRequests(RuleBasedStateMachine):
         snapshots=st.sampled_from([(0, 0, 0), (1, 0, 0), (2, 2, 0), (4, 1, 16)]),
         slabs=st.sampled_from([0, 0, 1, 6, 40]),
         records=st.sampled_from([0, 2, 30]),
+        own_pages=st.booleans(),
         bounds=st.sampled_from([{}, {"stall_s": 0.002, "decode_share": 0.7}, {"stall_s": 0.05}, {"decode_share": 0.1}]),
     )
     def begin(self, grid: tuple[int, int, int], pages: int, bounds: dict[str, float], **options: Any) -> None:
