@@ -111,6 +111,12 @@ class RequestState:
     def is_decoding(self) -> bool:
         return self.num_computed_tokens == len(self.tokens) and not self.ended and self.max_unscheduled_tokens > 0
 
+    def end(self) -> None:
+        """Notes its end: others do not wait for its restore."""
+        self.ended = True
+        if self.restore is not None:
+            self.restore.is_done = True
+
     def record_admission(self, admission: NewRequest, eos: Collection[int]) -> None:
         """Records which tokens end the request, and at its first admission the prefix hit."""
         self.ends = self.request.sampling.ends(eos)

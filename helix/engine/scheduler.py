@@ -129,7 +129,7 @@ class Scheduler:
         """
         s = self._requests.pop(request_id, None)
         if s is not None:
-            s.ended = True
+            s.end()
             if s.slot is None:
                 self._unqueue(bisect_left(self._waiting, s.order, key=lambda entry: entry[0]))
         return s

@@ -83,6 +83,25 @@ def test_a_late_restore_is_not_waited_for() -> None:
     found.check_nothing_is_left()
 
 
+def test_nobody_waits_for_a_restore_whose_request_was_aborted() -> None:
+    """Two read from disk, as many as there are slots: a third one takes its turn when they are aborted."""
+    found, prompts = engine(records=64), [words(25, seed) for seed in range(3)]
+    for prompt in prompts:
+        serve(found, prompt)
+    assert found.moves is not None
+    for stripe in [*found.moves.store._in_slabs.values()]:
+        found.moves.store._drop_slab(stripe)
+    found.tables[0].tree.evict(found.pool.available)
+    names = [found.submit([*prompt, 1], 1) for prompt in prompts]
+    decision = found.advance()
+    assert decision is not None and [move.kind for move in decision.moves] == ["read", "read"]
+    for name in names[:2]:
+        found.abort(name)
+    found.drain()  # `advance` notices if nothing is done for the third
+    assert found.served[names[2]].computed == 26 - 24
+    found.check_nothing_is_left()
+
+
 def test_restores_make_no_room_for_a_drafter() -> None:
     """Which has pages of its own for each sequence, also where these share the cache's."""
     found, prompt = engine(own_pages=True, run_steps=1), words(61)
