@@ -242,7 +242,7 @@ class PrefixMoves:
                 break
             parent = key
         if not headers:
-            self._link_snapshots(node, known)
+            self._link_snapshots(node, known[: cached // size])  # others' tokens may follow these in `node`
             self._store_snapshots(known)
         begin = len(known) * size
         pages = tree.pages_of(PrefixHit(start, begin + len(headers) * size, 0, node))[0]

@@ -238,6 +238,25 @@ def test_a_snapshot_that_comes_back_after_a_reset_is_not_resumed() -> None:
     assert all(stripe.snapshot is None for stripe in found.moves.store._stripes.values())
 
 
+def test_a_snapshot_of_other_tokens_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stores lag: when one is due, its prefix has been evicted, and another one continues its beginning."""
+    found, prompt = engine(lacking=math.inf, snapshots=(4, 0, 0), run_steps=1), words(61)
+    assert found.moves is not None
+    found.submit(prompt, 8)
+    while found.moving or not found.moves.counters["stored_bytes"]:
+        found.advance()
+    with monkeypatch.context() as lag:
+        lag.setattr(module, "STORE_BYTES", -1)
+        found.drain()
+        serve(found, words(78, 1))
+        serve(found, [*prompt[:16], *words(29, 2)])
+    found.drain()
+    serve(found, words(80, 3))
+    found.tables[0].tree.evict(found.pool.available)
+    serve(found, [*prompt[:46], 7])  # `admit` checks its state
+    found.check_nothing_is_left()
+
+
 def test_a_prefix_does_not_displace_its_own_beginning() -> None:
     found, prompt = engine(pages=40, slabs=4), words(33)
     serve(found, prompt[:17])
