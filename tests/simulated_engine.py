@@ -413,6 +413,8 @@ class SimulatedEngine:
 
     def report_moves(self) -> None:
         """Ends moves that are due; loads and stores are independent of each other."""
+        if self.moves is not None:
+            self.moves.collect([], self.now)
         for moving in [*self.moving]:
             moving.left -= 1
             if moving.left < 0:

@@ -330,8 +330,8 @@ class PrefixMoves:
         return parts if len(parts) == len(headers) else []
 
     def _is_at_hand(self, stripe: Stripe, from_disk: bool) -> bool:
-        """Returns whether a stripe is in a slab or, if it may be read, in a record."""
-        return stripe.is_ready or (stripe.record >= 0 and stripe.slab < 0 and from_disk)
+        """Returns whether a stripe is in a slab or, if it may be read or is being read, in a record."""
+        return stripe.is_ready or (stripe.record >= 0 and from_disk)
 
     @property
     def _snapshots(self) -> StateSnapshots:
@@ -429,18 +429,18 @@ class PrefixMoves:
             self.counters["queries"] += len(s.tokens) - hit.tokens
             s.restore = Restore(now, is_done=True)
             return False
+        if any(stripe.slab >= 0 and not stripe.is_ready for stripe in found.slabs):
+            return True  # another request reads it
         self._restores = [restore for restore in self._restores if not restore.is_done and now <= restore.deadline]
         if len(self._restores) >= free_slots:
             return self._fits(s, found, hit)
         restore = Restore(now + (max(found.prefill_s, found.restore_s) + GRACE_S if found.prefill_s else STALL_S))
-        records = [stripe for stripe in found.slabs if stripe.slab < 0]
-        if not records:
-            if not self._load(s, found, hit, restore):
-                return False
-        elif not self._fits(s, found, hit):
+        if not self._fits(s, found, hit):
             return False
-        else:
+        if records := [stripe for stripe in found.slabs if stripe.slab < 0]:
             self._read(found, records, restore, now)
+        elif not self._load(s, found, hit, restore):
+            return False
         s.restore = restore
         self.counters["queries"] += len(s.tokens) - hit.tokens
         self._restores.append(restore)
