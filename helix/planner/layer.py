@@ -7,8 +7,7 @@ columns and experts, and the largest share counts; KV is divided evenly. Routing
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 
@@ -25,6 +24,7 @@ from helix.planner.hardware import (
     interpolate,
     sent_bytes,
 )
+from helix.planner.phases import Number, Phase, ceil_div, cheaper, experts_touched, faster, pipelined
 from helix.planner.points import DP, HELIX, MEDHA, MODES, Options, Points, Sparse
 from helix.worker.kv_cache_spec import LATENT_GROUP, score_planes
 
@@ -32,63 +32,8 @@ MAX_KERNEL_ROWS = 32  # more rows use cuBLAS, except for experts
 SELECT_LAUNCHES = 5  # kernels/sparse/select_tokens.py
 STORE_LAUNCHES, REUSE_LAUNCHES = 2, 9  # of an indexer's selection, and of all before drafts (StoredSelection.begin)
 SCORE_BYTES, SLOT_BYTES = 2, 4
-COUNTED_DIGITS, DIGIT_VALUES = (
-    2,
-    256,
-)  # kernels/indexer/select_topk.py: digits whose histograms are gathered, and values per digit
+COUNTED_DIGITS, DIGIT_VALUES = 2, 256  # kernels/indexer/select_topk.py: digits with gathered counts, values of each
 SCORE_READS, NUMBER_BYTES = 5, 4  # an indexer's scores are written once, and read by each launch of the selection
-
-Number = Any  # int, float or array
-
-
-def pipelined(compute: Number, exchange: Number, chunks: Number) -> Number:
-    """Returns the time of `chunks` pieces, each exchanged while the next is computed (HOP-B, figure 3)."""
-    return np.maximum(chunks * compute + exchange, compute + chunks * exchange)
-
-
-def experts_touched(experts: int, top_k: int, tokens: Number) -> Number:
-    """Returns the expected number of distinct experts for `tokens`, each with `top_k` uniform ones."""
-    return experts * (1 - (1 - top_k / experts) ** tokens)
-
-
-@dataclass(frozen=True)
-class Phase:
-    """Cost of one phase on the slowest rank, summed over layers, as arrays [n].
-
-    Attributes:
-        sent: bytes sent by the rank.
-        launches: number of kernels and collectives.
-        level: provenance, an index into hardware.PROVENANCE.
-    """
-
-    name: str
-    seconds: Array
-    bytes: Array
-    flops: Array
-    sent: Array
-    launches: Array
-    level: Array
-
-    def arrays(self) -> tuple[Array, ...]:
-        return self.seconds, self.bytes, self.flops, self.sent, self.launches, self.level
-
-    def times(self, count: Number) -> Phase:
-        *sums, level = self.arrays()
-        return Phase(self.name, *[*(array * count for array in sums), level])
-
-    def plus(self, other: Phase) -> Phase:
-        *sums, level = self.arrays()
-        *others, other_level = other.arrays()
-        added = (a + b for a, b in zip(sums, others, strict=True))
-        return Phase(self.name, *[*added, np.maximum(level, other_level)])
-
-    def where(self, condition: Array, other: Phase) -> Phase:
-        pairs = zip(self.arrays(), other.arrays(), strict=True)
-        return Phase(self.name, *(np.where(condition, a, b) for a, b in pairs))
-
-
-def _ceil_div(a: Number, b: Number) -> Array:
-    return -(-a // b)
 
 
 class Layer:
@@ -117,7 +62,7 @@ class Layer:
         self.self_drafts = s if s is not None and s.sparsity is not None else None
         self.drafting = drafting
         self.single = each == 1
-        self.sequences = _ceil_div(p.batch, p.dp)
+        self.sequences = ceil_div(p.batch, p.dp)
         self.rows = self.sequences * each  # rows per data-parallel group
         self.all_rows = p.batch * each  # rows per pipeline stage
         self._attend_as(spec.attention)
@@ -129,9 +74,9 @@ class Layer:
 
     def _attend_as(self, mixer: AttentionSpec | MLASpec) -> None:
         p, options, self.mixer = self.points, self.options, mixer
-        self.q = _ceil_div(mixer.q_heads, p.tpa)
-        self.kv = _ceil_div(mixer.kv_heads, p.tpa)
-        self.o = np.where(p.mode == MEDHA, self.q, _ceil_div(self.q, p.kvp))
+        self.q = ceil_div(mixer.q_heads, p.tpa)
+        self.kv = ceil_div(mixer.kv_heads, p.tpa)
+        self.o = np.where(p.mode == MEDHA, self.q, ceil_div(self.q, p.kvp))
         self.item = {"messages": DTYPE_BYTES[options.messages], **_kv_items(mixer, options.kv)}
 
     @property
@@ -259,12 +204,12 @@ class Layer:
 
     def _state_heads(self, spec: GatedDeltaSpec) -> Array:
         # On the fullest rank.
-        return _ceil_div(spec.value_heads, self.points.ffn_ranks)
+        return ceil_div(spec.value_heads, self.points.ffn_ranks)
 
     def _state_rows(self, spec: GatedDeltaSpec) -> Array:
         # Rows of the input projection: q, k, v, z and two gates per head.
         heads = self._state_heads(spec)
-        keys = np.minimum(_ceil_div(heads, spec.group) + (heads % spec.group > 0), spec.key_heads)
+        keys = np.minimum(ceil_div(heads, spec.group) + (heads % spec.group > 0), spec.key_heads)
         return 2 * keys * spec.key_dim + heads * (2 * spec.value_dim + 2)
 
     def state_bytes(self, spec: GatedDeltaSpec) -> Array:
@@ -298,7 +243,7 @@ class Layer:
 
         every, part, gathers = self._query_phases()
         query_phases = [b.where(gathers, a) for a, b in zip(every, part, strict=True)]
-        attention_phases = _cheaper(attend(m.latent, self.o), attend(m.value, self.q), p.kvp > 1)
+        attention_phases = cheaper(attend(m.latent, self.o), attend(m.value, self.q), p.kvp > 1)
         return [*query_phases, *attention_phases, *self._output(m.value)]
 
     def _query_phases(self) -> tuple[list[Phase], list[Phase], Array]:
@@ -315,9 +260,9 @@ class Layer:
             message = self.rows * self.q * m.entry * self.item["messages"]
             return [*projections, self.collective("gather queries", "all_gather", width, message)]
 
-        every, part = queries(self.q, np.ones_like(p.kvp)), queries(_ceil_div(self.q, p.kvp), p.kvp)
+        every, part = queries(self.q, np.ones_like(p.kvp)), queries(ceil_div(self.q, p.kvp), p.kvp)
         allowed = (p.mode == HELIX) & (self.options.queries == "faster")
-        return every, part, allowed & _faster(part, every)
+        return every, part, allowed & faster(part, every)
 
     def indexing(self) -> list[Phase]:
         """Lists the phases of one indexer: projections, scores of all tokens, and selection over the ranks.
@@ -467,7 +412,7 @@ class Layer:
                 "memory: add them to its description (helix calibrate), or leave out kv.offload=host"
             )
         selected = np.minimum(
-            _ceil_div(sparse.touched_blocks, self.points.kvp) * sparse.block, self._visible_tokens(None)
+            ceil_div(sparse.touched_blocks, self.points.kvp) * sparse.block, self._visible_tokens(None)
         )
         tokens = share * (1 - offload.hit_rate) * selected
         fetched_bytes = self.rows * self.kv * tokens * 2 * self.head_dim * self.item["kv"]
@@ -556,7 +501,7 @@ class Layer:
             return []
         ranks = self.points.ranks
         summed = self.collective("join all-reduce", "all_reduce", ranks, self.row_bytes(self.rows))
-        return [self.kernel("join", _ceil_div(width, ranks) * self.spec.hidden, self.rows, kind="other"), summed]
+        return [self.kernel("join", ceil_div(width, ranks) * self.spec.hidden, self.rows, kind="other"), summed]
 
     @property
     def head_dim(self) -> int:
@@ -579,7 +524,7 @@ class Layer:
     def _experts(self, m: MoESpec) -> list[Phase]:
         p, s = self.points, self.spec
         matrices, scaled = self._gated(self._columns("experts", m.width, p.tpf))
-        touched = _ceil_div(m.experts, p.ep) * experts_touched(m.experts, m.top_k, self.all_rows) / m.experts
+        touched = ceil_div(m.experts, p.ep) * experts_touched(m.experts, m.top_k, self.all_rows) / m.experts
         flops = 2.0 * self.all_rows * m.top_k * 3 * s.hidden * m.width / (p.tpf * p.ep)
         dispatched = self.dispatched
         dispatch_bytes = self.row_bytes(self.rows * np.minimum(m.top_k, p.ep))
@@ -616,7 +561,7 @@ class Layer:
             rows = m.head_dim * (self.q + 2 * self.kv) + self.gates
             output = self.weight_bytes("output", s.hidden * self.o * m.head_dim, s.hidden)
             return self.weight_bytes("weights", self.inputs * rows, rows) + output
-        queries = np.where(self._query_phases()[2], _ceil_div(self.q, self.points.kvp), self.q) * m.query
+        queries = np.where(self._query_phases()[2], ceil_div(self.q, self.points.kvp), self.q) * m.query
         projections = s.hidden * ((m.q_rank or 0) + m.entry) + queries * (m.q_rank or s.hidden)
         rows = (m.q_rank or 0) + m.entry + queries
         output = self.weight_bytes("output", s.hidden * self.o * m.value, s.hidden)
@@ -630,7 +575,7 @@ class Layer:
         router = self.weight_bytes("other", self.spec.hidden * spec.experts)
         one = self.weight_bytes("experts", *self._gated(self._columns("experts", spec.width, p.tpf)))
         shared = self.weight_bytes("shared_experts", *self._gated(self._shared_columns(spec))) * bool(spec.shared_width)
-        return router + _ceil_div(spec.experts, p.ep) * one + shared
+        return router + ceil_div(spec.experts, p.ep) * one + shared
 
     def _gated(self, columns: Number) -> tuple[Number, Number]:
         # Weights and rows of gate, up and down matrices with this many columns of the FFN.
@@ -641,7 +586,7 @@ class Layer:
         # On the fullest rank; see `helix.layout.share`.
         block = self.options.stored(kind).block
         whole = (width % block == 0) & (width // block >= ranks)
-        return np.where(whole, _ceil_div(width // block, ranks) * block, _ceil_div(width, ranks))
+        return np.where(whole, ceil_div(width // block, ranks) * block, ceil_div(width, ranks))
 
     def _shared_columns(self, spec: MoESpec) -> Array:
         # Per rank: like a dense FFN, or in mode dp (`chosen`) sharded within a group.
@@ -652,16 +597,6 @@ class Layer:
         """Returns the cached values per token and layer on the rank that stores it."""
         m = self.mixer
         return np.full(len(self.points), m.entry) if isinstance(m, MLASpec) else 2 * self.kv * m.head_dim
-
-
-def _cheaper(usual: list[Phase], other: list[Phase], allowed: Array) -> list[Phase]:
-    # The faster list at each point; `other` only where allowed.
-    better = allowed & _faster(other, usual)
-    return [b.where(better, a) for a, b in zip(usual, other, strict=True)]
-
-
-def _faster(some: list[Phase], than: list[Phase]) -> Array:
-    return np.asarray(sum(phase.seconds for phase in some) < sum(phase.seconds for phase in than))
 
 
 def _kv_items(mixer: AttentionSpec | MLASpec, kv: str) -> dict[str, float]:

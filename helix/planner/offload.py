@@ -8,7 +8,8 @@ import numpy as np
 
 from helix.layers.specs import MLASpec
 from helix.planner.hardware import EXTRAPOLATED, Array
-from helix.planner.layer import Layer, Phase
+from helix.planner.layer import Layer
+from helix.planner.phases import Phase
 from helix.setup.buffers import PIECE_TOKENS
 from helix.worker.kv_cache_spec import LISTS
 

@@ -11,8 +11,9 @@ import numpy as np
 from helix.layers.specs import GatedDeltaSpec, MLASpec
 from helix.models import DecoderSpec
 from helix.planner.hardware import INTERPOLATED, PROVENANCE, Array, Hardware
-from helix.planner.layer import SCORE_BYTES, SLOT_BYTES, Layer, Phase
+from helix.planner.layer import SCORE_BYTES, SLOT_BYTES, Layer
 from helix.planner.offload import blocks_on_gpu, fetch_latents, fetched_bytes
+from helix.planner.phases import Phase
 from helix.planner.points import LayerDrafts, Options, Points, check, check_points
 from helix.worker.kv_cache_spec import MAX_RING_TOKENS, MIN_SNAPSHOTS, SNAPSHOTS_PER_SLOT, SNAPSHOTS_SHARE
 

@@ -17,8 +17,9 @@ from helix.layers.specs import MXFP4, NVFP4, AttentionSpec, MatrixFormat
 from helix.layout import HelixLayout
 from helix.models.loading import weights_of
 from helix.planner.hardware import E4M3, PROVENANCE, QUANTIZED, Hardware, Stored, sent_bytes
-from helix.planner.layer import COUNTED_DIGITS, DIGIT_VALUES, Layer, pipelined
+from helix.planner.layer import COUNTED_DIGITS, DIGIT_VALUES, Layer
 from helix.planner.offload import CHUNK_TOKENS
+from helix.planner.phases import pipelined
 from helix.planner.points import Offload, Options, Points, Sparse, Speculation
 from helix.planner.step import Memory, StepCost, memory_of, predict
 from helix.setup.offload import offload_bytes
