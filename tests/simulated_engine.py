@@ -235,11 +235,8 @@ class SimulatedEngine:
             if records:
                 self.moves.collect([(0, (0, 0.0, []))], 0.0)  # empty files
         self.records: dict[int, tuple[StripeHeader, np.ndarray]] = {}
-        given = {
-            key: options.pop(key)
-            for key in ("goal", "decode_share", "patience_s", "lookahead_tokens")
-            if key in options
-        }
+        names = "goal", "decode_share", "patience_s", "lookahead_tokens"
+        given = {name: options.pop(name) for name in names if name in options}
         bounds = {"stall_s": "max_prefill_stall_ms", "run_s": "max_decode_run_ms"}
         given |= {key: 1e3 * options.pop(name) for name, key in bounds.items() if name in options}
         schedule = ScheduleConfig(**given)
@@ -495,6 +492,9 @@ class SimulatedEngine:
             memory = self.memory[self.home(a.slot)]
             memory[to] = memory[source]
         served.admissions.append(a)
+        state = self.scheduler.running[a.slot]
+        state.record_admission(a, ())
+        assert state.cached_tokens == served.admissions[0].num_computed_tokens, "its own chunks are no hits"
         numbers = chain(text, served.request.cache_salt)
         exact = a.num_computed_tokens + self.lacking if a.num_computed_tokens else 0
         if a.snapshot_index >= 0:

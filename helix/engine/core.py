@@ -290,8 +290,7 @@ class Engine:
         rows = dict(self._scheduler.running)
         for admission in scheduler_output.new_requests:
             s = rows[admission.slot]
-            s.record_admission(admission, self.runner.model.spec.eos)
-            if not admission.num_output_tokens:
+            if s.record_admission(admission, self.runner.model.spec.eos):
                 self.timings.record_admission(s)
         self._draft_limits = scheduler_output.draft_limits or self._draft_limits
         self._predict_chunk_s(scheduler_output)  # before the launch, which on a CPU runs the whole chunk

@@ -117,11 +117,16 @@ class RequestState:
         if self.restore is not None:
             self.restore.is_done = True
 
-    def record_admission(self, admission: NewRequest, eos: Collection[int]) -> None:
-        """Records which tokens end the request, and at its first admission the prefix hit."""
+    def record_admission(self, admission: NewRequest, eos: Collection[int]) -> bool:
+        """Records which tokens end the request; at its first admission also the prefix hit, and returns True."""
         self.ends = self.request.sampling.ends(eos)
-        if not admission.num_output_tokens:
-            self.cached_tokens = self.num_confirmed_tokens = admission.num_computed_tokens
+        if admission.num_output_tokens:
+            return False
+        self.num_confirmed_tokens = admission.num_computed_tokens
+        if self.preemption_exempt:  # it was preempted during its prefill, and finds its own chunks
+            return False
+        self.cached_tokens = admission.num_computed_tokens
+        return True
 
     def update(
         self, new_token_ids: tuple[int, ...] = (), finish_reason: str | None = None, logprobs: tuple[Logprobs, ...] = ()

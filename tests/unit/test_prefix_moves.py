@@ -296,6 +296,16 @@ def test_a_preempted_sequence_comes_back_from_host_memory() -> None:
     assert computed[1] <= computed[0] - 40, "at least its prompt is not computed again"
 
 
+def test_what_a_preempted_prompt_had_computed_itself_is_no_hit() -> None:
+    found = engine(pages=15, slabs=0, lookahead=0, lookahead_tokens=1, prefill_chunk=8, run_steps=1)
+    found.submit(words(24), 30)
+    while not found.served[0].drawn:
+        found.advance()
+    name = found.submit(words(30, 1), 2)
+    found.drain()  # `admit` compares what is reported with the first admission
+    assert [a.num_computed_tokens for a in found.served[name].admissions] == [0, 4]
+
+
 def test_stores_leave_pages_to_running_sequences() -> None:
     """A sequence does not have to leave because the pages of one that has ended are being copied."""
     for pages, lookahead_tokens in ((24, 16), (26, 16), (28, 16), (24, 32)):
