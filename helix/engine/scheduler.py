@@ -304,10 +304,11 @@ class Scheduler:
                 continue
             fit = self._fit(s, now)
             if fit is None:
-                s.first_rejected_at = now if s.first_rejected_at is None else s.first_rejected_at
                 self._may_admit_more = False
-                if now - s.first_rejected_at >= self._schedule.patience_s:
-                    return
+                if s.retry_pages:  # else it waits for its prefix or for tokens in flight, and keeps nothing from others
+                    s.first_rejected_at = now if s.first_rejected_at is None else s.first_rejected_at
+                    if now - s.first_rejected_at >= self._schedule.patience_s:
+                        return
                 at += 1
                 continue
             self._unqueue(at)
@@ -365,6 +366,7 @@ class Scheduler:
             return None
         s.tokens = s.token_ids()
         s.reserved = self._tokens_to_reserve(s, self._lookahead_tokens)
+        s.retry_pages = 0
         if self.moves is not None and self.moves.restores(s, len(self._free_slots[0]), now):
             return None
         # Any KVP rank may own the first block, but equal prefixes share pages only if it is the same rank.
@@ -459,13 +461,9 @@ class Scheduler:
 
         def loss(other: RequestState) -> tuple[int, float]:
             assert other.block_table is not None
-            stripes = self._stripes
-            shared_tokens = (
-                self._tables(other).pool.count_shared(other.block_table.pages) // stripes.pages * stripes.tokens
-            )
-            return other.request.priority, self._times.work(
-                min(shared_tokens, other.num_kv_tokens), other.num_kv_tokens
-            )
+            shared = self._tables(other).pool.count_shared(other.block_table.pages) // self._stripes.pages
+            end = other.num_kv_tokens
+            return other.request.priority, self._times.work(min(shared * self._stripes.tokens, end), end)
 
         priority = s.request.priority
         others = [

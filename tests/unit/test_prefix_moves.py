@@ -83,6 +83,26 @@ def test_a_late_restore_is_not_waited_for() -> None:
     found.check_nothing_is_left()
 
 
+@pytest.mark.parametrize("patience_s", [0.0, 0.01])
+def test_others_pass_who_waits_for_a_restore(patience_s: float) -> None:
+    """However impatient it is: it needs no pages yet."""
+    found, prompt = engine(pages=44, patience_s=patience_s), words(61)
+    serve(found, prompt)
+    serve(found, words(160, 1))
+    name = found.submit([*prompt, 1], 1)
+    for _ in range(2):  # it is found to wait, and for longer than its patience
+        found.advance()
+        found.moving[0].left, found.now = 1000, found.now + 0.012
+    other = found.submit(words(4, 2), 1)
+    for _ in range(3):
+        found.advance()
+    assert found.served[other].ended and not found.served[name].admissions
+    found.moving[0].left = 0
+    found.drain()
+    assert found.served[name].computed == 62 - 60
+    found.check_nothing_is_left()
+
+
 def test_nobody_waits_for_a_restore_whose_request_was_aborted() -> None:
     """Two read from disk, as many as there are slots: a third one takes its turn when they are aborted."""
     found, prompts = engine(records=64), [words(25, seed) for seed in range(3)]
