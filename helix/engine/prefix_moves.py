@@ -157,9 +157,8 @@ class PrefixMoves:
 
     def is_busy(self, now: float) -> bool:
         """Returns whether requests wait for moves, or moves are due or in flight on ranks that still report."""
-        if any(not restore.is_done and now <= restore.deadline for restore in self._restores):
-            return True
-        if now < self._scans_due < math.inf:
+        waits = any(not restore.is_done and now <= restore.deadline for restore in self._restores)
+        if waits or now < self._scans_due < math.inf:
             return True
         may_write = (self._has_records or len(self._scans) < self._processes) and now >= self._writes_from
         has_moves = self._outbox or self._offers or self._in_flight or (self._unwritten and may_write)
@@ -373,8 +372,7 @@ class PrefixMoves:
         """Lets prompts find the snapshots of stripes that are on the path to `node` again."""
         for stripe in stripes:
             if (snapshot := _snapshot(stripe)) is not None and snapshot.node is None:
-                of = next((n for n in path(node) if n.depth < snapshot.tokens <= n.end), None)
-                if of is not None:
+                for of in [n for n in path(node) if n.depth < snapshot.tokens <= n.end]:
                     self._tables.tree.add_snapshot(of, snapshot)
 
     def _disk_hangs(self) -> bool:
@@ -429,9 +427,12 @@ class PrefixMoves:
             self.counters["queries"] += len(s.tokens) - hit.tokens
             s.restore = Restore(now, is_done=True)
             return False
+        self._restores = [restore for restore in self._restores if not restore.is_done and now <= restore.deadline]
         if any(stripe.slab >= 0 and not stripe.is_ready for stripe in found.slabs):
             return True  # another request reads it
-        self._restores = [restore for restore in self._restores if not restore.is_done and now <= restore.deadline]
+        own = {*found.stripes}
+        if any(2 * len(own.intersection(r.loading)) > max(len(own), len(r.loading)) for r in self._restores):
+            return True  # another request loads most of it, and little else
         if len(self._restores) >= free_slots:
             return self._fits(s, found, hit)
         restore = Restore(now + (max(found.prefill_s, found.restore_s) + GRACE_S if found.prefill_s else STALL_S))
@@ -533,7 +534,7 @@ class PrefixMoves:
         snapshot = self._snapshots.reserve(found.end) if parts else None
         if parts and snapshot is None:
             return False
-        held = self._hold(s.request.prefix_salt, found.hit(hit), len(stripes))
+        held, restore.loading = self._hold(s.request.prefix_salt, found.hit(hit), len(stripes)), stripes
         self.store.touch(found.slabs)
         for stripe in found.slabs:
             stripe.users += 1
@@ -555,8 +556,7 @@ class PrefixMoves:
             if left:
                 return
             self.counters["hits"] += loaded * self._stripes.tokens
-            if not restore.is_done:
-                restore.tokens = loaded * self._stripes.tokens
+            restore.tokens = 0 if restore.is_done else loaded * self._stripes.tokens
             restore.is_done = True
             tables.end_restore(held, tokens[: found.begin + loaded * self._stripes.tokens])
             if snapshot is not None:

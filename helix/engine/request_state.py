@@ -22,12 +22,14 @@ class Restore:
         deadline: when the request stops waiting for it.
         is_done: the request does not wait for it, or not any more.
         is_read: what was on disk is in host memory now.
+        loading: stripes that are being copied to pages.
         tokens, disk_tokens: restored tokens, and how many of them were read from disk.
     """
 
     deadline: float
     is_done: bool = False
     is_read: bool = False
+    loading: Collection[Stripe] = ()
     tokens: int = 0
     disk_tokens: int = 0
 
