@@ -9,7 +9,7 @@ since, which bounds the cost of adapting for drafts of any quality and cost.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -93,17 +93,17 @@ class DraftPolicy:
         self._row_accepted: dict[int, float] = {}
         self._bucket = 0  # KV bucket of the last plan
         self._sent_limits: tuple[int, ...] = ()
-        self._no_draft_slots: Collection[int] = ()
+        self._takes_drafts: Mapping[int, bool] = {}
         self._clock = 0
         self._wait: float = TRIAL_STEPS
         self._in_use = 0  # the best tried number of drafts, also during a trial
 
-    def plan_steps(self, rows: int, kv_tokens: int, no_draft_slots: Collection[int] = ()) -> StepPlan:
-        self._no_draft_slots = no_draft_slots
+    def plan_steps(self, rows: int, kv_tokens: int, takes_drafts: Mapping[int, bool] | None = None) -> StepPlan:
+        self._takes_drafts = takes_drafts or {}
         self._bucket = kv_bucket(kv_tokens)
         if not self._observed(rows, self._bucket):  # step times of other batches predict little about this one
             self._wait = min(self._wait, WAIT[0])
-        tokens = self._acceptance.expected_tokens()
+        tokens = self._expected_tokens()
         rates = {drafts: tokens[drafts] / self._step_seconds(rows, drafts) for drafts in self.sizes}
         best = max(self.sizes, key=lambda n: (rates[n], -n))
         ran = self._observed(rows, self._bucket)
@@ -136,7 +136,7 @@ class DraftPolicy:
 
     def limit(self, slot: int) -> int:
         """Returns the maximum drafts to verify for a slot: a multiple of what its sequence accepted lately."""
-        if slot in self._no_draft_slots:
+        if not self._takes_drafts.get(slot, True):
             return 0
         max_drafts = self.sizes[-1]
         wanted = ROW_MARGIN * self._row_accepted.get(slot, float(max_drafts)) + 1
@@ -170,7 +170,7 @@ class DraftPolicy:
         else:
             tokens = len(seconds) * sum(1 + o.accepted for o in outcomes) / len(outcomes)
             spent = min(sum(seconds), OUTLIER * typical * len(seconds))
-            lost_steps = (spent * rate - tokens) / self._acceptance.expected_tokens()[self._in_use]
+            lost_steps = (spent * rate - tokens) / self._expected_tokens()[self._in_use]
             self._wait = min(max(lost_steps / TRIAL_SHARE, WAIT[0]), WAIT[1])
         if drafts:
             self._learn(outcomes)
@@ -185,7 +185,13 @@ class DraftPolicy:
             self._row_accepted[outcome.slot] = before + ROW_GAIN * (estimate - before)
 
     def _rate_in_use(self, rows: int) -> float:
-        return self._acceptance.expected_tokens()[self._in_use] / self._step_seconds(rows, self._in_use)
+        return self._expected_tokens()[self._in_use] / self._step_seconds(rows, self._in_use)
+
+    def _expected_tokens(self) -> list[float]:
+        """Computes the expected tokens per sequence of a step with 0, 1, .. drafts, over those that take none, too."""
+        takes = self._takes_drafts.values()
+        share = sum(takes) / len(takes) if takes else 1.0
+        return [1 + share * (tokens - 1) for tokens in self._acceptance.expected_tokens()]
 
     def _observed(self, rows: int, bucket: int) -> Mapping[int, float]:
         return self._seconds.get(rows, {}).get(bucket, {})
@@ -215,7 +221,7 @@ class DraftPolicy:
     def _new_limits(self, rows: int, drafts: int) -> tuple[int, ...]:
         """Returns the draft limits of slots [0, rows), or () if the ranks have them already."""
         limits = tuple(self.limit(slot) for slot in range(rows))
-        unlimited = len(self.sizes) == 1 and not self._no_draft_slots and not self._sent_limits
+        unlimited = len(self.sizes) == 1 and all(self._takes_drafts.values()) and not self._sent_limits
         if drafts == 0 or unlimited or limits == self._sent_limits:
             return ()
         self._sent_limits = limits

@@ -11,7 +11,7 @@ import heapq
 import math
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from zlib import crc32
 
 import numpy as np
@@ -47,7 +47,7 @@ class Scheduler:
     Args:
         tables: page allocators: one, or one per DP rank; slot s belongs to DP rank `s % len(tables)`.
         times: predicts prefill times, and orders preemptions by their work.
-        plan_steps: (rows, KV tokens of these, slots without drafts) -> plan of the next run; see `DraftPolicy`.
+        plan_steps: (rows, KV tokens of these, whether a slot takes drafts) -> plan of the next run; see `DraftPolicy`.
         moves: of prefixes to and from host memory, if any; not in mode dp.
     """
 
@@ -57,7 +57,7 @@ class Scheduler:
         times: PrefillTime,
         runner: ModelRunner,
         schedule: ScheduleConfig,
-        plan_steps: Callable[[int, int, Collection[int]], StepPlan] = lambda rows, kv_tokens, no_draft_slots: (
+        plan_steps: Callable[[int, int, Mapping[int, bool]], StepPlan] = lambda rows, kv_tokens, takes_drafts: (
             StepPlan()
         ),
         moves: PrefixMoves | None = None,
@@ -212,8 +212,8 @@ class Scheduler:
         # A sequence whose last token is probably in flight gets no further step until its tokens are read.
         left = [n for s in decoding if (n := s.request.max_tokens - len(s.output_token_ids) - s.expected_new) > 0]
         if left and not (prefill and self._continues_prefill()):
-            no_draft_slots = {slot for slot, s in self.running.items() if s.request.sampling.needs_logits_processor}
-            plan = self._plan_steps(rows, sum(s.num_kv_tokens for s in self.running.values()), no_draft_slots)
+            takes_drafts = {k: not s.request.sampling.needs_logits_processor for k, s in self.running.items()}
+            plan = self._plan_steps(rows, sum(s.num_kv_tokens for s in self.running.values()), takes_drafts)
             steps = self._steps(plan, min(left), 1 if masked else self._runner.sizes.run_steps)
         max_new, sparse_from = steps * (1 + plan.drafts), self._runner.policy.from_tokens
         has_deferred, self._deferred_tokens = bool(self._deferred_tokens), max_new if masked else 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -202,10 +202,11 @@ def random_pace(seed: int) -> Callable[..., StepPlan]:
     """Returns a random pace: any number of drafts, any limit per row, runs of one to three steps."""
     rng = random.Random(seed)
 
-    def pace(policy: DraftPolicy, rows: int, kv_tokens: int, without: Collection[int] = ()) -> StepPlan:
-        limits = tuple(0 if n in without else rng.choice((0, 1, 2, policy.sizes[-1])) for n in range(rows))
+    def pace(policy: DraftPolicy, rows: int, kv_tokens: int, takes_drafts: Mapping[int, bool]) -> StepPlan:
+        some = 0, 1, 2, policy.sizes[-1]
+        limits = tuple(rng.choice(some) if takes_drafts.get(n, True) else 0 for n in range(rows))
         plan = rng.choice(policy.sizes), 1.5, rng.randint(1, 3)
-        return StepPlan(*plan, limits if without else rng.choice(((), limits)))
+        return StepPlan(*plan, rng.choice(((), limits)) if all(takes_drafts.values()) else limits)
 
     return pace
 

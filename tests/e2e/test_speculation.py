@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from itertools import cycle
 
 import pytest
@@ -79,7 +79,7 @@ class RejectedDrafter(Drafter):
 def test_limits_reach_every_rank_and_end_with_their_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second request of a slot begins with all drafts, whatever became of those of the first, to its last run."""
 
-    def pace(policy: DraftPolicy, rows: int, kv_tokens: int, without: Collection[int]) -> StepPlan:
+    def pace(policy: DraftPolicy, rows: int, kv_tokens: int, takes_drafts: Mapping[int, bool]) -> StepPlan:
         return StepPlan(4, 1.0, None, tuple(policy.limit(slot) for slot in range(rows)), 1e-4)
 
     monkeypatch.setattr(DraftPolicy, "plan_steps", pace)

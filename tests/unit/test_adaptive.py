@@ -30,6 +30,7 @@ class World:
     def __init__(self, rows: int, policy: DraftPolicy) -> None:
         self.rows = rows
         self.kv_tokens = 1000
+        self.takes_drafts = dict.fromkeys(range(rows), True)
         self.policy = policy
         self.random = random.Random(0)
         self.drafts: list[int] = []  # of each step
@@ -39,7 +40,7 @@ class World:
         """Tokens per second of a sequence over so many steps; `chances` of the sequences, in turn."""
         tokens, time, until = 0, 0.0, len(self.drafts) + steps
         while len(self.drafts) < until:
-            pace = self.policy.plan_steps(self.rows, self.kv_tokens)
+            pace = self.policy.plan_steps(self.rows, self.kv_tokens, self.takes_drafts)
             took, outcomes = [], []
             for _ in range(min(pace.steps or RUN_STEPS, RUN_STEPS)):
                 usual = seconds(pace.drafts) * self.random.uniform(0.9, 1.1)
@@ -169,12 +170,23 @@ def test_limits_are_sent_when_they_change() -> None:
 
 def test_who_takes_no_drafts() -> None:
     """The ranks are told when it comes, and when another one has its slot."""
-    policy = DraftPolicy(draft_sizes(LIMIT, adaptive=False), {})
+    policy, takes_drafts = DraftPolicy(draft_sizes(LIMIT, adaptive=False), {}), {0: True, 1: False, 2: True}
     assert policy.plan_steps(3, 99).draft_limits == ()
-    assert policy.plan_steps(3, 99, {1}).draft_limits == (LIMIT, 0, LIMIT) and policy.limit(1) == 0
-    assert policy.plan_steps(3, 99, {1}).draft_limits == ()
-    assert policy.plan_steps(3, 99, {0, 1}).draft_limits == (0, 0, LIMIT)
+    assert policy.plan_steps(3, 99, takes_drafts).draft_limits == (LIMIT, 0, LIMIT) and policy.limit(1) == 0
+    assert policy.plan_steps(3, 99, takes_drafts).draft_limits == ()
+    assert policy.plan_steps(3, 99, takes_drafts | {0: False}).draft_limits == (0, 0, LIMIT)
     assert policy.plan_steps(3, 99).draft_limits == (LIMIT,) * 3 and policy.limit(1) == LIMIT
+
+
+def test_nothing_is_drafted_where_nobody_takes_drafts() -> None:
+    """Once all sequences have grammars, however good the drafts of those before them were."""
+    w, seconds = world(2, None), step_seconds(0.2)
+    w.run(seconds, [0.9], 400)
+    assert w.drafts[-100:].count(0) < 10
+    for slots, chances in (([0], [0.0, 0.9]), ([0, 1], [0.0])):
+        w.takes_drafts |= dict.fromkeys(slots, False)
+        rate = w.run(seconds, chances, 1000)
+        assert rate >= 0.95 * best_rate(seconds, chances)
 
 
 def test_sizes() -> None:
