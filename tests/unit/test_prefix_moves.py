@@ -139,6 +139,19 @@ def test_what_several_requests_wait_for_is_restored_once(records: int) -> None:
     found.check_nothing_is_left()
 
 
+def test_a_common_beginning_is_no_reason_to_wait_for_the_rest_of_another_prefix() -> None:
+    found, prompts = engine(pages=48), [[*words(20), *words(41, seed)] for seed in (1, 2)]
+    for prompt in prompts:
+        serve(found, prompt)
+    found.tables[0].tree.evict(found.pool.available)
+    for prompt in prompts:
+        found.submit([*prompt, 1], 1)
+    decision = found.advance()
+    assert decision is not None and [move.kind for move in decision.moves] == ["load", "load"]
+    found.drain()
+    found.check_nothing_is_left()
+
+
 def test_restores_make_no_room_for_a_drafter() -> None:
     """Which has pages of its own for each sequence, also where these share the cache's."""
     found, prompt = engine(own_pages=True, run_steps=1), words(61)
