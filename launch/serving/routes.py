@@ -168,9 +168,9 @@ class Api:
             ("/v1/chat/completions", "POST", self._chat, Chat),
             ("/v1/completions", "POST", self._complete, Completion),
             ("/v1/responses", "POST", self._respond, Responses),
-            ("/v1/responses/{id}", "GET", self._response, None),
-            ("/v1/responses/{id}", "DELETE", self._delete_response, None),
-            ("/v1/responses/{id}/input_items", "GET", self._input_items, None),
+            ("/v1/responses/{id:path}/input_items", "GET", self._input_items, None),  # ids may have a slash
+            ("/v1/responses/{id:path}", "GET", self._response, None),
+            ("/v1/responses/{id:path}", "DELETE", self._delete_response, None),
             ("/v1/messages", "POST", self._message, Messages),
             ("/v1/messages/count_tokens", "POST", self._count, Count),
             ("/v1/models", "GET", self._models, None),

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, NotFoundError
 
 from helix.engine.request import Request, RequestUpdate
 from launch.client.errors import ApiError
@@ -436,6 +436,19 @@ async def test_a_stored_response_is_read_and_deleted(agent: Agent) -> None:
     assert api_server.api.shared.store.count == 1 and api_server.api.shared.store.size > 0
     await client.responses.delete(third["id"])
     assert api_server.api.shared.store.count == api_server.api.shared.store.size == 0
+
+
+async def test_a_response_is_found_whatever_characters_its_id_has(agent: Agent) -> None:
+    api_server = await agent(SAYS)
+    client = AsyncOpenAI(base_url=f"{api_server.url}/v1", api_key="-", max_retries=0)
+    headers = {"x-request-id": "a/b?c=%2F#d/"}
+    response = await client.responses.create(model=api_server.session.name, input="x", extra_headers=headers)
+    assert response.id == "resp_a/b?c=%2F#d/"
+    assert await client.responses.retrieve(response.id) == response
+    assert (await client.responses.input_items.list(response.id)).data[0].content[0].text == "x"  # type: ignore[union-attr]
+    await client.responses.delete(response.id)
+    with pytest.raises(NotFoundError, match="is not stored"):
+        await client.responses.retrieve(response.id)
 
 
 async def test_only_the_owner_finds_a_stored_response_and_only_for_a_while(agent: Agent, tmp_path: Path) -> None:
