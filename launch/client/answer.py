@@ -13,6 +13,7 @@ from helix.engine.request import Logprobs
 from launch.answers.answer_parser import AnswerPart
 from launch.client.chat_tokenizer import ChatTokenizer
 from launch.client.choice import Choice, Delta
+from launch.client.engine_client import RETRY_S
 from launch.client.errors import ApiError
 from launch.client.input_processor import ProcessedPrompt
 from launch.client.sampling import num_logprobs
@@ -114,6 +115,8 @@ class Answer:
                 for index, one in deltas:
                     if one.finish_reason in ("error", "abort"):
                         reason = self.choices[index].generation.reason or "the server aborted it"
+                        if one.finish_reason == "abort":
+                            raise ApiError(503, reason, code="draining", retry_s=RETRY_S["draining"])
                         raise ApiError(500, reason)
                 if deltas or self.body.return_progress:
                     yield deltas

@@ -300,10 +300,10 @@ class EngineClient:
         return None
 
     def fail(self, why: str) -> None:
-        """Ends all generations with an error: no job will come back."""
+        """Ends all generations: no job will come back. In a drain this is no error: another server can run them."""
         self._set_state("failed", why)
         for generation in [*self.generations.values()]:
-            self._finish(generation, "error", why)
+            self._finish(generation, "abort" if self.draining else "error", why)
 
     def _resubmit(self, engine_info: EngineInfo, writer: StreamWriter) -> None:
         self.engine_info = engine_info

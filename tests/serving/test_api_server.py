@@ -240,6 +240,32 @@ async def test_a_server_that_is_not_ready_says_when_to_try_again(state: str, ser
     assert (await api_server.get("/livez")).status_code == 200
 
 
+HELLO = {"role": "user", "content": "Hello"}
+
+
+@pytest.mark.parametrize(
+    "path, body, kind, event",
+    [
+        (COMPLETIONS, {"prompt": [1]}, "service_unavailable_error", "error"),
+        ("/v1/responses", {"input": "x"}, "service_unavailable_error", "response.failed"),
+        ("/v1/messages", {"messages": [HELLO], "max_tokens": 9}, "overloaded_error", "error"),
+    ],
+)
+async def test_what_a_drain_cuts_off_may_be_tried_elsewhere(
+    path: str, body: dict[str, Any], kind: str, event: str, serve: Serve
+) -> None:
+    api_server = await serve(FakeJob(silent))
+    asked = [asyncio.create_task(api_server.post(path, body | {"stream": stream})) for stream in (False, True)]
+    await until(lambda: len(api_server.job.submits) == 2)
+    api_server.engine_client.draining = True
+    api_server.engine_client.fail("the server has shut down")
+    whole, stream = await asyncio.gather(*asked)
+    assert (whole.status_code, whole.json()["error"]["type"]) == (503, kind), whole.text
+    assert "the server has shut down" in whole.json()["error"]["message"] and int(whole.headers["retry-after"]) > 0
+    assert f"event: {event}\n" in stream.text and "the server has shut down" in stream.text
+    assert event != "error" or f'"type":"{kind}"' in stream.text
+
+
 async def test_the_queue_has_an_end(serve: Serve) -> None:
     api_server = await serve(FakeJob(silent), max_queue=2)
     first = asyncio.create_task(api_server.post(COMPLETIONS, {"prompt": [1], "n": 2}))
