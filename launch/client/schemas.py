@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from heapq import nsmallest
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -283,6 +284,14 @@ class Tool(Schema):
     function: Function
 
 
+def _check_names(tools: list[Tool]) -> list[Tool]:
+    """Checks that names are distinct: a call, a forced one too, has nothing else to tell tools apart."""
+    ((name, count),) = Counter(tool.function.name for tool in tools).most_common(1) or [("", 0)]
+    if count > 1:
+        raise ValueError(f"has {count} functions named {name!r}")
+    return tools
+
+
 class FunctionName(Schema):
     """The name of the function that must be called."""
 
@@ -304,7 +313,7 @@ class Conversation(Schema):
 
     route: ClassVar[str] = CHATS
 
-    tools: ListOf[Tool] | None = None
+    tools: Annotated[ListOf[Tool], AfterValidator(_check_names)] | None = None
     chat_template_kwargs: Arguments | None = None
     documents: ListOf[dict[str, str]] | None = None
     reasoning_effort: Effort | None = None

@@ -320,16 +320,16 @@ class Responses(SamplingFields):
         return self.input
 
     @property
-    def functions(self) -> dict[str, CalledTool]:
-        """The tools that an answer may call, by the name that the model sees."""
-        found = {}
+    def functions(self) -> list[tuple[str, CalledTool]]:
+        """The tools that an answer may call, with the names that the model sees."""
+        found = []
         for tool in self.tools or ():
             if isinstance(tool, FunctionTool | CustomTool):
-                found[tool.name] = CalledTool(tool, None)
+                found.append((tool.name, CalledTool(tool, None)))
             elif isinstance(tool, NamespaceTool):
                 for one in tool.tools:
                     if isinstance(one, FunctionTool | CustomTool):
-                        found[full_name(one.name, tool.name)] = CalledTool(one, tool.name)
+                        found.append((full_name(one.name, tool.name), CalledTool(one, tool.name)))
         return found
 
 

@@ -129,7 +129,7 @@ def chat_of(body: Responses, items: Sequence[Item] | None = None) -> Chat:
     chat |= {"chat_template_kwargs": body.chat_template_kwargs} | body.sampling_fields
     if functions := body.functions:
         chat["tools"] = [
-            {"type": "function", "function": _function(tool) | {"name": name}} for name, (tool, _) in functions.items()
+            {"type": "function", "function": _function(tool) | {"name": name}} for name, (tool, _) in functions
         ]
     chat["tool_choice"] = choice = body.tool_choice
     if isinstance(choice, FunctionChoice):
@@ -184,7 +184,7 @@ class ResponsesAnswer(BlockAnswer):
     def __init__(self, answer: Answer, body: Responses, store: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
         super().__init__(answer)
         self._body = body
-        self._functions = body.functions
+        self._functions = dict(body.functions)
         self._store = store
         self._number = 0  # sequence number of the next event
 
