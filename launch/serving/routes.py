@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import re
 import time
 import zlib
 from collections.abc import Awaitable, Callable, Iterable
@@ -33,6 +34,7 @@ from launch.client.engine_messages import EngineInfo
 from launch.client.errors import ApiError
 from launch.client.input_processor import ProcessedPrompt, ReadChat, process_prompt, read_chat, tokenize_body
 from launch.client.load_table import LoadTable
+from launch.client.request_fields import MESSAGES, RESPONSES
 from launch.client.schema_base import Schema
 from launch.client.schemas import (
     MAX_IGNORED_NAMES,
@@ -90,8 +92,8 @@ PAGE_HEADERS = {
 }
 # What clients call the fields of the chat that their request becomes.
 OWN_NAMES = {
-    "/v1/responses": {"messages": "input", "response_format": "text.format"},
-    "/v1/messages": {"response_format": "output_config.format"},
+    RESPONSES: {"messages": "input", "response_format": "text.format"},
+    MESSAGES: {"response_format": "output_config.format"},
 }
 Handler = Callable[[Request], Awaitable[ASGIApp]]
 Presenter = OpenAIAnswer | BlockAnswer
@@ -536,9 +538,15 @@ def _ignored_header(sent: Schema, body: Schema, left_out: Iterable[str]) -> dict
         sent, body: the body before and after conversion, whose `model_extra` has names of fields.
         left_out: fields of messages.
     """
-    messages = "input" if isinstance(sent, Responses) else "messages"
-    names = {*(sent.model_extra or ()), *(body.model_extra or ()), *(f"{messages}.{name}" for name in left_out)}
+    of_body = [*(body.model_extra or ()), *(f"messages.{name}" for name in left_out)]
+    names = {*(sent.model_extra or ()), *(_own_name(name, sent.route) for name in of_body)}
     return {"x-ignored-fields": ",".join(map(_header, sorted(names)[:MAX_IGNORED_NAMES]))} if names else {}
+
+
+def _own_name(name: str, route: str) -> str:
+    """Renames a field of the chat, with what follows its name, to what clients of a route call it."""
+    field = re.split("[.:]", name, maxsplit=1)[0]
+    return OWN_NAMES.get(route, {}).get(field, field) + name.removeprefix(field)
 
 
 def _header(name: str) -> str:
@@ -548,7 +556,8 @@ def _header(name: str) -> str:
 
 def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    if (own := OWN_NAMES.get(request.url.path, {}).get(error.param or "")) is not None:
+    route = request.url.path.removeprefix("/v1/").partition("/")[0]
+    if (own := OWN_NAMES.get(route, {}).get(error.param or "")) is not None:
         message = error.message.replace(str(error.param), own)
         error = ApiError(error.status, message, param=own, code=error.code)
     return _error_response(request, error)

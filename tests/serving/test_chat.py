@@ -100,6 +100,15 @@ async def test_schema_keywords_without_effect_are_named(guided: ApiServer) -> No
         answer = await guided.post(CHATS, {"messages": [USER]} | body)
         expected = [f"{field}:$.properties.x.{name}" for name in names]
         assert answer.headers["x-ignored-fields"] == ",".join(expected), answer.text
+    wanted = {"format": {"type": "json_schema", "schema": schema}}
+    unknown = {"response_format": {"type": "text"}}  # a field of chats only
+    for path, body, field, others in (
+        ("/v1/responses", {"input": "x", "text": wanted} | unknown, "text.format", ["response_format"]),
+        ("/v1/messages", {"messages": [USER], "max_tokens": 9, "output_config": wanted}, "output_config.format", []),
+    ):
+        answer = await guided.post(path, body)
+        expected = [*others, *(f"{field}:$.properties.x.{name}" for name in names)]
+        assert answer.headers["x-ignored-fields"] == ",".join(expected), answer.text
 
 
 OSLO = '{"city": "Oslo"}'
