@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from functools import cached_property
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,8 @@ class Session:
         return [self.name, *self._serve.aliases]
 
     def check_model(self, model: str | None) -> None:
-        if model is None or any(fnmatchcase(model, name) for name in self._serve.aliases) or model == self.name:
+        patterns = (escape(name).replace("[*]", "*") for name in self._serve.aliases)  # of wildcards, only `*` is one
+        if model is None or any(fnmatchcase(model, pattern) for pattern in patterns) or model == self.name:
             return
         what = f"model={model!r:.80} is not served: use {' or '.join(self.model_names)}"
         raise ApiError(404, f"{what}; serve.aliases adds names", code="model_not_found")

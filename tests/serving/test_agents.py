@@ -517,21 +517,22 @@ def test_the_store_counts_what_it_holds() -> None:
 
 
 async def test_aliases_are_names_of_the_served_model(agent: Agent) -> None:
-    api_server = await agent(SAYS, SAYS, SAYS, aliases=["gpt-x", "claude-*"])
+    api_server = await agent(SAYS, SAYS, SAYS, SAYS, aliases=["gpt-x", "claude-*", "opus[1m]"])
     name = api_server.session.name
-    for model in (name, "gpt-x", "claude-haiku-4-5-20251001"):
+    for model in (name, "gpt-x", "claude-haiku-4-5-20251001", "opus[1m]"):
         answer = await api_server.post(CHATS, {"model": model, "messages": [{"role": "user", "content": "x"}]})
         assert answer.status_code == 200 and answer.json()["model"] == name
     answer = await api_server.post(CHATS, {"model": "gpt-xy", "messages": [{"role": "user", "content": "x"}]})
-    message = f"model='gpt-xy' is not served: use {name} or gpt-x or claude-*; serve.aliases adds names"
+    message = f"model='gpt-xy' is not served: use {name} or gpt-x or claude-* or opus[1m]; serve.aliases adds names"
     assert answer.status_code == 404 and answer.json()["error"]["message"] == message
     listed = (await api_server.get("/v1/models?client_version=0.171.0&limit=1000")).json()
-    assert [one["id"] for one in listed["data"]] == [name, "gpt-x"] and listed["models"] == []
-    assert (listed["first_id"], listed["last_id"], listed["has_more"]) == (name, "gpt-x", False)
+    assert [one["id"] for one in listed["data"]] == [name, "gpt-x", "opus[1m]"] and listed["models"] == []
+    assert (listed["first_id"], listed["last_id"], listed["has_more"]) == (name, "opus[1m]", False)
     one = (await api_server.get("/v1/models/claude-x")).json()
     assert (one["id"], one["root"], one["type"], one["display_name"]) == ("claude-x", name, "model", name)
     assert one["max_input_tokens"] == one["max_model_len"] and one["created_at"].endswith("Z")
-    assert (await api_server.get("/v1/models/x")).status_code == 404
+    for unknown in ("x", "opus1"):
+        assert (await api_server.get(f"/v1/models/{unknown}")).status_code == 404
 
 
 async def test_a_client_that_retries_takes_the_place_of_its_first_request(agent: Agent) -> None:
