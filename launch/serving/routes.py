@@ -353,6 +353,8 @@ class Api:
 
     async def _models(self, request: Request) -> ASGIApp:
         """Lists the served model."""
+        if self.engine_client.engine_info is None:  # the model's name comes with the first job
+            self.engine_client.refuse_unless_ready()
         names = [name for name in self.session.model_names if "*" not in name]
         anthropics = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
         # `models` is for Codex, which describes models that are not in it by itself.
@@ -370,8 +372,7 @@ class Api:
         described = {"id": name, "object": "model", "created": self.started, "owned_by": "helix"}
         described |= {"root": self.session.name, "type": "model", "display_name": self.session.name}
         described |= {"created_at": datetime.fromtimestamp(self.started, UTC).isoformat().replace("+00:00", "Z")}
-        if engine_info is None or self.executor is None:
-            return described
+        assert engine_info is not None, "the routes refuse requests before the first job"
         detected, length, chat = self.session.detected, engine_info.max_length, self.session.tokenizer.has_template
         more: dict[str, Any] = {"max_model_len": length, "max_input_tokens": length, "chat": chat}
         more |= {"chat_format": detected.name, "tool_calls": detected.reads_calls, "layout": engine_info.layout}

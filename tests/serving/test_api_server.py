@@ -230,11 +230,13 @@ async def test_a_server_that_is_not_ready_says_when_to_try_again(state: str, ser
     api_server = await serve()
     api_server.engine_client.draining, api_server.engine_client._state = state == "draining", state
     if state == "starting":
-        del api_server.session.tokenizer  # it comes with the model
+        del api_server.session.tokenizer  # it comes with the model, as does the model's name
+        api_server.engine_client.engine_info = None
     for path in [path for path, method, _, _ in api_server.api._routes if method == "POST"]:
         refused = await api_server.post(path, {})
         assert refused.status_code == 503 and refused.json()["error"]["message"].startswith(f"{state}: "), path
         assert int(refused.headers["retry-after"]) > 0
+    assert (await api_server.get("/v1/models")).status_code == (503 if state == "starting" else 200)
     health = await api_server.get("/health")
     assert (health.status_code, health.json()["state"]) == (503, state)
     assert (await api_server.get("/livez")).status_code == 200

@@ -41,8 +41,6 @@ async function begin() {
   if (answer.status === 401) return locked();
   if (!answer.ok) return;
   const found = (await answer.json()).data[0], first = !model;
-  lost = found.max_model_len === undefined;
-  if (lost) return;
   if (!first && model.chat !== found.chat) return location.reload();
   model = found;
   $("lock").hidden = true;
