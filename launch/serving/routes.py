@@ -92,7 +92,7 @@ PAGE_HEADERS = {
 }
 # What clients call the fields of the chat that their request becomes.
 OWN_NAMES = {
-    RESPONSES: {"messages": "input", "response_format": "text.format"},
+    RESPONSES: {"messages": "input", "response_format": "text.format", "reasoning_effort": "reasoning.effort"},
     MESSAGES: {"response_format": "output_config.format"},
 }
 Handler = Callable[[Request], Awaitable[ASGIApp]]

@@ -350,6 +350,11 @@ async def test_an_effort_is_ignored_where_the_template_has_none(talk: Talk) -> N
             answer = await api_server.post(path, body)
             assert answer.status_code == 200, answer.text
             assert answer.headers.get("x-ignored-fields") == (name if ignored else None)
+    tokenizer.chat_templates = {"default": text_of("of-effort.jinja")}
+    twice = {"reasoning": {"effort": "low"}, "chat_template_kwargs": {"reasoning_effort": "high"}}
+    error = (await api_server.post(RESPONSES, {"input": "x"} | twice)).json()["error"]
+    assert error["message"] == "reasoning.effort is also in chat_template_kwargs", error
+    assert error["param"] == "reasoning.effort"
 
 
 # ---- stored responses
