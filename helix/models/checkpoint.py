@@ -64,9 +64,7 @@ METHODS: dict[str, tuple[str, tuple[str | None, ...]]] = {
 SUFFIXES = ("_scale_inv", "_scale")  # of a tensor's scales; both are multiplied
 UNUSED = (".input_scale", ".input_scale_ub", ".activation_scale", ".input_global_scale")  # scales of activations
 # Scales of KV caches and of attention's inputs and outputs: kv.dtype=fp8 computes a scale per token and head instead.
-KV_SCALES = (
-    ".kv_scale", ".k_scale", ".v_scale", ".q_scale", ".prob_scale", ".prob_output_scale", ".output_scale",
-)  # fmt: skip
+KV_SCALES = (".kv_scale", ".k_scale", ".v_scale", ".q_scale", ".prob_scale", ".prob_output_scale", ".output_scale")
 SUPPORTED = (
     f"4-bit matrices (int4, NVFP4, MXFP4) and FP8 ones (e4m3, with scales) of {', '.join(METHODS)}; mxfp4 of gpt-oss"
 )
@@ -161,8 +159,7 @@ class WeightFormat:
             return READERS[method](section)
         if method == "modelopt" or "quantized_layers" in section:
             return _modelopt(method, section)
-        block = section.get("weight_block_size")
-        return cls(method, (ScaleGroup(None if block is None else _block(block)),))
+        return cls(method, (ScaleGroup(None if (of := section.get("weight_block_size")) is None else _block(of)),))
 
     def matrix_format(self, name: str) -> MatrixFormat | None:
         """Returns the format of a matrix with random weights; see `helix.layers.specs.Formats`."""
@@ -177,7 +174,11 @@ class WeightFormat:
         self, dtypes: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
     ) -> tuple[dict[str, StoredMatrix], dict[str, str]]:
         """Finds the quantized matrices by their tensors: what `find_matrices` finds, and e4m3 with scales."""
-        found = find_matrices(dtypes, shapes, self.sizes, self.zeros, self.required)
+
+        def lacks_zeros(name: str) -> bool:
+            return not getattr(self.matrix_format(name) or self.default, "zeros", True)
+
+        found = find_matrices(dtypes, shapes, self.sizes, self.zeros, self.required, lacks_zeros, self.method)
         known = {*found} | {tensor for matrix in found.values() for tensor in matrix.tensors}
         scales = {}
         for name in (name for name, dtype in dtypes.items() if dtype == "F8_E4M3" and name not in known):
@@ -260,7 +261,6 @@ def _compressed_tensors(section: Mapping[str, Any]) -> WeightFormat | None:
     rules: list[tuple[str, MatrixFormat | None]] = []
     defaults: list[MatrixFormat | None] = []
     sizes: set[int] = set()
-    asymmetric: set[bool] = set()
     for name, group in given.items():
         group = group if isinstance(group, Mapping) else {"weights": group}
         weights = group.get("weights")
@@ -275,7 +275,6 @@ def _compressed_tensors(section: Mapping[str, Any]) -> WeightFormat | None:
         matrix_format = E4M3
         if bits == 4 and kind == "int":
             known = grouped or strategy == "channel"
-            asymmetric.add(weights.get("symmetric") is False)
             of = size if type(size) is int and grouped else ONE_GROUP
             matrix_format = MatrixFormat(of, "int4", "bfloat16", zeros=weights.get("symmetric") is False)
             sizes |= {of} if grouped else set()
@@ -303,15 +302,16 @@ def _compressed_tensors(section: Mapping[str, Any]) -> WeightFormat | None:
             )
         rules += [(target, matrix_format) for target in sorted(targets) if "." in target]
         defaults += [matrix_format] if not targets or any("." not in target for target in targets) else []
-    if not defaults and not rules:
+    formats = {*defaults, *(of for _, of in rules)}
+    if not formats:
         return None
-    if {*defaults, *(of for _, of in rules)} == {E4M3}:
+    if formats == {E4M3}:
         return WeightFormat("compressed-tensors", tuple(groups))
     return WeightFormat(
         "compressed-tensors",
         tuple(groups) or (ScaleGroup(),),
         frozenset(sizes),
-        required=frozenset({"zeros"} if asymmetric == {True} else ()),
+        required=frozenset({"zeros"} if any(of is not None and of.zeros for of in formats) else ()),
         default=defaults[-1] if defaults else None,
         rules=(*((target, None) for target in _names(section.get("ignore"), "ignore")), *rules),
     )
@@ -556,12 +556,13 @@ class CheckpointFiles:
 
     @property
     def skipped(self) -> list[str]:
-        """What the files have and no model here reads: towers and scales of a KV cache."""
-        named = (next((tower for tower in TOWERS if name.startswith(tower)), None) for name in self.files)
-        towers = Counter(tower for tower in named if tower is not None)
+        """What the directory has and no model here reads: towers, scales of a KV cache, an adapter."""
+        towers = Counter(tower for name in self.files for tower in TOWERS if name.startswith(tower))
         found = [f"the {count} tensors of {tower}*: only text is read" for tower, count in towers.items()]
         if any(name.endswith(KV_SCALES) for name in self.files):
             found.append("the KV scales: kv.dtype=fp8 computes a scale per token and head")
+        if os.path.lexists(self.path / "adapter_config.json"):
+            found.append("the adapter of adapter_config.json: merge it into the weights to apply it")
         return found
 
     def scale_granularity(self, name: str) -> str:

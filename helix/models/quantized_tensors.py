@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ NUMBERS = ("BF16", "F16", "F32", "F64")  # safetensors' names of plain floating-
 SCALE_TYPES: dict[str, Literal["bfloat16", "float16", "float32"]] = {"BF16": "bfloat16", "F16": "float16"}
 MXFP8 = MatrixFormat(MXFP4.group)
 WORD = 8  # codes of an int32 word
+ALIGNED = 3  # `Layout.score` of numbers and scales of as many rows
 
 Zeros = Literal["stored", "minus_one", "unused"]
 
@@ -77,6 +78,7 @@ class Layout:
         group_index: suffix of a tensor with the group of each column.
         weight_shape: suffix of a tensor with the numbers of rows and columns.
         module: what precedes suffixes: the tensor's name here without ".weight", or all of it.
+        method: `quant_method` of its zero points; None: it has no zero points.
     """
 
     title: str
@@ -89,6 +91,7 @@ class Layout:
     group_index: str | None = None
     weight_shape: str | None = None
     module: Literal["module", "name"] = "module"
+    method: str | None = None
 
     def base(self, tensor: str) -> str:
         return tensor.removesuffix(self.numbers.suffix)
@@ -121,6 +124,7 @@ LAYOUTS = (
         zeros=Plane(".weight_zero_point", WORDS, WORD, "rows"),
         group_index=".weight_g_idx",
         weight_shape=".weight_shape",
+        method="compressed-tensors",
     ),
     Layout(
         "GPTQ",
@@ -129,6 +133,7 @@ LAYOUTS = (
         INT4,
         zeros=Plane(".qzeros", WORDS, WORD, "rows", transposed=True),
         group_index=".g_idx",
+        method="gptq",
     ),
     Layout(
         "AWQ",
@@ -136,6 +141,7 @@ LAYOUTS = (
         Plane(".scales", NUMBERS, transposed=True),
         INT4,
         zeros=Plane(".qzeros", WORDS, WORD, "rows", transposed=True, places=AWQ_PLACES),
+        method="awq",
     ),
     Layout("MXFP4", Plane(".weight_packed", BYTES, 2), Plane(".weight_scale", UE8M0), MXFP4),
     Layout("MXFP4", Plane(".weight", BYTES, 2), Plane(".weight_scale", UE8M0), MXFP4),
@@ -204,6 +210,8 @@ def find_matrices(
     sizes: Collection[int] = (),
     zeros: Zeros = "stored",
     required: Collection[str] = (),
+    lacks_zeros: Callable[[str], bool] = lambda name: False,
+    method: str | None = None,
 ) -> dict[str, StoredMatrix]:
     """Finds the quantized matrices of a checkpoint by its tensors' names, types and shapes.
 
@@ -211,9 +219,14 @@ def find_matrices(
         sizes: of groups of int4, as the config has them.
         zeros: how GPTQ's zero points are stored.
         required: attributes of `Layout` whose tensors each int4 matrix must have: zeros, group_index.
+        lacks_zeros: whether a matrix has none by the config, although others must have them.
+        method: `quant_method`; None: the config has none.
 
     Returns:
         tensor name here -> the matrix.
+
+    Raises:
+        ValueError: int4 is stored as another method does.
     """
     found: dict[str, StoredMatrix] = {}
     for tensor in dtypes:
@@ -224,12 +237,18 @@ def find_matrices(
             continue
         base = layout.base(tensor)
         name = base if layout.module == "name" else f"{base}.weight"
+        if None not in (method, layout.method) and method != layout.method and score == ALIGNED:
+            raise ValueError(
+                f"{tensor} is stored as {layout.title}, but quantization_config has quant_method={method}: "
+                f"set quant_method={layout.method}, with the other keys that the checkpoint was published with"
+            )
         planes = [layout.numbers.suffix, layout.scales.suffix, *filter(None, [layout.second])]
         more = {"zeros": layout.zeros.suffix if layout.zeros else None, "group_index": layout.group_index}
         if layout.format.kind == "int4":
             rule: Zeros = zeros if layout.title == "GPTQ" else "stored"
             for key, suffix in more.items():
-                needed = key in required or (key == "zeros" and layout.title == "AWQ")
+                needed = key in required and not (key == "zeros" and lacks_zeros(name))
+                needed |= key == "zeros" and layout.title == "AWQ"
                 if suffix is not None and (needed or base + suffix in dtypes):
                     planes.append(suffix)
             if layout.weight_shape is not None and base + layout.weight_shape in dtypes:

@@ -270,6 +270,13 @@ def test_a_scale_that_packed_weights_cannot_hold_is_refused(tmp_path: Path) -> N
 
 CODED = random("int4 of 32")
 STORED = PACKINGS["int4 of 32"].store(CODED)
+SOME_ZEROS: dict[str, Any] = {  # of x and not of others
+    **PACKINGS["int4 of 32"].section,
+    "config_groups": {
+        name: {**PACKINGS[packing].section["config_groups"]["group_0"], "targets": [f"re:{name}.*"]}
+        for name, packing in (("x", "int4 with zeros"), ("y", "int4 of 32"))
+    },
+}
 MISFITS: list[Any] = [
     ("int4 of 32", {"weight_packed": words(CODED.codes, 1).repeat(1, 2)}, r"x.weight_packed \[24, 48\] has 8 bits"),
     ("int4 of 32", {"weight_packed": words(CODED.codes, 1)[:, :18].contiguous()}, "has 3 bits for each of"),
@@ -283,6 +290,7 @@ MISFITS: list[Any] = [
         r"x.weight_scale \[8, 6\], expected \[24",
     ),
     ("int4 with zeros", {"weight_zero_point": None}, "1 missing: x.weight_zero_point"),
+    ("int4 with zeros", {"weight_zero_point": None, "section": SOME_ZEROS}, "1 missing: x.weight_zero_point"),
     (
         "int4 with zeros",
         {"weight_zero_point": torch.zeros(2, 6, dtype=torch.int32)},
@@ -306,6 +314,23 @@ def test_what_does_not_fit_is_refused_by_name(packing: str, more: dict[str, Any]
     write(tmp_path, packing, random(packing), **more)
     with pytest.raises(ValueError, match=message):
         read(tmp_path, (N, K))
+
+
+def test_symmetric_groups_need_no_zero_points_next_to_asymmetric_ones(tmp_path: Path) -> None:
+    section = json.loads(json.dumps(SOME_ZEROS).replace("re:y", "re:z").replace("re:x", "re:y").replace("re:z", "re:x"))
+    write(tmp_path, "int4 of 32", CODED, section)
+    assert torch.equal(read(tmp_path, (N, K)), CODED.values("int4"))
+
+
+@pytest.mark.parametrize("packing, declared", [("gptq", "awq"), ("gptq with zeros", "int4 of 32"), ("awq", "gptq")])
+def test_tensors_of_another_method_are_refused(packing: str, declared: str, tmp_path: Path) -> None:
+    """Their zero points would be read as those of the declared one."""
+    write(tmp_path, packing, random(packing), section := PACKINGS[declared].section)
+    stored, said = packing.split()[0], section["quant_method"]
+    with pytest.raises(
+        ValueError, match=rf"x.qweight is stored as {stored.upper()}, .* quant_method={said}: set quant_method={stored}"
+    ):
+        Checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("packing", FOUR_BITS)

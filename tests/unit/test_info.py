@@ -22,7 +22,7 @@ from helix.worker.kv_cache_spec import token_bytes
 from launch import info
 from launch.inputs import machine, model_facts
 from launch.inputs.planning import check_query
-from tests.e2e.checkpoints import DEMO, ROOT, checkpoint, write_fp8, write_packed
+from tests.e2e.checkpoints import DEMO, PACKINGS, ROOT, checkpoint, write_fp8, write_packed
 
 Describe = Callable[[Path | str], dict[str, Any]]
 
@@ -144,18 +144,19 @@ def test_quantized_weights(tmp_path: Path, describe: Describe) -> None:
 
 def test_matrices_in_few_bits(tmp_path: Path, describe: Describe, capsys: pytest.CaptureFixture[str]) -> None:
     def packing(name: str) -> str | None:
-        chosen = {"up_proj": "gptq of rows", "self_attn": "awq", "mlp": "nvfp4"}
+        chosen = {"up_proj": "int4 of rows", "self_attn": "int4 of 32", "mlp": "nvfp4 divided"}
         return next((packing for part, packing in chosen.items() if part in name), None)
 
-    write_packed(checkpoint("packed-llama"), tmp_path, packing)
+    write_packed(checkpoint("packed-llama"), tmp_path, packing, section=PACKINGS["int4 of 32"].section)
     found = describe(tmp_path)
     counts = [(row["format"], row["kind"], row["group"], row["matrices"]) for row in found["few_bits"]]
-    assert counts == [("AWQ", "int4", 64, 8), ("NVFP4", "e2m1", 16, 4), ("GPTQ", "int4", 0, 2)]
+    int4, nvfp4 = "int4 of compressed-tensors", "NVFP4 of compressed-tensors"
+    assert counts == [(int4, "int4", 32, 8), (nvfp4, "e2m1", 16, 4), (int4, "int4", 0, 2)]
     assert found["few_bits"][1]["elements"] == 2 * 2 * 192 * 352
     model_facts.show(found)
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "8 matrices in AWQ (int4, a scale for 64 columns); 4 matrices in NVFP4 (e2m1, a scale for 16" in shown
-    assert "2 matrices in GPTQ (int4, a scale for a row)" in shown
+    assert f"8 matrices in {int4} (int4, a scale for 32 columns); 4 matrices in {nvfp4} (e2m1, a scale for 16" in shown
+    assert f"2 matrices in {int4} (int4, a scale for a row)" in shown
 
 
 def test_a_tied_head_that_is_stored_counts(tmp_path: Path, describe: Describe) -> None:

@@ -414,6 +414,12 @@ def test_groups_of_different_blocks_that_do_not_fit_are_refused(tmp_path: Path) 
     assert "blocks of [32, 16] or blocks of [40, 16]" in message
 
 
+def test_an_adapter_next_to_whole_weights_is_reported(tmp_path: Path) -> None:
+    shutil.copytree(checkpoint("qwen3"), tmp_path, dirs_exist_ok=True)
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    assert Checkpoint(tmp_path).skipped == ["the adapter of adapter_config.json: merge it into the weights to apply it"]
+
+
 @pytest.mark.parametrize("quantized", [False, True])
 def test_scales_of_a_kv_cache_are_ignored(tmp_path: Path, quantized: bool) -> None:
     plain = checkpoint("qwen3")
