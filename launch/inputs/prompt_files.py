@@ -271,7 +271,7 @@ def _sampling(options: Mapping[str, Any]) -> SamplingParams:
 
 
 def digest(prompt: PromptLine, config: Config) -> str:
-    """Returns the digest for a prompt's result line: 16 hex digits over prompt, options, model and attention policy."""
+    """Returns the digest for a prompt's result line: 16 hex digits over prompt, options, model, KV dtype and policy."""
     return RequestDigests(config).digest(prompt)
 
 
@@ -290,6 +290,8 @@ class RequestDigests:
         what: list[Any] = [prompt.text, prompt.ids, self._defaults | dict(prompt.options), self._model]
         if prompt.body is not None:
             what.append([prompt.id, prompt.url, prompt.body, self._template])
+        if config.kv.dtype != "auto":  # lossy
+            what.append(config.kv.dtype)
         if config.attention.policy != "dense":
             # The cache decides which keys share a block, and the layout from which blocks a rank selects.
             local = [config.layout.mode, config.layout.kvp] if config.attention.choice == "local" else []

@@ -101,7 +101,7 @@ def test_lines_come_as_requests_finish_and_are_ordered_at_the_end(tmp_path: Path
 
 
 def test_results_of_block_sparse_attention_say_so_and_are_no_others(tmp_path: Path) -> None:
-    """What decides which keys are read is part of a request's digest; what does not is not."""
+    """What decides which keys are read, and how they are rounded, is part of a request's digest; the rest is not."""
     path = tmp_path / "out.jsonl"
     dense = Config(decode=DecodeConfig(output=str(path)))
     sparse = replace(dense, attention=AttentionConfig("block_sparse"))
@@ -115,6 +115,7 @@ def test_results_of_block_sparse_attention_say_so_and_are_no_others(tmp_path: Pa
         dense, sparse, replace(sparse, attention=AttentionConfig("block_sparse", num_blocks=8)),
         replace(sparse, layout=four),
         replace(sparse, kv=KVConfig(page_size=16)), over_all,
+        *(replace(dense, kv=KVConfig(dtype=dtype)) for dtype in ("fp8", "k16v8")),
     ]  # fmt: skip
     (prompt,) = prompts("a")
     assert len({digest(prompt, config) for config in others}) == len(others)
