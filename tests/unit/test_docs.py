@@ -19,7 +19,9 @@ import pytest
 from benchmarks import reference
 from benchmarks.program import PROGRAM
 from benchmarks.records.tables import PAGES, with_tables
+from helix.layers.specs import ROPE_TYPES
 from helix.layout import HelixLayout
+from helix.models.checkpoint import METHODS
 from launch import cli
 from launch.inputs import command_parser
 from launch.inputs.command_parser import Command
@@ -34,7 +36,7 @@ DOCS = [*ROOT_PAGES, *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "do
 FOLDERS = "assets|benchmarks|comm|conf|docs|examples|helix|kernels|launch|tests"
 PATH = re.compile(rf"(?<![\w./-])((?:{FOLDERS})/[\w./*-]*[\w*/])")
 QUOTED_VALUE = (  # in an error: a number, a variable's text, a setting
-    r"\d[\d.*]*|\.\.\.|\b[A-Z_]{2,}\b|[\w.]+=[\w.*\[]*|\blayout[.\w]+|'\w+'|[()]|bfloat|awq|ranks,"
+    r"\d[\d.*]*|\.\.\.|\b[A-Z_]{2,}\b|[\w.]+=[\w.*\[]*|\blayout[.\w]+|'\w+'|[()]|bfloat|bitsandbytes|ranks,"
 )
 KINDS = "csv|html|json|jsonl|md|pdf|png|py|sbatch|sh|toml|txt|yaml|yml"
 FILE = re.compile(
@@ -254,6 +256,14 @@ def _main(module: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> obj
         return importlib.import_module(f"{module}.__main__" if spec.submodule_search_locations else module).main()
     except SystemExit as end:
         return end.code
+
+
+def test_troubleshooting_refuses_what_is_not_supported() -> None:
+    text = (ROOT / "docs/howto/troubleshooting.md").read_text()
+    methods = re.findall(r"the checkpoint is quantized \((\S+),", text)
+    assert methods and not {*methods} & {*METHODS}
+    kinds = re.findall(r"`RoPE scaling 'dynamic' is not supported` \| (.*) are \|", text)
+    assert [tuple(re.split(", | and ", each)) for each in kinds] == [ROPE_TYPES]
 
 
 def test_the_lines_that_troubleshooting_quotes_are_the_codes() -> None:
