@@ -172,11 +172,11 @@ def test_the_prompt_of_deepseek_v32(thinking: bool, turns: list[dict[str, Any]],
     directory = changed(tmp_path / "model", {"tokenizer_config.json": settings, "config.json": config})
     tokenizer, body = ChatTokenizer(str(directory)), {"messages": turns, "chat_template_kwargs": {"thinking": thinking}}
     assert prompt(tokenizer, body) == ending
-    tool = {"type": "function", "function": {"name": "f", "description": "é"}}
-    text = prompt(tokenizer, body | {"tools": [tool, tool]})
+    tools = [{"type": "function", "function": {"name": name, "description": "é"}} for name in "fg"]
+    text = prompt(tokenizer, body | {"tools": tools})
     begin, _, rest = text.partition("\n\n## Tools\n\n")
-    function = '{"name": "f", "description": "é"}\n'
-    assert begin == "<s>S" and rest.partition("<functions>\n")[2] == f"{function * 2}</functions>\n{ending[4:]}"
+    functions = "".join(f'{{"name": "{name}", "description": "é"}}\n' for name in "fg")
+    assert begin == "<s>S" and rest.partition("<functions>\n")[2] == f"{functions}</functions>\n{ending[4:]}"
     assert (
         "<think>...thinking about results</think>\n\nHere are the functions available in JSONSchema format:\n" in rest
     )
