@@ -1,12 +1,12 @@
-"""Trains a version of the demo model whose layers attend otherwise, on one GPU in minutes.
+"""Distils the demo model into one with MLA, or with recurrent states, on one GPU in minutes.
 
   python -m benchmarks.quality.train_attention to=DIR form=latents       MLA in every layer, as in DeepSeek-V3
   python -m benchmarks.quality.train_attention to=DIR form=states        Gated DeltaNet in three of four, as in Qwen3.5
   helix acceptance model=DIR                                             then measure its own drafts
 
-What both have begins as the demo model's. First each layer's attention learns to return what the demo model's
-returns, then all learns its next tokens: on Python sources of what is installed here, with numbered lines hidden and
-repeated, as the demo model was trained. It prints the loss on this repository's sources beside the demo model's.
+All weights that both models have start as the demo model's. Then it is distilled: first each layer's attention alone,
+then the next tokens. Training texts are Python sources of the installed packages, with numbered lines hidden and
+repeated as in the demo model's own training. It prints both models' loss on this repository's sources.
 
   to           directory of the checkpoint to write
   form         latents or states
@@ -22,7 +22,6 @@ repeated, as the demo model was trained. It prints the loss on this repository's
 from __future__ import annotations
 
 import json
-import math
 import random
 import shutil
 import sys
@@ -38,7 +37,7 @@ from torch import Tensor, nn
 
 from benchmarks.quality.haystacks import source_windows
 from benchmarks.quality.needles import WORDS
-from benchmarks.quality.train_drafter import WARM, corpus
+from benchmarks.quality.train_drafter import corpus, schedule
 from launch.inputs.arguments import handle_help, parse
 from launch.inputs.compose import ROOT
 from launch.job.report import provenance
@@ -122,7 +121,7 @@ class Texts:
 
 
 class Attentions:
-    """Trains each layer's attention alone: it reads what the demo model's reads, and is to return what that returns."""
+    """Trains each layer's attention alone: given the input of the demo model's attention, it learns its output."""
 
     def __init__(self, model: Any, demo: Any) -> None:
         self.read: list[Tensor] = []
@@ -154,8 +153,9 @@ class Attentions:
         with torch.no_grad():
             demo.model(ids, use_cache=False)
         model.model(ids, use_cache=False)
-        self.on = False
-        return torch.stack(self.missed).sum()
+        total = torch.stack(self.missed).sum()
+        self.read, self.wanted, self.missed, self.on = [], [], [], False  # frees the last step's graph
+        return total
 
 
 def _first(output: Any) -> Tensor:
@@ -163,7 +163,7 @@ def _first(output: Any) -> Tensor:
     return found
 
 
-def text_losses(model: Any, demo: Any, ids: Tensor) -> Tensor:
+def distillation_loss(model: Any, demo: Any, ids: Tensor) -> Tensor:
     """Returns the loss against the demo model's distributions of next tokens, and against the text."""
     with torch.no_grad():
         wanted = demo(ids, use_cache=False).logits.float().softmax(-1)
@@ -196,10 +196,10 @@ def train(values: dict[str, Any]) -> dict[str, Any]:
     began, step, seen = time.perf_counter(), 0, 0
     while (done := max((time.perf_counter() - began) / seconds, step / max_steps)) < 1:
         for group in optimizer.param_groups:
-            group["lr"] = rate * min(1.0, done / WARM + 1e-3) * (0.05 + 0.95 * (1 + math.cos(math.pi * done)) / 2)
+            group["lr"] = rate * schedule(done)
         ids = texts.batch(length if done > 2 / 3 else min(length, SHORT), tokens).to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            loss = attentions.loss(model, demo, ids) if done < ALONE else text_losses(model, demo, ids)
+            loss = attentions.loss(model, demo, ids) if done < ALONE else distillation_loss(model, demo, ids)
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -122,6 +122,11 @@ def corpus(tokenizer: Any, megabytes: float) -> Tensor:
     return torch.tensor([token for ids in encoded for token in ids])
 
 
+def schedule(done: float) -> float:
+    """Returns the learning rate at a share of the time, over the highest: a linear warm-up, then a cosine."""
+    return min(1.0, done / WARM + 1e-3) * (0.05 + 0.95 * (1 + math.cos(math.pi * done)) / 2)
+
+
 def train(values: dict[str, Any]) -> dict[str, Any]:
     """Trains and saves a layer; returns the time, and its `agreement` on held-out texts.
 
@@ -157,7 +162,7 @@ def train(values: dict[str, Any]) -> dict[str, Any]:
     began, step = time.perf_counter(), 0
     while (done := max((time.perf_counter() - began) / seconds, step / max_steps)) < 1:
         for group in optimizer.param_groups:
-            group["lr"] = rate * min(1.0, done / WARM + 1e-3) * (0.05 + 0.95 * (1 + math.cos(math.pi * done)) / 2)
+            group["lr"] = rate * schedule(done)
         begins = torch.randint(len(ids) - length, (batch, 1), device=device)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             loss, _ = losses(target, layer, ids[begins + torch.arange(length, device=device)], num_drafts)

@@ -58,8 +58,8 @@ def predicted() -> Cells:
 def self_drafts_and_mtp() -> list[Row]:
     """Returns self-drafts and MTP drafts of the same models, with what the planner predicts and gains at two rates."""
     found = []
-    timed = results("self-drafts-and-mtp.emulated-8", *KEY)
-    for rows in grouped(timed, "model", "drafter", "batch", "length").values():
+    timed = results("self-drafts-and-mtp.emulated-8", *KEY, "commit")
+    for rows in grouped(timed, "model", "drafter", "batch", "length", "commit").values():
         plain = next(r["ttl_p50_us"] for r in rows if not r["gamma"])
         for row in (r for r in rows if r["gamma"]):
             over = row["ttl_p50_us"] / plain

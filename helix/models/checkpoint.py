@@ -320,7 +320,7 @@ def _compressed_tensors(section: Mapping[str, Any]) -> WeightFormat | None:
 def _gptq(section: Mapping[str, Any]) -> WeightFormat:
     dynamic = given if isinstance(given := section.get("dynamic"), Mapping) else {}
     overrides = [of for of in dynamic.values() if isinstance(of, Mapping)]
-    # If some modules have zero points, those of all are read: they are 8 in symmetric ones.
+    # Symmetric modules store zero points of 8, so if any module has its own, all are read.
     symmetric = section.get("sym") is True and all(of.get("sym", True) is True for of in overrides)
     version = section.get("checkpoint_format") or section.get("format")
     zeros: Zeros = "stored" if version == "gptq_v2" else "minus_one"

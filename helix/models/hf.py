@@ -77,7 +77,7 @@ def load_hf_config(model_type: str, config: Mapping[str, Any]) -> Any:
 
 
 def by_layer_type(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Moves RoPE's parameters that stand beside those of layer types, as Laguna's do, into each of these."""
+    """Copies RoPE parameters outside the layer types, which Laguna's config has, into every layer type."""
     types = {key: value for key, value in parameters.items() if isinstance(value, Mapping | None)}
     if not any(types.values()):
         return dict(parameters)  # the same for all layers

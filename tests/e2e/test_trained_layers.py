@@ -160,7 +160,7 @@ def test_the_demo_models_layer_for_multi_token_prediction_fits_it() -> None:
 
 @pytest.mark.parametrize("form", ["latents", "states"])
 def test_other_attention_begins_as_the_demo_model_without(form: str, tmp_path: Path) -> None:
-    """What both have is the demo model's; and what two steps train is read back and continues like transformers."""
+    """Shared weights are the demo model's; and after two steps Helix reads the result and continues as transformers."""
     demo = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval().requires_grad_(False)
     text = train_attention.Texts(AutoTokenizer.from_pretrained(DEMO), IDS).batch(40, 80)
     found = train_attention.student(form, demo).eval()(text, use_cache=False).logits

@@ -324,7 +324,7 @@ def test_symmetric_groups_need_no_zero_points_next_to_asymmetric_ones(tmp_path: 
 
 @pytest.mark.parametrize("packing, declared", [("gptq", "awq"), ("gptq with zeros", "int4 of 32"), ("awq", "gptq")])
 def test_tensors_of_another_method_are_refused(packing: str, declared: str, tmp_path: Path) -> None:
-    """Their zero points would be read as those of the declared one."""
+    """GPTQ and AWQ store zero points differently: decoding one as the other gives wrong weights."""
     write(tmp_path, packing, random(packing), section := PACKINGS[declared].section)
     stored, said = packing.split()[0], section["quant_method"]
     with pytest.raises(

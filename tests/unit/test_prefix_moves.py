@@ -153,7 +153,7 @@ def test_a_common_beginning_is_no_reason_to_wait_for_the_rest_of_another_prefix(
 
 
 def test_restores_make_no_room_for_a_drafter() -> None:
-    """Which has pages of its own for each sequence, also where these share the cache's."""
+    """Sequences that share a prefix share pages of the cache, but not of a drafter."""
     found, prompt = engine(own_pages=True, run_steps=1), words(61)
     for _ in range(2):
         serve(found, prompt)
