@@ -57,7 +57,8 @@ def collect(ctx: BenchContext, group: int, dim: int, queries: int, batch: int, l
     q = torch.randn(batch, queries, group, dim, device=device, dtype=kind)
     hi = torch.arange(length - queries, length, device=device, dtype=torch.int32)[None].expand(batch, -1) + 1
     lo = torch.zeros_like(hi)
-    planes = torch.empty(queries, batch * pages, 1, PAGE, dtype=torch.float16, device=device)
+    num_planes = score_planes(queries, group, dim, dtype_name(kind))
+    planes = torch.empty(num_planes, batch * pages, 1, PAGE, dtype=torch.float16, device=device)
     score_table = torch.arange(batch * pages, dtype=torch.int32, device=device).view(batch, pages)
 
     def attend(copy: int, rows: str | None = None, op: Callable[..., object] = flash_decode) -> None:
@@ -77,8 +78,7 @@ def collect(ctx: BenchContext, group: int, dim: int, queries: int, batch: int, l
     for rows in kinds:
         # Different order of summation, and fp16: 2^-11 of scores below 8.
         torch.testing.assert_close(found(rows, flash_decode), found(rows, by_torch), rtol=2**-9, atol=2**-8)
-    row["planes"] = score_planes(queries, group, dim, dtype_name(kind))
-    row["plain_us"] = 1e6 * seconds(attend, copies, device)
+    row |= {"planes": num_planes, "plain_us": 1e6 * seconds(attend, copies, device)}
     for rows in kinds:
         row[f"{rows}_us"] = 1e6 * seconds(partial(attend, rows=rows), copies, device)
     row["again_us"] = 1e6 * seconds(attend, copies, device)  # run-to-run difference of plain attention
@@ -212,7 +212,7 @@ PARTS = (
     Part(
         lambda ctx: ATTENDED if ctx.gpu else [(4, 2, 2, 2 * K, 128, 2)],
         attend,
-        "heads batch length kept run us target_us",
+        "heads batch length keys_read run us target_us",
         "attention over selected keys",
     ),
 )
