@@ -10,7 +10,14 @@ from benchmarks.papers.items import NOT_RECORDED, Item, Table, filled_items, spa
 from benchmarks.records import tuned_tables
 from benchmarks.records.acceptance_tables import KEY, join_tasks
 from benchmarks.records.draft_gains import DEMO, REAL, best, gained
-from benchmarks.records.draft_tables import adapted, choice_over_rest, experts_over_inherent, selection_over_rest, timed
+from benchmarks.records.draft_tables import (
+    adapted,
+    choice_over_rest,
+    experts_over_inherent,
+    one_commit,
+    selection_over_rest,
+    timed,
+)
 from benchmarks.records.rows import Row, results, tokens
 from benchmarks.records.tables import TABLES
 
@@ -64,6 +71,16 @@ def _rule() -> str:
     return ", ".join(f"{name} {found[of]:.2f}" for name, of in named.items() if of in found) or NOT_RECORDED
 
 
+def _attention() -> str:
+    """Tokens per iteration of models with latents and with states, the mean over three tasks."""
+    rows = [r for r in join_tasks(results("acceptance-attention", *KEY)) if r["policy"] != "none"]
+    parts = (
+        f"{model} " + ", ".join(f"{r['policy']} {r['mean']:.2f}" for r in rows if r["model"] == model)
+        for model in dict.fromkeys(r["model"] for r in rows)
+    )
+    return "; ".join(parts) or NOT_RECORDED
+
+
 def _choice(policy: str, length: int, name: str) -> Sequence[float]:
     rows = [
         r
@@ -84,11 +101,15 @@ def _runs(kind: str, policy: str, length: int | None = None, needs: str = "kind"
 
 
 def _beyond() -> str:
-    """Gains of Qwen3-8B, 4 x 112K, at the table's largest gamma and at the largest recorded."""
-    found = results("self-drafts", "sparsity", "gamma", model="qwen3-8b", batch=4, length=LONG)
-    gains = {r["gamma"]: r["gain_at_rates"]["0.96"] for r in found if r["gamma"] in (6, 8) and "failed" not in r}
-    parts = ", ".join(f"{gamma} drafts {gain:.2f} x" for gamma, gain in sorted(gains.items()))
-    return f"at a rate of 0.96: {parts}" if parts else NOT_RECORDED
+    """The number of drafts that gains most by acceptance rate, Qwen3-8B, 4 x 112K."""
+    rows = [r for r in timed() if _is_long(r) and r["drafter"] == "any" and "step_over_plain" in r]
+    parts = []
+    for rate in (0.8, 0.9, 0.96) if rows else ():
+        most = max(rows, key=lambda r: expected_tokens(r["gamma"], rate) / r["step_over_plain"])
+        parts.append(
+            f"{rate}: {most['gamma']} drafts {expected_tokens(most['gamma'], rate) / most['step_over_plain']:.2f} x"
+        )
+    return ", ".join(parts) or NOT_RECORDED
 
 
 def _pays() -> str:
@@ -141,13 +162,13 @@ def _gain(rate: str) -> str:
 
 def _beside(*drafters: str, model: str = DEMO) -> str:
     """Minimum gain over the tasks relative to plain steps, Qwen3-8B, 4 x 112K, by measured acceptance."""
-    found = [r for r in best(timed(), model) if r["drafter"] in drafters and _is_long(r)]
+    left = [r for r in best(timed(), model) if r["drafter"] in drafters and _is_long(r)]
     parts = []
-    found.sort(key=lambda r: drafters.index(r["drafter"]))
-    for commit in dict.fromkeys(r["commit"] for r in found):
-        rows = [r for r in found if r["commit"] == commit]
+    while left:
+        rows = sorted(one_commit(left), key=lambda r: drafters.index(r["drafter"]))
         gains = (f"{r['drafter']} {gained(r, model):.2f} x ({r['gamma']} drafts)" for r in rows)
-        parts.append(f"{', '.join(gains)} ({commit[:7]})")
+        parts.append(f"{', '.join(gains)} ({rows[0]['commit'][:7]})")
+        left = [r for r in left if r["drafter"] not in {one["drafter"] for one in rows}]
     return "; ".join(parts) or NOT_RECORDED
 
 
@@ -170,12 +191,13 @@ def _selecting(*drafters: str) -> str:
 
 def _parts() -> dict[str, Row]:
     found = [r for r in timed() if _is_long(r) and r["gamma"] == 4 and "choose" in (r.get("phase_us") or {})]
-    return {r["drafter"]: r for r in found}
+    return {r["drafter"]: r for r in one_commit(found, "any", "c2q", "window")}
 
 
 def _by_length(drafter: str) -> str:
     rows = [r for r in best(timed()) if (r["model"], r["drafter"], r["batch"]) == ("qwen3-8b", drafter, 4)]
-    parts = (f"{r['length'] // 1024}K {gained(r):.2f} x" for r in sorted(rows, key=lambda r: int(r["length"])))
+    newest = {r["length"]: r for r in rows}
+    parts = (f"{tokens(n)} {gained(r):.2f} x" for n, r in sorted(newest.items()))
     return ", ".join(parts) or NOT_RECORDED
 
 
@@ -210,6 +232,7 @@ def _plain(model: str, batch: int) -> str:
 
 FIGURES: dict[str, Callable[..., str]] = {
     "attend": _attend,
+    "attention": _attention,
     "beside": _beside,
     "beside_real": partial(_beside, model=REAL),
     "beyond": _beyond,

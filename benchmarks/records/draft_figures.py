@@ -7,21 +7,13 @@ from matplotlib.figure import Figure
 
 from benchmarks.records.acceptance_figures import POLICIES
 from benchmarks.records.draft_gains import DEMO, TASKS, best, gained
-from benchmarks.records.draft_tables import PHASES, timed
+from benchmarks.records.draft_tables import PHASES, one_commit, timed
 from benchmarks.records.rows import Row, grouped, kv
 from benchmarks.records.style import BLACK, COLORS, Style, curves, facets, legend, panels
 
 DRAFTERS: dict[str, Style] = {**POLICIES, "ngram": {"label": "ngram", "color": BLACK, "marker": "P"}}
 BROKEN_DOWN = (112 << 10, 4)  # KV length and number of drafts
 SHOWN_BATCHES = (1, 4, 20)
-
-
-def _newest_commit(rows: list[Row]) -> list[Row]:
-    """Keeps the rows of the newest commit with the most drafters: times of two commits do not compare."""
-    by_commit: dict[str, list[Row]] = {}
-    for r in rows:
-        by_commit.setdefault(r["commit"], []).append(r)
-    return max(reversed(by_commit.values()), key=lambda same: len({r["drafter"] for r in same}), default=[])
 
 
 def gains(rows: list[Row]) -> Figure:
@@ -34,7 +26,7 @@ def gains(rows: list[Row]) -> Figure:
     points = [
         {**r, "task": task, "gain": gain}
         for same in grouped(found, "batch").values()
-        for r in _newest_commit(same)
+        for r in one_commit(same)
         for task in TASKS
         if (gain := gained(r, DEMO, task)) is not None
     ]
@@ -58,7 +50,7 @@ def breakdown(rows: list[Row]) -> Figure:
     """
     first, (length, drafts) = rows[0]["model"], BROKEN_DOWN
     found = [r for r in rows if (r["model"], r["length"], r["gamma"]) == (first, length, drafts) and r.get("phase_us")]
-    by_batch = {at: _newest_commit(same) for at, same in grouped([{**r, "kv": kv(r)} for r in found], "kv").items()}
+    by_batch = {at: one_commit(same) for at, same in grouped([{**r, "kv": kv(r)} for r in found], "kv").items()}
     figure, axes = panels(max(1, len(by_batch)))
     styles = {phase: {"label": phase, "color": color} for phase, color in zip(PHASES, COLORS, strict=False)}
     for panel, ((where,), same) in zip(axes.flat, by_batch.items(), strict=True):

@@ -35,6 +35,15 @@ def _line(r: Row) -> tuple[str, ...]:
     return shape(r), kv(r), "" if "failed" in r else r["commit"]
 
 
+def one_commit(rows: list[Row], *needed: str) -> list[Row]:
+    """Keeps the rows of the commit with most of the needed drafters, or of all, and of these the newest."""
+    by_commit: dict[str, list[Row]] = {}
+    for r in rows:
+        if not needed or r["drafter"] in needed:
+            by_commit.setdefault(r["commit"], []).append(r)
+    return max(reversed(by_commit.values()), key=lambda same: len({r["drafter"] for r in same}), default=[])
+
+
 def choice_over_rest(r: Row) -> float:
     """Returns the time of selecting keys over the rest of an iteration."""
     return _ratio_to_rest(r, r["phase_us"].get("choose", 0.0))
