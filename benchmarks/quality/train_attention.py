@@ -30,6 +30,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +52,7 @@ SHORT = 2048  # tokens of a text in the first two thirds
 ALONE = 0.4  # share of the time in which each layer's attention is trained by itself
 RECALLED = 0.7  # share of texts with numbered lines
 UNSEEN = 8  # held-out texts
+CHUNK = 64  # tokens of a chunk of the gated delta rule
 SAME = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "rms_norm_eps")
 
 
@@ -92,6 +94,42 @@ def _copy_gated(name: str, weight: Tensor, of: Tensor, heads: int) -> None:
         weight.view(heads, 2, -1)[:, 0] = of.view(heads, -1)
     else:
         weight.copy_(of * (2.0 if name.endswith("o_proj.weight") else 1.0))  # the gate is sigmoid(0)
+
+
+def gated_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **_: Any
+) -> tuple[Tensor, None]:
+    """Computes transformers' `torch_chunk_gated_delta_rule` without a state before and after it.
+
+    What depends on the state before a chunk is a product with it: state' = keep @ state + new. So the loop has one
+    product a chunk, and no slice that is written in place, whose gradients fill whole tensors for each chunk.
+
+    Args:
+        query, key: [B, T, H, K].
+        value: [B, T, H, V].
+        g, beta: [B, T, H].
+    """
+    dtype, length = value.dtype, value.shape[1]
+    with torch.autocast(value.device.type, enabled=False):
+        query, key = (t.float() * torch.rsqrt(t.float().square().sum(-1, keepdim=True) + 1e-6) for t in (query, key))
+        rows = query * query.shape[-1] ** -0.5, key, value.float(), g.float()[..., None], beta.float()[..., None]
+        query, key, value, g, beta = (
+            F.pad(t.transpose(1, 2), (0, 0, 0, -length % CHUNK)).unflatten(2, (-1, CHUNK)) for t in rows
+        )
+        total = g.cumsum(3)  # [B, H, N, CHUNK, 1]
+        later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=g.device).triu(1)
+        decay = (total - total.mT).masked_fill(later, -torch.inf).exp()
+        wanted = torch.cat((value * beta, key * beta * total.exp()), -1)
+        solved = torch.linalg.solve_triangular((key * beta) @ key.mT * decay, wanted, upper=False, unitriangular=True)
+        delta, read = solved.split((value.shape[-1], key.shape[-1]), -1)
+        left = key * (total[..., -1:, :] - total).exp()
+        keep = torch.diag_embed(total[..., -1, :].exp().expand(*total.shape[:3], key.shape[-1])) - left.mT @ read
+        states = [torch.zeros_like(keep[:, :, 0, :, :1]).expand(-1, -1, -1, value.shape[-1])]
+        for of_chunk, new in zip(keep.unbind(2), (left.mT @ delta).unbind(2), strict=True):
+            states.append(of_chunk @ states[-1] + new)
+        state = torch.stack(states[:-1], 2)
+        out = (query * total.exp()) @ state + (query @ key.mT * decay) @ (delta - read @ state)
+    return out.flatten(2, 3)[:, :, :length].transpose(1, 2).to(dtype), None
 
 
 class Texts:
@@ -228,7 +266,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     try:
         values = parse(arguments, KEYS, ("to", "form"), words=("to",))
-        found = train(values)
+        from transformers.models.qwen3_5 import modeling_qwen3_5
+
+        with patch.object(modeling_qwen3_5, "torch_chunk_gated_delta_rule", gated_delta_rule):
+            found = train(values)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     if "output" in values:

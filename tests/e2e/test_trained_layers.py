@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
 from benchmarks.quality import generated_texts, train_attention, train_drafter
 from benchmarks.quality.draft_layers import Eagle3, NextToken
@@ -28,6 +29,7 @@ from tests.e2e.parity import LayerDrafts, on_loopback
 from tests.e2e.recording_drafters import PartlyAcceptingDrafter, RecordingDrafter, mismatches
 from tests.sequences import generated_ids
 
+GENERATOR = torch.Generator().manual_seed(4)
 IDS = torch.randint(4096, (2000,), generator=torch.Generator().manual_seed(3))
 
 
@@ -156,6 +158,21 @@ def test_the_demo_models_layer_for_multi_token_prediction_fits_it() -> None:
     stored.check(weights_of(spec, HelixLayout.create(), 0, torch.float32).slices, spec.unused)
     own = stored.as_stored(spec_from_config(read_config(DEMO)))
     assert spec.layers == own.layers and spec.tied == own.tied
+
+
+@pytest.mark.parametrize("length", [1, 64, 200])
+def test_the_gated_delta_rule_and_its_gradients_are_those_of_transformers(length: int) -> None:
+    q, k = (torch.randn(2, length, 4, 32, generator=GENERATOR) for _ in range(2))
+    v = torch.randn(2, length, 4, 48, generator=GENERATOR)
+    g, beta = (torch.rand(2, length, 4, generator=GENERATOR) for _ in range(2))
+    found = []
+    for rule in (train_attention.gated_delta_rule, torch_chunk_gated_delta_rule):
+        rows = [t.clone().requires_grad_() for t in (q, k, v, -0.02 * g, beta)]
+        out = rule(*rows, use_qk_l2norm_in_kernel=True)[0]
+        (out * out.detach().cos()).sum().backward()
+        found.append([out, *(t.grad for t in rows)])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)  # fp32 sums of 200 terms in other orders
 
 
 @pytest.mark.parametrize("form", ["latents", "states"])
