@@ -13,10 +13,11 @@ import torch
 from benchmarks.cases import cases as listed
 from benchmarks.runner import BenchContext, Row
 from benchmarks.timer import ROTATED, read_ceiling, seconds
+from helix.layout import share
 from kernels.moe.experts import RoutedExperts
 from kernels.moe.reference import moe as reference
 from kernels.moe.router import Scoring, route
-from kernels.scaled import Kind, ScaledMatrix, groups
+from kernels.scaled import PACKED_BLOCK, Kind, ScaledMatrix, groups
 
 Stored = Literal["bf16", "fp8", "mxfp4", "nvfp4", "int4-32", "int4-128"]
 
@@ -51,6 +52,11 @@ GROUPS = (1, 2, 3, 5, 7, 9, 12, 20, 28, 40)  # tokens that one step verifies: of
 INPUTS = 32  # minimum number of inputs, each with its own expert selection
 
 
+def columns_of(model: Experts, tpf: int, stored: Stored) -> int:
+    """Returns how many columns of an expert the first of `tpf` ranks has: whole blocks of packed ones, as in layers."""
+    return len(share(model.width, tpf, 0, 1 if stored in ("bf16", "fp8") else PACKED_BLOCK))
+
+
 def random_weight(stored: Stored, E: int, R: int, K: int, ctx: BenchContext) -> torch.Tensor | ScaledMatrix:
     """Draws random expert weights, scaled so that outputs have the magnitude of inputs."""
     device = ctx.device
@@ -82,7 +88,7 @@ def measure(
     device, (tpf, ep) = ctx.device, grid
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     shared_count = model.shared_count if ep == 1 else 0
-    E, F, H = model.experts // ep + shared_count, model.width // tpf, model.hidden
+    E, F, H = model.experts // ep + shared_count, columns_of(model, tpf, stored), model.hidden
     scoring: dict[str, Any] = dict(
         scoring=model.scoring, normalize=model.scoring != "top_softmax", shared_count=shared_count
     )

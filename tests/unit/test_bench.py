@@ -17,6 +17,7 @@ import torch
 
 from benchmarks import jobs, queue
 from benchmarks.bench import BENCHMARKS, main, parse_context
+from benchmarks.kernels import moe
 from benchmarks.models import hopb, layer_drafts
 from benchmarks.models import pareto as timed
 from benchmarks.models.http import HTTPClient, HTTPTiming, row, serving
@@ -31,6 +32,7 @@ from benchmarks.runner import BenchContext, Benchmark, Part, record, run
 from benchmarks.schema import bench_points, check
 from helix.devices import ranks as ranks_of
 from helix.setup.parts import make_layout
+from kernels.scaled import as_tensor
 from launch.inputs.compose import ROOT
 from launch.inputs.hardware import load_hardware
 from launch.inputs.shapes import load_spec, spec_of
@@ -174,6 +176,19 @@ def test_models_are_cut_to_the_layers_that_fit_beside_their_tokens(monkeypatch: 
         fits = ["model.weights=fp8", f"model.config.num_hidden_layers={layers}"]
         assert hopb.cut("llama-3.1-405b", 8, [(64, length), (8, 8192)]) == fits
     assert hopb.cut("qwen2.5-3b", 2, [(1, 8192)]) == [f"model.config.num_hidden_layers={hopb.MAX_LAYERS}"]
+
+
+def test_packed_experts_of_a_gpu_have_whole_blocks() -> None:
+    """Those of gpt-oss-120b on eight ranks: 384 of 2,880 columns, since 360 are no whole blocks of 32."""
+    ctx, found = SimpleNamespace(gpu=True, models=None, device=torch.device("cpu")), set()
+    for case in (*moe.few_bits_cases(ctx), *moe.packed_cases(ctx), *moe.verified_cases(ctx)):
+        model, (tpf, _), _, stored = case
+        found.add((model.hidden, moe.columns_of(model, tpf, stored), stored))
+    assert (2880, 384, "mxfp4") in found and (2880, 360, "bf16") in found
+    for hidden, columns, stored in found:
+        for rows, width in ((2, hidden), (3, columns)):
+            weight = moe.random_weight(stored, 1, rows, width, ctx)
+            assert as_tensor(weight, torch.float32).shape == (1, rows, width)
 
 
 def test_rows_come_while_a_job_measures(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
