@@ -36,6 +36,7 @@ from kernels.packed_sm90 import E2M1_LIFT, INT4_LIFT, e2m1_factors, e2m1_to_bf16
 from kernels.scaled import PACKED_BLOCK, Matrix, ScaledMatrix
 from kernels.sm90 import SHARED
 
+MAX_TOKENS = 2047  # the workspace serves one stream: longer chunks may run as two micro-batches on two
 MAX_PAIRS = 16384  # which each program looks through
 MAX_EACH = 48  # pairs of each expert, by H200 timings
 MIN_WIDTH = 128  # columns of an expert
@@ -415,6 +416,7 @@ def fits(x: torch.Tensor, P: int, total: int, gate_up: Matrix, down: Matrix) -> 
         return False
     return (
         0 < P <= min(MAX_PAIRS, MAX_EACH * total)
+        and len(x) <= MAX_TOKENS
         and down.shape[2] >= MIN_WIDTH
         and x.dtype == torch.bfloat16
         and x.stride(1) == 1

@@ -13,11 +13,13 @@ from transformers import GptOssConfig, Qwen3MoeConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from kernels.dense import split_k_reduce_sm90
+from comm.dual_batch_overlap import MIN_MICRO_BATCH_TOKENS
+from kernels.dense import linear_fp8_sm90, linear_packed_sm90, linear_sm90, split_k_reduce_sm90
 from kernels.moe import experts as moe_module
 from kernels.moe import experts_many_sm90, experts_packed_sm90, experts_scaled_sm90, experts_sm90
 from kernels.moe.experts import RoutedExperts
 from kernels.moe.router import route
+from kernels.scaled import ScaledMatrix
 from tests.kernels.cases_experts import Case, make_experts, poisoned
 from tests.kernels.cases_experts_sm90 import NARROW, fits_either, fits_few, fits_many, fits_scaled, make_wide
 from tests.kernels.suite import check_in_a_graph
@@ -129,6 +131,27 @@ def test_what_hopper_does_not_take() -> None:
         form = kind, 32 if kind == "e2m1" else 128, (0, begin)
         case = make_wide(**NARROW | dict(F=F), form=form, device=CUDA)
         assert fits_few(case) == ((F, kind, begin) == quantized[0])
+
+
+def test_micro_batches_share_no_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of a chunk of 4,096 tokens, 8 of Kimi-K2's 384 experts each, is 16,384 pairs; the other half may overlap."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+    def matrix(rows: int, columns: int) -> ScaledMatrix:
+        data = torch.empty(48, rows, columns // 8, dtype=torch.int32, device="meta")
+        scales = torch.empty(48, columns // 32, rows, dtype=torch.bfloat16, device="meta")
+        return ScaledMatrix(data, scales, 32, kind="int4")
+
+    gate_up, down = matrix(4096, 7168), matrix(7168, 2048)
+    for tokens in (1024, 2047, MIN_MICRO_BATCH_TOKENS):
+        x = torch.empty(tokens, 7168, dtype=torch.bfloat16, device="meta")
+        shared = experts_packed_sm90.fits(x, 8 * tokens, 384, gate_up, down)
+        assert shared == (tokens < MIN_MICRO_BATCH_TOKENS)
+    assert experts_many_sm90.fits(x, 8 * tokens, 384, gate_up, down)
+    for sizes in (experts_sm90, experts_scaled_sm90, experts_packed_sm90):
+        assert sizes.MAX_TOKENS < MIN_MICRO_BATCH_TOKENS
+    for rows in (linear_sm90, linear_fp8_sm90, linear_packed_sm90):
+        assert rows.MAX_ROWS < MIN_MICRO_BATCH_TOKENS
 
 
 def layers_in_a_graph(case: Case, experts: int, k: int) -> None:
