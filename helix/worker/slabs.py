@@ -164,21 +164,22 @@ class Slabs:
             _, _, move, event = self._queue.get()
             if move is None:
                 return
-            assert event is not None
-            event.synchronize()  # here, and not on the stream: the time of the copies does not include it
             with torch.cuda.stream(self._stream):
-                self._execute(move)
+                self._execute(move, event)
             with self._idle:
                 self._num_queued -= 1
                 self._idle.notify_all()
 
-    def _execute(self, move: StripeMove) -> None:
+    def _execute(self, move: StripeMove, event: torch.cuda.Event | None = None) -> None:
         begin, failed = perf_counter(), tuple[int, ...]()
         try:
+            if event is not None:
+                event.synchronize()  # here, and not on the stream: the time of the copies does not include it
+                begin = perf_counter()
             self._copy(move)
         except Exception as error:  # serving goes on without the prefix
             failed = tuple(range(len(move.slabs)))
-            reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
             if reason not in self._reasons:
                 self._reasons.add(reason)
                 LOG.warning("copies between pages and host memory failed (later ones are counted only): %s", reason)

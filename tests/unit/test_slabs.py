@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from threading import Thread
 from typing import Any, Literal
 
 import numpy as np
@@ -105,9 +106,10 @@ def test_a_snapshot_comes_back_from_several_slabs(device: str, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_copy_that_fails_is_reported(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [RuntimeError("no link"), MemoryError()], ids=repr)
+def test_a_copy_that_fails_is_reported(error: Exception, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: Slabs, move: StripeMove) -> None:
-        raise RuntimeError("no link")
+        raise error
 
     monkeypatch.setattr(Slabs, "_copy", broken)
     reports: list[Any] = []
@@ -115,6 +117,28 @@ def test_a_copy_that_fails_is_reported(device: str, monkeypatch: pytest.MonkeyPa
         slabs.start([move(1, "store", [2, 0], [[1, 7, 3], [4, 5, 6]])], "store")
         slabs.drain()
     assert reports[0][0] == 1 and reports[0][2] == (0, 1)
+
+
+def test_an_error_of_the_device_ends_the_wait_for_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Event:
+        def __init__(self, blocking: bool) -> None:
+            self.record = lambda: None
+
+        def synchronize(self) -> None:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    for name, fake in {"Stream": id, "set_device": id, "stream": nullcontext, "Event": Event}.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    tensors, reports = paged("cpu"), list[Any]()
+    store = HostStore((4, slab_bytes(tensors, STRIPE_PAGES)), torch.uint8, torch.device("cpu"))
+    slabs = Slabs(tensors, STRIPE_PAGES, store, store.bytes // 4, torch.device("cuda"), reports.append)
+    for number in (1, 2):
+        slabs.start([move(number, "store", [2, 0], [[1, 7, 3], [4, 5, 6]])], "store")
+    waits = Thread(target=slabs.drain, daemon=True)
+    waits.start()
+    waits.join(10)
+    assert not waits.is_alive() and [(number, failed) for number, _, failed in reports] == [(1, (0, 1)), (2, (0, 1))]
+    slabs.close()
 
 
 def test_pieces_are_smaller_beside_decode_steps(monkeypatch: pytest.MonkeyPatch) -> None:
