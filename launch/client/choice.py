@@ -62,7 +62,6 @@ class Choice:
     Attributes:
         num_tokens: output tokens so far.
         finish_reason: set once it has finished.
-        matched_stop: the stop string that ended it.
     """
 
     def __init__(
@@ -81,19 +80,24 @@ class Choice:
         self.has_parser = parser is not None
         self.num_tokens = 0
         self.finish_reason: str | None = None
-        self.matched_stop: str | None = None
         self._stops = tuple(body.stop or ())
-        self._tokenizer = tokenizer
         self._parser = parser
         # Text that is held back for a stop string cannot be told apart by tokens.
         self._guard = MarkGuard(marks) if marks and not self._stops else None
         self._abort = abort
         self._discard_output = body.max_tokens == 0  # the engine samples one token, which is not part of the answer
         self._hidden = hidden if parser is not None and body.skip_special_tokens else ()
-        self._include_special = not body.skip_special_tokens or (parser is not None and parser.needs_special_tokens)
+        include_special = not body.skip_special_tokens or (parser is not None and parser.needs_special_tokens)
+        continues = not isinstance(body, Chat) or body.continue_final_message
+        prompt = generation.request.prompt if continues else ()
         self._detokenizer = IncrementalDetokenizer(
-            tokenizer.backend, self._stops, self._include_special, body.min_tokens or 0
+            tokenizer.backend, self._stops, include_special, body.min_tokens or 0, prompt
         )
+
+    @property
+    def matched_stop(self) -> str | None:
+        """The stop string that ended it."""
+        return self._detokenizer.matched_stop
 
     def abort(self, finish_reason: str) -> None:
         self._abort(self.generation, finish_reason)
@@ -128,7 +132,6 @@ class Choice:
             pieces.append(text)
             guarded.append(text)
             self.finish_reason = "stop" if stopped else self.finish_reason
-        self.matched_stop = self._find_matched_stop() if stopped else None
         delta.text = "".join(pieces)
         if self._parser is not None:
             delta.parts = self._parser.feed("".join(guarded))
@@ -145,9 +148,3 @@ class Choice:
         if self.finish_reason == "stop" and self._parser is not None and self._parser.calls:
             delta.finish_reason = "tool_calls"
         return delta
-
-    def _find_matched_stop(self) -> str | None:
-        ids = [token for token in self.generation.output_token_ids[: self.num_tokens] if token not in self._hidden]
-        full_text = self._tokenizer.decode(ids, special=self._include_special)
-        rest = full_text.removeprefix(self._detokenizer.text)
-        return next((stop for stop in self._stops if rest.startswith(stop)), None)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 from tokenizers.decoders import DecodeStream
 
 from helix.tokenizer import Tokenizer
 
 MAX_PENDING = 16  # pending tokens before they count as invalid UTF-8: a character has at most four bytes
+MAX_CONTEXT = 32  # tokens to look back for text before the first token
 
 
 class IncrementalDetokenizer:
@@ -17,11 +21,21 @@ class IncrementalDetokenizer:
         stop: stop strings; the text ends before the first match.
         special: whether the text includes special tokens.
         min_tokens: ignore stop strings that are complete within this many tokens.
+        prompt: token ids that the text continues: SentencePiece's decoders strip the space that begins a text.
+
+    Attributes:
+        matched_stop: the stop string that ended the text.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, stop: tuple[str, ...] = (), special: bool = False, min_tokens: int = 0
+        self,
+        tokenizer: Tokenizer | None,
+        stop: tuple[str, ...] = (),
+        special: bool = False,
+        min_tokens: int = 0,
+        prompt: Sequence[int] | np.ndarray = (),
     ) -> None:
+        self.matched_stop: str | None = None
         self._released: list[str] = []
         self._stop = stop
         self._min_tokens = min_tokens
@@ -29,7 +43,18 @@ class IncrementalDetokenizer:
         self._ids: list[int] = []
         self._pending: list[int] = []  # tokens whose text is not released
         self._special = special
-        self._decoder = DecodeStream(skip_special_tokens=not special)
+        self._context: list[int] = []  # a token of the prompt
+        self._context_text = ""
+        for last in map(int, prompt[: -MAX_CONTEXT - 1 : -1]):
+            if tokenizer is None:
+                break
+            text = self._decode(tokenizer, [last])
+            # Bytes are decoded together: invalid ones that follow would change their text.
+            is_byte = str(tokenizer.backend_tokenizer.id_to_token(last)).startswith("<0x")
+            if text and "\ufffd" not in text and not is_byte:
+                self._context, self._context_text = [last], text
+                break
+        self._decoder = DecodeStream(self._context, skip_special_tokens=not special)
         self._held_text = ""  # may be the beginning of a stop string
 
     @property
@@ -83,20 +108,24 @@ class IncrementalDetokenizer:
             parts = pending[:-last], pending[-last:]
             if "".join(self._decode(tokenizer, part) for part in parts) == whole:
                 break
-        self._pending, self._decoder = [], DecodeStream(skip_special_tokens=not self._special)
+        self._pending, self._decoder = [], DecodeStream(self._context, skip_special_tokens=not self._special)
         return self._decode(tokenizer, parts[0]) + "".join(self._decode_next(tokenizer, token) for token in parts[1])
 
     def _decode(self, tokenizer: Tokenizer, ids: list[int]) -> str:
-        return tokenizer.decode(ids, skip_special_tokens=not self._special)
+        text = tokenizer.decode([*self._context, *ids], skip_special_tokens=not self._special)
+        return text[len(self._context_text) :]
 
     def _release(self, new: str) -> tuple[str, bool]:
         old_length = len(self._held_text)  # a match within it came before min_tokens and does not count
         self._held_text += new
-        positions = [
-            at for stop in self._stop if (at := self._held_text.find(stop, max(0, old_length - len(stop) + 1))) >= 0
+        matches = [
+            (at, stop)
+            for stop in self._stop
+            if (at := self._held_text.find(stop, max(0, old_length - len(stop) + 1))) >= 0
         ]
-        if positions and len(self._ids) > self._min_tokens:
-            ready, self._held_text = self._held_text[: min(positions)], ""
+        if matches and len(self._ids) > self._min_tokens:
+            end, self.matched_stop = min(matches, key=lambda match: match[0])
+            ready, self._held_text = self._held_text[:end], ""
             self._released.append(ready)
             return ready, True
         keep = max((_overlap(self._held_text, stop) for stop in self._stop), default=0)

@@ -15,7 +15,7 @@ from helix.engine.request import Request
 from launch.client.choice import Choice
 from launch.client.detokenizer import MAX_PENDING, IncrementalDetokenizer
 from launch.client.engine_client import Generation
-from launch.client.schemas import Completion
+from launch.client.schemas import Chat, Completion
 
 DEMO = Path(__file__).parents[2] / "assets" / "demo-model"
 
@@ -29,9 +29,11 @@ def ids(tokenizer: Any, text: str) -> list[int]:
     return tokenizer(text)["input_ids"]
 
 
-def stream(tokenizer: Any, tokens: list[int], *stop: str, min_tokens: int = 0) -> tuple[str, list[str], bool]:
+def stream(
+    tokenizer: Any, tokens: list[int], *stop: str, min_tokens: int = 0, prompt: list[int] | tuple[()] = ()
+) -> tuple[str, list[str], bool]:
     """The final text, the deltas, and whether a stop text ended it."""
-    text = IncrementalDetokenizer(tokenizer, stop, min_tokens=min_tokens)
+    text = IncrementalDetokenizer(tokenizer, stop, min_tokens=min_tokens, prompt=prompt)
     deltas = []
     for token in tokens:
         delta, stopped = text.push(token)
@@ -76,6 +78,39 @@ def test_bytes_that_are_no_character_leave_what_is_out(byte_tokenizer: Any, toke
     assert whole == "".join(deltas) == text
 
 
+@pytest.mark.parametrize(
+    "prompt, tokens, text",
+    [
+        ([], [258, 258], "y y"),
+        ([257], [258, 258], " y y"),
+        ([257, 0xF0, 0x9F, 0x99, 0x82], [258], " y"),
+        ([257], [0xF0, 258, 0xF0], "\ufffd y\ufffd"),
+        ([257, 0xF0], [0x9F, 258], "\ufffd y"),  # the prompt's own character is not whole
+        ([257, 0xF0, 0x9F, 0x99, 0x82], [0xF0], "\ufffd"),
+        ([257, 0x0A], [0xF0, 258, 0xF0], "\ufffd y\ufffd"),  # a byte of the prompt's stays what it is
+        ([257, 259], [258, 258], " y y"),  # a special token is no text
+    ],
+)
+def test_a_text_that_continues_the_prompt_keeps_its_space(
+    byte_tokenizer: Any, prompt: list[int], tokens: list[int], text: str
+) -> None:
+    """Llama 2's decoder, for one, strips the space before the first word."""
+    backend = Tokenizer.from_str(byte_tokenizer.backend_tokenizer.to_str())
+    backend.decoder = decoders.Sequence([backend.decoder, decoders.Strip(" ", 1, 0)])
+    strips = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    whole, deltas, _ = stream(strips, tokens, prompt=prompt)
+    assert whole == "".join(deltas) == text
+    generation = Generation(Request(0, prompt, 9), None, "", lambda: None)
+    generation.output_token_ids, generation.finish_reason = tokens, "length"
+    chat = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}]}
+    bodies = Completion(prompt=""), Chat(**chat, continue_final_message=True), Chat(**chat)
+    found = [
+        Choice(0, generation, SimpleNamespace(backend=strips), body, lambda *of: None, None).poll().text  # type: ignore[arg-type]
+        for body in bodies
+    ]
+    assert found == [text, text, stream(strips, tokens)[0]]
+
+
 @pytest.mark.parametrize("text", ["\ufffd" * 500, "a\ufffd\ufffdb" + "\ufffd" * 99 + "é🙂"])
 def test_replacement_characters_come_as_they_are_drawn(tokenizer: Any, text: str) -> None:
     """They look like characters that lack bytes; nor do they take a time that grows with their number."""
@@ -97,7 +132,6 @@ def test_a_stop_text_before_a_torn_character_ends_the_text() -> None:
     torn = PreTrainedTokenizerFast(tokenizer_object=made)
     assert stream(torn, [0, 1], "y") == ("x", ["x", "", ""], True)
     generation, tokens = Generation(Request(0, (), 2), None, "", lambda: None), SimpleNamespace(backend=torn)
-    tokens.decode = lambda ids, special: torn.decode(ids)
     generation.output_token_ids, generation.finish_reason = [0, 1], "length"
     choice = Choice(0, generation, tokens, Completion(prompt="", stop="y"), lambda *of: None, None)  # type: ignore[arg-type]
     news = choice.poll()
@@ -144,6 +178,13 @@ def test_stop_texts_within_min_tokens_do_not_count(
     tokens = [i for letter in "abcde" for i in ids(tokenizer, letter)]
     whole, deltas, stopped = stream(tokenizer, tokens, *stop, min_tokens=min_tokens)
     assert whole == "".join(deltas) == expected and stopped == (expected != "abcde")
+
+
+def test_the_stop_text_that_counts_is_named(tokenizer: Any) -> None:
+    """Messages report it as `stop_sequence`; "c" begins where "cd" does, but within min_tokens."""
+    text = IncrementalDetokenizer(tokenizer, ("c", "cd"), min_tokens=3)
+    assert any(text.push(i)[1] for letter in "abcde" for i in ids(tokenizer, letter))
+    assert (text.text, text.matched_stop) == ("ab", "cd")
 
 
 def test_what_may_become_a_stop_text_is_held_back(tokenizer: Any) -> None:
