@@ -39,13 +39,14 @@ class Parser:
 
     Attributes:
         calls: number of tool calls so far.
+        allows_several: `many`.
     """
 
     def __init__(
         self, fields: Mapping[str, Any] | None, turn: str, tools: Sequence[Mapping[str, Any]], many: bool = True
     ) -> None:
         self.calls = 0
-        self._allow_several = many
+        self.allows_several = many
         self._reader: AnswerReader | None = None
         self._functions = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
         self._written = False  # whether arguments are written one by one, as text or as JSON
@@ -68,7 +69,7 @@ class Parser:
 
     @property
     def is_complete(self) -> bool:
-        return self.calls > 0 and not self._allow_several
+        return self.calls > 0 and not self.allows_several
 
     def feed(self, text: str) -> list[AnswerPart]:
         if self._reader is None:
@@ -124,7 +125,7 @@ class Parser:
         known = event.head.strip() or all(call is not None and call[0] in self._functions for call in calls)
         if not calls or None in calls or not known:  # not a call
             return self._text_part("content", event.text)
-        calls = calls if self._allow_several else calls[:1]
+        calls = calls if self.allows_several else calls[:1]
         self._kind, self._spaces = "call", ""
         self.calls += len(calls)
         return [_call_part(*call, event.call_id) for call in filter(None, calls)]

@@ -121,7 +121,10 @@ class Choice:
             text, stopped = ("", False) if token in self._hidden else self._detokenizer.push(token)
             pieces.append(text)
             guarded.append(text if self._guard is None else self._guard.guarded(token, text))
-            if stopped:
+            if self._parser is not None and not self._parser.allows_several:  # tokens after the call do not count
+                delta.parts += self._parser.feed("".join(guarded))
+                guarded.clear()
+            if stopped or (self._parser is not None and self._parser.is_complete):
                 self.finish_reason = "stop"
                 break
         delta.logprobs = generation.logprobs[self.num_tokens : self.num_tokens + len(delta.token_ids)]
@@ -134,7 +137,7 @@ class Choice:
             self.finish_reason = "stop" if stopped else self.finish_reason
         delta.text = "".join(pieces)
         if self._parser is not None:
-            delta.parts = self._parser.feed("".join(guarded))
+            delta.parts += self._parser.feed("".join(guarded))
             if self.finish_reason is not None:
                 delta.parts += self._parser.finish(cut=stopped or self.finish_reason != "stop")
             if self._guard is not None:

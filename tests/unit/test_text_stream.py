@@ -12,7 +12,9 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from helix.engine.request import Request
-from launch.client.choice import Choice
+from launch.answers.answer_parser import Parser
+from launch.answers.chat_formats import CHAT_FORMATS
+from launch.client.choice import Choice, Delta
 from launch.client.detokenizer import MAX_PENDING, IncrementalDetokenizer
 from launch.client.engine_client import Generation
 from launch.client.schemas import Chat, Completion
@@ -136,6 +138,27 @@ def test_a_stop_text_before_a_torn_character_ends_the_text() -> None:
     choice = Choice(0, generation, tokens, Completion(prompt="", stop="y"), lambda *of: None, None)  # type: ignore[arg-type]
     news = choice.poll()
     assert (news.text, news.finish_reason, choice.matched_stop) == ("x", "stop", "y")
+
+
+@pytest.mark.parametrize("step", [1, 7, 1000])
+def test_tokens_after_the_only_call_do_not_count(tokenizer: Any, step: int) -> None:
+    """However many come at a time, as they do with drafts; nor does a stop text among them count."""
+    call = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+    told = ids(tokenizer, call)
+    generation = Generation(Request(0, (), 99), None, "", lambda: None)
+    tools = [{"function": {"name": "now"}}]
+    parser = Parser(next(one for one in CHAT_FORMATS if one.name == "qwen").fields, "", tools, many=False)
+    body = Chat(messages=[{"role": "user", "content": "x"}], stop=["#"])
+    choice = Choice(0, generation, SimpleNamespace(backend=tokenizer), body, lambda *of: None, parser)  # type: ignore[arg-type]
+    more = [*told, *ids(tokenizer, " and # more")]
+    pieces = []
+    for at in range(0, len(more), step):
+        generation.output_token_ids += more[at : at + step]
+        pieces.append(choice.poll())
+    news = Delta.concat([one for one in pieces if one])
+    assert [(part.kind, part.name, part.text) for part in news.parts] == [("call", "now", "{}")]
+    assert (news.token_ids, choice.num_tokens) == (told, len(told))
+    assert (news.finish_reason, choice.matched_stop) == ("tool_calls", None)
 
 
 def test_special_tokens_are_not_text(tokenizer: Any) -> None:
