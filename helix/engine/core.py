@@ -275,10 +275,12 @@ class Engine:
         return updates
 
     def _schedule(self, now: float) -> SchedulerOutput | None:
-        self._forget(self._scheduler.running)
+        rows = dict(self._scheduler.running)
+        self._forget(rows)
         if self.moves is not None:
             self.moves.collect(self.comm.reports(), now)
         scheduler_output = self._scheduler.schedule(now)
+        self._forget(rows)  # those it preempted
         self.timings.preemptions = self._scheduler.preemptions
         if scheduler_output is not None:
             self.timings.decide_s += perf_counter() - now
@@ -406,7 +408,7 @@ class Engine:
 
     def _forget(self, rows: dict[int, RequestState]) -> None:
         for slot, sequence in rows.items():
-            if sequence.ended:
+            if sequence.ended or sequence.slot != slot:
                 self._policy.forget(slot)
 
     def _num_verified(self, batch: InFlightBatch, slot: int) -> int:

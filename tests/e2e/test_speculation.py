@@ -10,11 +10,13 @@ import torch
 
 from benchmarks.ranks.synthetic import synthesize_acceptance
 from comm.loopback import LoopbackWorld, run_ranks
+from helix.config import ScheduleConfig
 from helix.engine.core import Engine
 from helix.engine.draft_policy import DraftPolicy
-from helix.engine.request import Request
+from helix.engine.request import Request, RequestUpdate
 from helix.engine.scheduler_output import NewRequest, StepPlan
 from helix.layout import HelixLayout
+from helix.sampling_params import SamplingParams
 from helix.speculation import Draft, Drafter, SuffixDrafter
 from helix.worker.graph_keys import DecodeGraphKey
 from helix.worker.sequence_observer import PrefillCommitted, RequestReleased
@@ -76,13 +78,14 @@ class RejectedDrafter(Drafter):
         return Draft(torch.full((kind.rows, kind.drafts), 256))
 
 
+def four_drafts(policy: DraftPolicy, rows: int, kv_tokens: int, takes_drafts: Mapping[int, bool]) -> StepPlan:
+    return StepPlan(4, 1.0, None, tuple(policy.limit(slot) for slot in range(rows)), 1e-4)
+
+
 def test_limits_reach_every_rank_and_end_with_their_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second request of a slot begins with all drafts, whatever became of those of the first, to its last run."""
 
-    def pace(policy: DraftPolicy, rows: int, kv_tokens: int, takes_drafts: Mapping[int, bool]) -> StepPlan:
-        return StepPlan(4, 1.0, None, tuple(policy.limit(slot) for slot in range(rows)), 1e-4)
-
-    monkeypatch.setattr(DraftPolicy, "plan_steps", pace)
+    monkeypatch.setattr(DraftPolicy, "plan_steps", four_drafts)
     drafters = [RejectedDrafter(4), RejectedDrafter(4)]
 
     def body(world: LoopbackWorld, rank: int) -> None:
@@ -95,6 +98,27 @@ def test_limits_reach_every_rank_and_end_with_their_sequence(monkeypatch: pytest
     run_ranks(2, body, timeout_s=120.0)
     # A run is decided when the one before it is not read yet.
     assert drafters[0].limits == drafters[1].limits == 2 * (24 * [[4]] + 24 * [[2]])
+
+
+def test_a_preempted_sequence_leaves_no_acceptance_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the first tokens of a sequence are read, nothing is known yet about its drafts, whoever had its slot."""
+    read_batch, found = Engine._read, list[tuple[int, int]]()
+
+    def read(engine: Engine) -> list[RequestUpdate]:
+        scheduler_output = engine._batches[0].scheduler_output
+        found.extend((one.num_output_tokens, engine._policy.limit(one.slot)) for one in scheduler_output.new_requests)
+        return read_batch(engine)
+
+    monkeypatch.setattr(Engine, "_read", read)
+    monkeypatch.setattr(DraftPolicy, "plan_steps", four_drafts)
+    engine = build_engine(
+        checkpoint("qwen2"), HelixLayout.create(), LoopbackWorld(1).communicator(0, (0,)), 4, page_size=4, max_batch=3,
+        max_length=192, pages=26, drafter=RejectedDrafter(4), schedule=ScheduleConfig(lookahead_tokens=2),
+    )  # fmt: skip
+    resize(engine, run_steps=2)
+    generated(engine, [Request(i, (1, 2, i), 60, SamplingParams(ignore_eos=True)) for i in range(4)])
+    assert engine.timings.preemptions > 0 and any(tokens for tokens, _ in found)
+    assert {limit for _, limit in found} == {4}, found
 
 
 class CachingDrafter(Drafter):
