@@ -42,7 +42,8 @@ class _Field:
         self.name = name
         self.opens, self.opens_literally = _pattern(field, "open")
         self.is_blank = field.get("blank", False)
-        self.begins_answer = field.get("open_pattern", "").startswith(START) and not self.is_blank
+        self.begins_text = field.get("open_pattern", "").startswith(START)
+        self.begins_answer = self.begins_text and not self.is_blank
         if name == CALLS:
             self.body: type[CallBody] = BODIES[field["content"]]
             self.syntax = self.body.Syntax(field)
@@ -76,6 +77,7 @@ class AnswerReader:
     def __init__(self, fields: Mapping[str, Mapping[str, Any]], turn: str) -> None:
         self._fields = [_Field(name, field) for name, field in fields.items() if name != TEXT]
         self._window = ""  # text that was not read yet: it may begin a mark
+        self._before = ""  # the character before it, which `\b`, `^` and the like look at
         self._at_start = True  # whether the window still begins with the answer
         self._is_blank = True  # whether there was no content yet
         self._field: _Field | None = None  # of the open region; None: content
@@ -121,8 +123,9 @@ class AnswerReader:
                 head = self._call.head
                 events.append(Event("close", CALLS, closed.text, head[0], closed.value, head.groupdict().get("id")))
                 self._call = self._field = None
+                self._before = closed.text[-1:]
             field, mark, hold = self._find(last)
-            self._emit_text(events, hold if field is None else mark.start())
+            self._emit_text(events, hold)
             if field is None:
                 return
             self._skip(mark.end() - mark.start())
@@ -137,7 +140,7 @@ class AnswerReader:
                 self._call = field.body(field.syntax, mark)
 
     def _find(self, last: bool) -> tuple[_Field | None, Any, int]:
-        """Finds the next mark: its field, its match, and where a mark begins that more text may complete or extend.
+        """Finds the next mark: its field, its match, and where it begins, or where more text may complete a mark.
 
         Of marks at one position the longest wins, then the first by field name.
         """
@@ -154,17 +157,18 @@ class AnswerReader:
                 (field.begins_answer and not self._at_start) or (field.is_blank and not self._is_blank)
             ):
                 continue
-            mark = pattern.search(self._window, partial=not last)
+            before = "" if self._field is None and field.begins_text else self._before
+            mark = pattern.search(before + self._window, len(before), partial=not last)
             if mark is None:
                 continue
-            start, end = mark.span()
+            start, end = (at - len(before) for at in mark.span())
             if not last and (mark.partial or (end == size and (start == end or not literal))):
                 hold = min(hold, start)
                 continue
             key = start, start - end, field.name
             if not best or key < best[0]:
                 best = key, field, mark
-        return (best[1], best[2], hold) if best and best[2].start() < hold else (None, None, hold)
+        return (best[1], best[2], best[0][0]) if best and best[0][0] < hold else (None, None, hold)
 
     def _emit_text(self, events: list[Event], end: int) -> None:
         if end:
@@ -173,5 +177,6 @@ class AnswerReader:
             self._skip(end)
 
     def _skip(self, size: int) -> None:
+        self._before = self._window[:size][-1:] or self._before
         self._window = self._window[size:]
         self._at_start = self._at_start and not size
