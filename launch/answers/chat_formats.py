@@ -166,7 +166,7 @@ CHATML = ("<|im_start|>assistant\n",)
 GLM_MARKS = ("<tool_call>", "<arg_key>", "<arg_value>")
 MISTRAL_CALLS = {
     "open_pattern": rf"\[TOOL_CALLS\]{SPACE}(?:(?P<name>[\w.:-]{{1,256}})(?:\[CALL_ID\]\w{{1,64}})?"
-    rf"(?:\[ARGS\]{SPACE}|{SPACE}(?=\{{))|(?=\[(?!TOOL_CALLS)))",
+    rf"(?:\[ARGS\]{SPACE}|{SPACE}(?=\{{))|(?=\[{SPACE}[{{\]]))",
     **JSON,
 }
 MISTRAL_ANCHORS = ("[/INST]", "[/TOOL_RESULTS]")
