@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from reprlib import Repr
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, FailFast, GetCoreSchemaHandler, Tag
+from pydantic_core import CoreSchema
 
 SHORT_REPR = Repr()  # shortens values for messages
 
@@ -33,3 +34,30 @@ class Schema(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, defer_build=True)
     route: ClassVar[str] = "completions"  # which route's fields apply
+
+
+class ByType:
+    """Selects the member of a union of schemas by `type`: without one the first, and for other types the last."""
+
+    def __get_pydantic_core_schema__(self, union: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        members = get_args(union)
+        # Tags have a space, so that they do not look like fields in an error's location.
+        tags = {
+            f"type {number}": _literals(member.model_fields["type"].annotation) for number, member in enumerate(members)
+        }
+
+        def tag(value: Any) -> str:
+            kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+            first, *_, last = tags
+            return first if kind is None else next((name for name, kinds in tags.items() if kind in kinds), last)
+
+        tagged = tuple(Annotated[member, Tag(name)] for name, member in zip(tags, members, strict=True))
+        return handler.generate_schema(Annotated[Union[tagged], Discriminator(tag)])  # noqa: UP007
+
+
+def _literals(annotation: Any) -> list[Any]:
+    parts = [annotation, *get_args(annotation)]
+    return [value for part in parts if get_origin(part) is Literal for value in get_args(part)]
+
+
+BY_TYPE = ByType()

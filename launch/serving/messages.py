@@ -7,12 +7,12 @@ import re
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field
 
 from launch.client.chat_history import EFFORT_VARIABLES, THINKING_SWITCHES
 from launch.client.errors import ApiError
 from launch.client.request_fields import MESSAGES
-from launch.client.schema_base import FalseByDefault, ListOf, Schema, null_as
+from launch.client.schema_base import BY_TYPE, FalseByDefault, ListOf, Schema, null_as
 from launch.client.schemas import (
     MAX_IGNORED_NAMES,
     Chat,
@@ -81,40 +81,16 @@ class OtherBlock(Schema):
         return f"[{self.type:.40} left out: this model reads only text]"
 
 
-def _by_type(*known: str) -> Discriminator:
-    """Selects the union's member by `type`: the first one without, and `OTHER` for unknown types.
-
-    Tags have a space, so that they do not look like fields in an error's location.
-    """
-
-    def tag(block: Any) -> str:
-        kind = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
-        return f"{kind or known[0]} block" if kind is None or kind in known else OTHER
-
-    return Discriminator(tag)
-
-
-OTHER = "other block"
-ResultContent = Annotated[Annotated[TextBlock, Tag("text block")] | Annotated[OtherBlock, Tag(OTHER)], _by_type("text")]
-
-
 class ToolResultBlock(Schema):
     """The result of a tool call."""
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Annotated[str | ListOf[ResultContent], null_as("")] = ""
+    content: Annotated[str | ListOf[Annotated[TextBlock | OtherBlock, BY_TYPE]], null_as("")] = ""
     is_error: FalseByDefault = False
 
 
-ContentBlock = Annotated[
-    Annotated[TextBlock, Tag("text block")]
-    | Annotated[ThinkingBlock, Tag("thinking block")]
-    | Annotated[ToolUseBlock, Tag("tool_use block")]
-    | Annotated[ToolResultBlock, Tag("tool_result block")]
-    | Annotated[OtherBlock, Tag(OTHER)],
-    _by_type("text", "thinking", "tool_use", "tool_result"),
-]
+ContentBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock | OtherBlock, BY_TYPE]
 
 
 class MessageParam(Schema):
@@ -132,9 +108,6 @@ class ToolParam(Schema):
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
-
-
-AnyTool = Annotated[Annotated[ToolParam, Tag("custom block")] | Annotated[OtherBlock, Tag(OTHER)], _by_type("custom")]
 
 
 class ToolChoiceParam(Schema):
@@ -172,7 +145,7 @@ class Count(Schema):
     model: str | None = None
     messages: ListOf[MessageParam] = Field(min_length=1)
     system: str | ListOf[TextBlock] | None = None
-    tools: ListOf[AnyTool] | None = None
+    tools: ListOf[Annotated[ToolParam | OtherBlock, BY_TYPE]] | None = None
     tool_choice: ToolChoiceParam | None = None
     thinking: ThinkingParam | None = None
     output_config: OutputConfig | None = None

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from launch.client.request_fields import RESPONSES
-from launch.client.schema_base import FalseByDefault, ListOf, Schema, TrueByDefault, null_as
+from launch.client.schema_base import BY_TYPE, FalseByDefault, ListOf, Schema, TrueByDefault, null_as
 from launch.client.schemas import (
     LENGTH_CHECKED,
     Arguments,
@@ -18,19 +18,8 @@ from launch.client.schemas import (
     left_out_text,
 )
 
-OTHER = "other types"  # no identifier: it is not part of the field's name in an error
 CUSTOM_INPUT = "input"  # the argument of the function that the model sees for a custom tool
 CUSTOM_PARAMETERS = {"type": "object", "properties": {CUSTOM_INPUT: {"type": "string"}}, "required": [CUSTOM_INPUT]}
-
-
-def _kind(*known: str) -> Discriminator:
-    """Discriminates by type; types other than the known ones are `OTHER`: clients know more than a model can do."""
-
-    def kind(value: object) -> str:
-        found = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-        return found if found in known else OTHER
-
-    return Discriminator(kind)
 
 
 def _typed(item: object) -> object:
@@ -119,21 +108,12 @@ class CustomToolCallItem(Schema):
         return json.dumps({CUSTOM_INPUT: self.input}, ensure_ascii=False)
 
 
-OutputContent = Annotated[
-    Annotated[TextContent, Tag("input_text")]
-    | Annotated[TextContent, Tag("output_text")]
-    | Annotated[TextContent, Tag("text")]
-    | Annotated[LeftOutContent, Tag(OTHER)],
-    _kind("input_text", "output_text", "text"),
-]
-
-
 class CallOutputItem(Schema):
     """The result of a call."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
-    output: str | ListOf[OutputContent]
+    output: str | ListOf[Annotated[TextContent | LeftOutContent, BY_TYPE]]
 
 
 class ItemReference(Schema):
@@ -150,18 +130,8 @@ class OtherItem(Schema):
 
 
 Item = Annotated[
-    Annotated[MessageItem, Tag("message")]
-    | Annotated[ReasoningItem, Tag("reasoning")]
-    | Annotated[FunctionCallItem, Tag("function_call")]
-    | Annotated[CustomToolCallItem, Tag("custom_tool_call")]
-    | Annotated[CallOutputItem, Tag("function_call_output")]
-    | Annotated[CallOutputItem, Tag("custom_tool_call_output")]
-    | Annotated[ItemReference, Tag("item_reference")]
-    | Annotated[OtherItem, Tag(OTHER)],
-    _kind(
-        *("message", "reasoning", "function_call", "custom_tool_call", "function_call_output"),
-        *("custom_tool_call_output", "item_reference"),
-    ),
+    MessageItem | ReasoningItem | FunctionCallItem | CustomToolCallItem | CallOutputItem | ItemReference | OtherItem,
+    BY_TYPE,
 ]
 Items = ListOf[Annotated[Item, BeforeValidator(_typed)]]
 
@@ -222,22 +192,13 @@ class OtherTool(Schema):
     type: str
 
 
-PlainTool = Annotated[
-    Annotated[FunctionTool, Tag("function")] | Annotated[CustomTool, Tag("custom")] | Annotated[OtherTool, Tag(OTHER)],
-    _kind("function", "custom"),
-]
-
-
 class NamespaceTool(Schema):
     """Tools under a common prefix, such as those of an MCP server."""
 
     type: Literal["namespace"]
     name: str
     description: str | None = None
-    tools: ListOf[PlainTool]
-
-
-AnyTool = Annotated[Annotated[NamespaceTool, Tag("namespace")] | Annotated[PlainTool, Tag(OTHER)], _kind("namespace")]
+    tools: ListOf[Annotated[FunctionTool | CustomTool | OtherTool, BY_TYPE]]
 
 
 class FunctionChoice(Schema):
@@ -284,7 +245,7 @@ class Responses(SamplingFields):
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, lt=1 << 31)
     stream: FalseByDefault = False
-    tools: ListOf[AnyTool] | None = None
+    tools: ListOf[Annotated[FunctionTool | CustomTool | NamespaceTool | OtherTool, BY_TYPE]] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     parallel_tool_calls: TrueByDefault = True
     reasoning: Reasoning | None = None
