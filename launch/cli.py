@@ -8,6 +8,7 @@ from importlib.metadata import version
 
 from helix.packages import ROOT, rank_environment
 from helix.schema import unknown_message
+from launch.inputs.arguments import need_checkout
 
 COMMANDS = {
     "run": "generate completions for a file of prompts",
@@ -61,11 +62,8 @@ def main() -> None:
         os.execv(sys.executable, [sys.executable, "-m", "launch.completion", name, *rest])
     if name not in COMMANDS | LABORATORY:
         sys.exit(f"error: {unknown_message(name, COMMANDS | LABORATORY)}")
-    if name in LABORATORY and not (ROOT / "benchmarks").is_dir():
-        sys.exit(
-            f"error: helix {name} needs a checkout of Helix (records, sources, demo model), but {ROOT} is not one: "
-            "clone the repository"
-        )
+    if name in LABORATORY:
+        need_checkout(f"helix {name}")
     package = "benchmarks" if name in LABORATORY else "launch"
     program = [str(ROOT / "torchrun_entry.py")] if name == "run" else ["-m", f"{package}.{name}"]
     if name == "bench" and any(text.startswith("bench=") or text in ("-m", "--multirun") for text in rest):

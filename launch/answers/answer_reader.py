@@ -65,9 +65,8 @@ class AnswerReader:
     Args:
         fields: of a response template, by name: `open` and `close` are texts, `open_pattern` and `close_pattern`
             regular expressions, whose groups `name` and `id` are of a call. The `content` of calls is a name in
-            `BODIES`, whose reader finds the end of a call; `quote` is a mark in it. A field that is `blank` opens only
-            before any content; one that is `limited` has expressions that may take forever, after which the rest of
-            the answer is text.
+            `BODIES`, whose reader finds the end of a call. A field that is `blank` opens only before any content; one
+            that is `limited` has expressions that may take forever, after which the rest of the answer is text.
         turn: text of the assistant's message before the answer.
 
     Attributes:

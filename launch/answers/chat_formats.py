@@ -234,7 +234,6 @@ CHAT_FORMATS = (
             "open_pattern": r'<\|tool_call>call:(?P<name>[^\s{}<>"]{1,256})(?=\s{0,64}\{)',
             "close": "<tool_call|>",
             "content": "gemma",
-            "quote": '<|"|>',
         },
         ToolCallFormat(
             "<|tool_call>call:NAMEARGUMENTS<tool_call|>", between="", values="gemma", openings=("<|tool_call>",)
@@ -492,11 +491,6 @@ CHAT_FORMATS = (
 # For models without a known syntax of calls, as in vLLM: only a function's arguments, or a list of calls.
 ARGUMENTS_ALONE = ToolCallFormat("ARGUMENTS")
 LIST_OF_CALLS = ToolCallFormat('{"name": "NAME", "parameters": ARGUMENTS}', before="[", between=", ", after="]")
-
-
-def find_chat_format(template: str) -> ChatFormat | None:
-    """Returns the format whose marks a chat template has; None if there is none."""
-    return next((found for found in CHAT_FORMATS if has_marks(found, template)), None)
 
 
 def has_marks(chat_format: ChatFormat, template: str) -> bool:

@@ -157,7 +157,7 @@ class ChatTokenizer:
             name = str(self._require_backend().id_to_token(token))
             if found := re.fullmatch("<0x([0-9A-F]{2})>", name):
                 return bytes.fromhex(found[1])
-            letters = _byte_decoder()
+            letters = byte_decoder()
             if all(letter in letters for letter in name):
                 return bytes(letters[letter] for letter in name)
         return text.encode("utf-8", errors="surrogatepass")
@@ -361,7 +361,8 @@ def _names(names: frozenset[str]) -> str:
 
 
 @lru_cache
-def _byte_decoder() -> dict[str, int]:
+def byte_decoder() -> dict[str, int]:
+    """Maps the characters of byte-level vocabularies to bytes."""
     # GPT-2's table (openai/gpt-2, encoder.py): printable bytes map to themselves, the others follow Latin-1.
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]

@@ -5,12 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any, get_origin
 
+from helix.packages import ROOT
 from helix.schema import parse_value, unknown_message
-
-HOME = Path(__file__).resolve().parents[2]  # the checkout, or the directory of an installed wheel
 
 
 def parse(
@@ -57,8 +55,8 @@ def handle_help(arguments: Sequence[str], text: str | None) -> bool:
 
 def need_checkout(command: str) -> None:
     """Exits if the command needs files that a wheel does not have: records, docs, all sources, the demo model."""
-    if not (HOME / "pyproject.toml").exists():
+    if not (ROOT / "pyproject.toml").exists():
         sys.exit(
-            f"error: {command} needs a checkout of Helix (records, sources, demo model), but {HOME} is not one: clone "
+            f"error: {command} needs a checkout of Helix (records, sources, demo model), but {ROOT} is not one: clone "
             "the repository"
         )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
 QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -56,20 +58,12 @@ KEYS: dict[str, type] = {
 }  # fmt: skip
 
 
-def byte_decoder() -> dict[str, int]:
-    """Maps the characters of byte-level vocabularies to bytes: printable ones map to themselves."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
-
-
 def make_tokenizer(metadata: dict[str, Any]) -> Any:
     """Creates a transformers tokenizer from a file's metadata.
 
     Raises:
         ValueError: the tokenizer is not supported, or its parts are inconsistent.
     """
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
     def value(key: str, default: Any = None) -> Any:
@@ -134,7 +128,7 @@ def make_tokenizer(metadata: dict[str, Any]) -> Any:
 def _check(texts: list[str], types: list[int], merges: list[tuple[str, ...]], vocabulary: dict[str, int]) -> None:
     if len(vocabulary) != sum(type_ != UNUSED for type_ in types):
         raise ValueError("tokenizer.ggml.tokens has duplicates")
-    known = byte_decoder().keys()
+    known = {*pre_tokenizers.ByteLevel.alphabet()}
     for text, type_ in zip(texts, types, strict=True):
         if type_ == NORMAL and not known >= set(text):
             raise ValueError(f"tokenizer.ggml.tokens has {text!r}, which is not byte-level text")

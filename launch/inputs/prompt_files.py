@@ -270,13 +270,8 @@ def _sampling(options: Mapping[str, Any]) -> SamplingParams:
     return SamplingParams(**{name: value for name, value in options.items() if name in PARAMETERS})
 
 
-def digest(prompt: PromptLine, config: Config) -> str:
-    """Returns the digest for a prompt's result line: 16 hex digits over prompt, options, model, KV dtype and policy."""
-    return RequestDigests(config).digest(prompt)
-
-
 class RequestDigests:
-    """Computes the digests of a run's prompts; see `digest`."""
+    """Computes digests for result lines: 16 hex digits over prompt, options, model, KV dtype and policy."""
 
     def __init__(self, config: Config) -> None:
         self._defaults = with_defaults({}, config.decode)

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from llguidance import LLTokenizer
 from safetensors.torch import load_file
 
-from launch.client.chat_tokenizer import ChatTokenizer
-from launch.inputs.gguf_tokenizer import byte_decoder
+from launch.client.chat_tokenizer import ChatTokenizer, byte_decoder
 from tests.real.smollm2 import CHATS, GGUF, MODEL, ids_of, licence, theirs, tokenizer
 
 pytestmark = pytest.mark.real

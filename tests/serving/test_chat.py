@@ -15,7 +15,6 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from helix.engine.request import Request
-from launch.answers.chat_formats import find_chat_format
 from launch.client.chat_tokenizer import ChatTokenizer
 from tests.serving.api_server import READY, ApiServer, FakeJob, ReceivedChoice, read, scripted_reply
 from tests.serving.chats import CALL, CHATS, COMPLETIONS, USER, WEATHER, Talk, tool
@@ -139,8 +138,8 @@ async def test_calls_of_a_model_of_no_known_family(
         f"<think>Hm.</think>{says}" if thinks else says, end=api_server.job.ready.eos[1]
     )
     written = shown + thinks + "{{ messages[0].content }}<|im_end|>\n"
-    tokenizer.chat_templates, api_server.session.chat_format = {"default": written}, find_chat_format(written)
-    assert (api_server.session.chat_format is None) == (not thinks)
+    tokenizer.chat_templates = {"default": written}
+    api_server.session.chat_format = BY_NAME["thinking"] if thinks else None
     body: dict[str, Any] = {"messages": [USER], "tool_choice": wanted} | WITH_TOOLS
     rest = '{"name": "now", "paramete' if says == LIST[:-9] else ""
     for stream in (False, True):

@@ -13,7 +13,7 @@ from benchmarks.schema import SETTINGS, BenchConfig, LabConfig, bench_points
 from helix.checks import check
 from helix.schema import field_types
 from launch import cli
-from launch.inputs import command_parser, compose
+from launch.inputs import arguments, command_parser, compose
 from launch.inputs.compose import RUN
 from launch.inputs.job_kinds import DECODE
 from tests.benchmark_config import compose_config
@@ -61,7 +61,7 @@ def test_a_run_names_the_command_that_times(text: str) -> None:
 
 def test_a_missing_laboratory_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody has left the package out."""
-    monkeypatch.setattr(cli, "ROOT", tmp_path)
+    monkeypatch.setattr(arguments, "ROOT", tmp_path)
     for name in cli.LABORATORY:
         monkeypatch.setattr(sys, "argv", ["helix", name])
         error = rf"error: helix {name} needs a checkout of Helix .* clone the repository"

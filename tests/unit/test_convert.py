@@ -28,10 +28,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from launch import convert
-from launch.client.chat_tokenizer import read_defaults
+from launch.client.chat_tokenizer import byte_decoder, read_defaults
 from launch.inputs import conversion
 from launch.inputs.compose import compose_config
-from launch.inputs.gguf_tokenizer import PRE_TOKENIZERS, byte_decoder, make_tokenizer
+from launch.inputs.gguf_tokenizer import PRE_TOKENIZERS, make_tokenizer
 from launch.inputs.preflight import prepare_run
 from tests.bad_inputs.tables import lines
 from tests.e2e.checkpoints import DEMO

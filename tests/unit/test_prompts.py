@@ -19,7 +19,7 @@ from launch.client.answer import CompletionOutput, RequestOutput
 from launch.client.options import LINE_OPTIONS
 from launch.client.sampling import make_sampling_params
 from launch.client.schemas import Chat, Completion
-from launch.inputs.prompt_files import PromptFile, PromptLine, ResultFile, digest, existing_results, make_body
+from launch.inputs.prompt_files import PromptFile, PromptLine, RequestDigests, ResultFile, existing_results, make_body
 from tests.unit.test_files import largest_file
 
 BATCH = {"custom_id": "b", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "max_tokens": 4}}
@@ -118,9 +118,9 @@ def test_results_of_block_sparse_attention_say_so_and_are_no_others(tmp_path: Pa
         *(replace(dense, kv=KVConfig(dtype=dtype)) for dtype in ("fp8", "k16v8")),
     ]  # fmt: skip
     (prompt,) = prompts("a")
-    assert len({digest(prompt, config) for config in others}) == len(others)
-    assert digest(prompt, replace(over_all, layout=four)) == digest(prompt, over_all)
-    assert digest(prompt, replace(dense, layout=four)) == digest(prompt, dense)
+    assert len({RequestDigests(config).digest(prompt) for config in others}) == len(others)
+    assert RequestDigests(replace(over_all, layout=four)).digest(prompt) == RequestDigests(over_all).digest(prompt)
+    assert RequestDigests(replace(dense, layout=four)).digest(prompt) == RequestDigests(dense).digest(prompt)
     with pytest.raises(ValueError, match="other settings"):
         ResultFile(replace(dense, decode=replace(dense.decode, resume=True)), prompts("a"))
 
@@ -180,7 +180,9 @@ def test_what_a_run_would_lose_is_refused(tmp_path: Path) -> None:
 def test_only_random_weights_are_told_apart_by_the_seed() -> None:
     (prompt,) = prompts("a")
     for load, same in (("checkpoint", True), ("random", False)):
-        first, second = (digest(prompt, Config(model=ModelConfig(load=load), seed=seed)) for seed in (1, 2))
+        first, second = (
+            RequestDigests(Config(model=ModelConfig(load=load), seed=seed)).digest(prompt) for seed in (1, 2)
+        )
         assert (first == second) is same
 
 
@@ -188,7 +190,7 @@ def test_only_random_weights_are_told_apart_by_the_seed() -> None:
 def test_all_that_a_prompt_asks_for_tells_results_apart(key: str) -> None:
     first = PromptLine("a", None, (1, 2), {})
     other = replace(first, ids=(1, 3)) if key == "ids" else replace(first, options={key: 0.25})
-    assert digest(first, Config()) != digest(other, Config())
+    assert RequestDigests(Config()).digest(first) != RequestDigests(Config()).digest(other)
 
 
 def test_text_of_any_editor_is_read(tmp_path: Path) -> None:
