@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
 
 import numpy as np
 
@@ -18,26 +17,18 @@ PIECE = 1 << 16  # bytes, whose arrays stay in the L2 cache; other threads may r
 KNOWN = KnownPrefixes[bytes]()
 
 
-class LongPrompt(NamedTuple):
-    """A body in two parts.
+def cut_prompt(body: bytes) -> tuple[bytes, bytes] | None:
+    """Cuts a long prompt of token ids out of a body; None if there is none, or the rest is long, too.
 
-    Attributes:
-        rest: the body with `STAND_IN` as the only token id of its prompt.
-        ids: text of the prompt's ids.
+    Returns:
+        The body with `STAND_IN` as the only id, and the text of the ids.
     """
-
-    rest: bytes
-    ids: bytes
-
-
-def cut_prompt(body: bytes) -> LongPrompt | None:
-    """Cuts a long prompt of token ids out of a body; None if there is none, or the rest is long, too."""
     found = IDS_BEGIN.search(body, 0, MAX_REST_BYTES)
     end = -1 if found is None else body.find(b"]", found.end())
     if found is None or end - found.end() < MIN_IDS_BYTES or found.end() + len(body) - end > MAX_REST_BYTES:
         return None
     rest = body[: found.end()] + STAND_IN + body[end:]
-    return LongPrompt(rest, body[found.end() : end]) if rest.count(STAND_IN) == 1 else None
+    return (rest, body[found.end() : end]) if rest.count(STAND_IN) == 1 else None
 
 
 def read_ids(text: bytes) -> np.ndarray | None:

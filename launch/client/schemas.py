@@ -479,13 +479,14 @@ def parse_long_prompt(body: bytes, max_ids: int) -> Completion | None:
     """
     if (cut := cut_prompt(body)) is None:
         return None
+    rest, text = cut
     try:
-        request = Completion.model_validate_json(cut.rest)
+        request = Completion.model_validate_json(rest)
     except ValidationError:
         return None
     if not isinstance(request.prompt, np.ndarray) or request.prompt.tolist() != [int(STAND_IN)]:
         return None  # it was the prompt of another object
-    if (ids := read_ids(cut.ids)) is None or len(ids) > max_ids:
+    if (ids := read_ids(text)) is None or len(ids) > max_ids:
         return None
     request.prompt = ids
     _check_extra_fields(request)

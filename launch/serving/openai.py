@@ -39,7 +39,7 @@ class OpenAIAnswer:
             on_delta: called with the index of a choice and each delta.
         """
         whole = await self._answer.collect(on_delta)
-        choices = [await self._maybe_in_thread(self._choice, index, delta) for index, delta in enumerate(whole)]
+        choices = [await self._maybe_in_thread(self._choice, index, delta, True) for index, delta in enumerate(whole)]
         kind = "chat.completion" if self._chat else "text_completion"
         return self._object(kind, choices) | {"usage": self._answer.usage()}
 
@@ -74,22 +74,21 @@ class OpenAIAnswer:
         answer = self._answer
         return {"id": self._id, "object": kind, "created": answer.created, "model": answer.model, "choices": choices}
 
-    def _choice(self, index: int, delta: Delta) -> dict[str, Any]:
+    def _choice(self, index: int, delta: Delta, first: bool, is_piece: bool = False) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": index, "finish_reason": delta.finish_reason}
-        logprobs = self._logprobs(index, delta, first=True)
         if not self._chat:
-            return choice | {"text": self._echo(index) + delta.text, "logprobs": logprobs}
-        return choice | {"message": self._answer.message(delta), "logprobs": logprobs}
+            choice["text"] = (self._echo(index) if first else "") + delta.text
+        elif is_piece:
+            choice["delta"] = self._message_delta(index, delta, first)
+        else:
+            choice["message"] = self._answer.message(delta)
+        return choice | {"logprobs": self._logprobs(index, delta, first)}
 
     def _piece_event(self, kind: str, index: int, delta: Delta, first: bool, more: dict[str, Any]) -> bytes:
         levels = JSON_LEVELS if self._answer.with_logprobs else 0
-        return _event(self._object(kind, [self._piece(index, delta, first)]) | more, levels)
+        return _event(self._object(kind, [self._choice(index, delta, first, is_piece=True)]) | more, levels)
 
-    def _piece(self, index: int, delta: Delta, first: bool) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": index, "finish_reason": delta.finish_reason}
-        logprobs = self._logprobs(index, delta, first)
-        if not self._chat:
-            return choice | {"text": (self._echo(index) if first else "") + delta.text, "logprobs": logprobs}
+    def _message_delta(self, index: int, delta: Delta, first: bool) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": ""} if first else {}
         for part in self._answer.parts(delta):
             if part.kind == "call":
@@ -97,7 +96,7 @@ class OpenAIAnswer:
             else:
                 name = "content" if part.kind == "content" else "reasoning_content"
                 message[name] = message.get(name, "") + part.text
-        return choice | {"delta": message, "logprobs": logprobs}
+        return message
 
     @property
     def _heartbeat(self) -> dict[str, Any]:
@@ -134,9 +133,8 @@ class OpenAIAnswer:
             }
         prompt = _prompt_logprobs(self._answer.choices[index].generation) if first and self._answer.echoed else ()
         fields: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for token, logprob, top in chain(
-            prompt, drawn
-        ):  # append values one by one: a million small lists would trigger garbage collections
+        # Append values one by one: a million small lists would trigger garbage collections.
+        for token, logprob, top in chain(prompt, drawn):
             text = text_of(token)
             values = text, logprob, None if top is None else self._logprobs_by_text(top), self._counts[index]
             for column, value in zip(fields.values(), values, strict=True):

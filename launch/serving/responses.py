@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from launch.client.answer import Answer
 from launch.client.errors import ApiError
-from launch.client.schemas import (
-    Chat,
-    validate_body,
-)
+from launch.client.schemas import Chat, validate_body
 from launch.serving.content_blocks import Block, BlockAnswer, Event
 from launch.serving.response_items import (
     CUSTOM_INPUT,
@@ -39,15 +36,8 @@ from launch.serving.response_items import (
 INCOMPLETE = {"reason": "max_output_tokens"}
 
 
-class ConvertedResponse(NamedTuple):
-    """A Responses body as a chat, and its items as JSON if its answer is to be stored."""
-
-    chat: Chat
-    items: bytes
-
-
-def convert(body: Responses, previous: Sequence[bytes], referenced: Mapping[str, bytes]) -> ConvertedResponse:
-    """Converts a Responses body to a chat body.
+def convert(body: Responses, previous: Sequence[bytes], referenced: Mapping[str, bytes]) -> tuple[Chat, bytes]:
+    """Converts a Responses body to a chat body; returns it, and the items as JSON if its answer is to be stored.
 
     Args:
         previous: the items of the conversation that it continues, as JSON lists.
@@ -60,7 +50,7 @@ def convert(body: Responses, previous: Sequence[bytes], referenced: Mapping[str,
     before = [item for stored in previous for item in _stored_items(stored)]
     chat = chat_of(body, before + items)
     dumped = [item.model_dump(exclude_none=True) for item in items] if body.store else []
-    return ConvertedResponse(chat, json.dumps(dumped).encode())
+    return chat, json.dumps(dumped).encode()
 
 
 def _stored_items(stored: bytes) -> list[Item]:

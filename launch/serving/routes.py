@@ -113,11 +113,7 @@ class Api:
     """
 
     def __init__(
-        self,
-        serve: ServeConfig,
-        keys: ApiKeys,
-        shared: SharedState | None = None,
-        loads: LoadTable | None = None,
+        self, serve: ServeConfig, keys: ApiKeys, shared: SharedState | None = None, loads: LoadTable | None = None
     ) -> None:
         self.metrics = ServerMetrics(is_first=shared is None)
         self.engine_client = self.metrics.engine_client = EngineClient(serve.max_queue, self.metrics, loads)
@@ -133,9 +129,7 @@ class Api:
         watch = partial(metrics.watch, registry=metrics.server)
         watch("stored_responses", "answers of /v1/responses in memory", lambda: store.count)
         watch("stored_responses_bytes", "bytes of these, as JSON", lambda: store.size)
-        local = LocalState(store)
-        local.snapshot, local.server_metrics = self.metrics.snapshot, lambda: [*metrics.server.collect()]
-        return local
+        return LocalState(store, self.metrics.snapshot, lambda: [*metrics.server.collect()])
 
     def configure(self, engine_info: EngineInfo, loop: asyncio.AbstractEventLoop | None = None) -> None:
         """Loads what the first job's model needs: tokenizer, executor, grammar compiler.

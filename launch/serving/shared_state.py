@@ -72,15 +72,15 @@ class LocalState(SharedState):
 
     Attributes:
         store: stored responses.
-        snapshot: returns what this process has counted; set it.
-        server_metrics: returns the metrics that a server has once; set it.
+        snapshot: returns what this process has counted.
+        server_metrics: returns the metrics that a server has once.
         others: returns what the other processes have counted.
     """
 
-    def __init__(self, store: ResponseStore) -> None:
-        self.store = store
-        self.snapshot: Callable[[], Snapshot]
-        self.server_metrics: Callable[[], list[Metric]]
+    def __init__(
+        self, store: ResponseStore, snapshot: Callable[[], Snapshot], server_metrics: Callable[[], list[Metric]]
+    ) -> None:
+        self.store, self.snapshot, self.server_metrics = store, snapshot, server_metrics
         self.others: Callable[[], Any] = _no_others
 
     async def find_response(self, owner: str | None, name: str, param: str, given: str, advice: str) -> FoundResponse:

@@ -28,10 +28,8 @@ from launch.inputs.flags import API_KEY
 from launch.job.serve import EngineServer
 from launch.serving.http import listen
 from launch.serving.processes import Processes
-from launch.serving.response_store import ResponseStore
 from launch.serving.routes import Api
 from launch.serving.security import ApiKeys
-from launch.serving.shared_state import LocalState
 from tests.serving.api_server import DEADLINE_S, READY, metrics_of
 from tests.serving.test_server import Server
 
@@ -320,7 +318,7 @@ def test_a_process_that_cannot_start_is_named(monkeypatch: pytest.MonkeyPatch, t
     serve = ServeConfig(processes=2)
     with socket.create_server(("127.0.0.1", 0)) as listener, tempfile.TemporaryFile() as table:
         table.truncate(LoadTable.size(2))
-        api = Api(serve, ApiKeys(None), LocalState(ResponseStore(0, 0)), LoadTable(2, table.fileno()))
+        api = Api(serve, ApiKeys(None), loads=LoadTable(2, table.fileno()))
         processes = Processes(serve, ApiKeys(None), api, [listener], tmp_path, table.fileno())
         with pytest.raises(JobFailed, match=r"serve.processes=2: process 1 of the server cannot start: .*unavailable"):
             asyncio.run(processes.run())
