@@ -23,12 +23,8 @@ from helix.sampling_params import SamplingParams
 
 HEAD = struct.Struct("=IIq")
 MAX_HEADER, MAX_TAIL = 1 << 24, 1 << 30  # bytes; grammars, the largest headers, stay far below
-UPDATE_KEYS = (
-    "cached_tokens",
-    "num_computed_tokens",
-    "finish_reason",
-    "reason",
-)  # fields of an update that are sent only if they differ from the default
+# Fields of an update that are sent only if they differ from the default.
+UPDATE_KEYS = ("cached_tokens", "num_computed_tokens", "finish_reason", "reason")
 NO_IDS = np.empty(0, dtype=np.int32)
 
 
@@ -146,15 +142,8 @@ def encode_tokens(pairs: Sequence[int]) -> bytes:
 
 
 def _header_of_request(request: Request) -> dict[str, Any]:
-    return {
-        "max_tokens": request.max_tokens,
-        "sampling": request.sampling.to_dict(),
-        "priority": request.priority,
-        "cache_salt": request.cache_salt,
-        "last_message_start": request.last_message_start,
-        "grammar": request.grammar,
-        "num_prior_output_tokens": request.num_prior_output_tokens,
-    }
+    names = "max_tokens", "priority", "cache_salt", "last_message_start", "grammar", "num_prior_output_tokens"
+    return {"sampling": request.sampling.to_dict()} | {name: getattr(request, name) for name in names}
 
 
 def _update_parts(update: RequestUpdate) -> tuple[dict[str, Any], np.ndarray]:

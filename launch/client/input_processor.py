@@ -113,12 +113,9 @@ def process_prompt(
             body, body.prompt_tools, engine_info.max_length, engine_info.takes_snapshots
         )
         _check_ids(tokenizer, ids, engine_info, "messages")
-        starts_message = (
-            body.adds_generation_prompt or body.continued_text is not None
-        )  # else the answer is plain text after a message
-        turn = (
-            assistant_turn(chat_format, text, body.continued_text) if chat_format is not None and starts_message else ""
-        )
+        turn = ""
+        if chat_format is not None and (body.adds_generation_prompt or body.continued_text is not None):
+            turn = assistant_turn(chat_format, text, body.continued_text)  # else the answer is text after a message
         grammar_spec = make_grammar_spec(tokenizer, body, engine_info, chat_format, turn)
         return ProcessedPrompt([ids], [], turn, grammar_spec, left_out, last_message_start)
     prompts: list[np.ndarray] = []

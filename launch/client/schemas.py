@@ -566,9 +566,8 @@ def _count(letters: np.ndarray, wanted: str) -> int:
 
 def ignored(request: Schema) -> list[str]:
     """Returns the names of ignored fields, including nested ones, shortened and up to a limit."""
-    without_effect = {
-        field.name for field, _ in _known_extra_fields(request) if field.support == REFUSED
-    }  # refused fields with a neutral value
+    # Refused fields with a neutral value.
+    without_effect = {field.name for field, _ in _known_extra_fields(request) if field.support == REFUSED}
     inside = [(name, value) for name, value in request if isinstance(value, Schema)]
     names = {name[:MAX_NAME_CHARS] for name in request.model_extra or () if name not in without_effect}
     names |= {f"{name}.{key[:MAX_NAME_CHARS]}" for name, schema in inside for key in schema.model_extra or ()}

@@ -118,14 +118,12 @@ class Session:
         grammar, unenforced = await compile_grammar(processed.grammar_spec, self.compiler_for(engine_info), engine_info)
         assert body.model_extra is not None, "schemas collect unknown fields"
         body.model_extra.update(dict.fromkeys(unenforced[:MAX_IGNORED_NAMES]))
-        requests = make_requests(
-            body, processed, self.defaults if defaults is None else defaults, engine_info, grammar, cache_salt
-        )
+        defaults = self.defaults if defaults is None else defaults
+        requests = make_requests(body, processed, defaults, engine_info, grammar, cache_salt)
         changed = asyncio.Event()
         parsers = [self._parser(body, processed) if parse_output else None for _ in requests]
-        generations = self.engine_client.start(
-            requests, changed.set, request_id
-        )  # from here on nothing fails before the answer owns the generations
+        # From here on nothing fails before the answer owns the generations.
+        generations = self.engine_client.start(requests, changed.set, request_id)
         choices = [
             Choice(index, generation, self.tokenizer, body, self.engine_client.abort, parser, self._marks, self._hidden)
             for index, (generation, parser) in enumerate(zip(generations, parsers, strict=True))

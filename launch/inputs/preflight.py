@@ -21,14 +21,7 @@ from helix.layout import HelixLayout
 from helix.models import DecoderSpec
 from helix.models.loading import Checkpoint
 from helix.rank_info import RankInfo
-from helix.setup.drafts import (
-    CheckedDraft,
-    check_draft_files,
-    check_eagle3,
-    check_tensors,
-    make_draft,
-    open_checkpoint,
-)
+from helix.setup.drafts import CheckedDraft, check_draft_files, check_eagle3, check_tensors, make_draft, open_checkpoint
 from helix.setup.parts import make_layout, make_spec, models_of, resolved_config
 from helix.tokenizer import check_tokenizer_files, has_tokenizer, without_tokenizer
 from helix.worker.host_store import available_memory
@@ -66,11 +59,7 @@ class CheckedRun:
 
 
 def preflight(
-    config: Config,
-    world_size: int,
-    device: str | None = None,
-    job_kind: JobKind | None = None,
-    writes: bool = True,
+    config: Config, world_size: int, device: str | None = None, job_kind: JobKind | None = None, writes: bool = True
 ) -> CheckedRun:
     """Checks a config, without the machine; once, for all ranks of a host.
 

@@ -70,13 +70,7 @@ class Processes:
     """
 
     def __init__(
-        self,
-        serve: ServeConfig,
-        keys: ApiKeys,
-        api: Api,
-        listeners: Sequence[socket.socket],
-        ranks: Path,
-        table: int,
+        self, serve: ServeConfig, keys: ApiKeys, api: Api, listeners: Sequence[socket.socket], ranks: Path, table: int
     ) -> None:
         self._serve, self._listeners, self._table = serve, listeners, table
         self._loads = api.engine_client.loads

@@ -9,14 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from launch.client.request_fields import RESPONSES
 from launch.client.schema_base import BY_TYPE, FalseByDefault, ListOf, Schema, TrueByDefault, null_as
-from launch.client.schemas import (
-    LENGTH_CHECKED,
-    Arguments,
-    Effort,
-    Function,
-    SamplingFields,
-    left_out_text,
-)
+from launch.client.schemas import LENGTH_CHECKED, Arguments, Effort, Function, SamplingFields, left_out_text
 
 CUSTOM_INPUT = "input"  # the argument of the function that the model sees for a custom tool
 CUSTOM_PARAMETERS = {"type": "object", "properties": {CUSTOM_INPUT: {"type": "string"}}, "required": [CUSTOM_INPUT]}

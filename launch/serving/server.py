@@ -148,9 +148,7 @@ def _curl(url: str, tokenizer: ChatTokenizer, keyed: bool) -> str:
     path, body = "completions", dict[str, Any](prompt=text if tokenizer.backend is not None else [1, 2, 3])
     if tokenizer.has_template:
         path, body = "chat/completions", {"messages": [{"role": "user", "content": text}]}
-    key = (
-        ' -H "Authorization: Bearer $HELIX_API_KEY"' if keyed else ""
-    )  # the variable of `helix serve` and `helix chat`
+    key = ' -H "Authorization: Bearer $HELIX_API_KEY"' if keyed else ""  # as `helix serve` and `helix chat` read it
     data = shlex.quote(json.dumps(body | {"max_tokens": 64, "stream": True}))
     return f"curl -N {url}/v1/{path}{key} -H 'Content-Type: application/json' -d {data}"
 
