@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from copy import copy
 from typing import Any
 
 # Formats that llguidance enforces; JSON Schema says that others are annotations.
@@ -41,15 +42,10 @@ def supported_schema(schema: Mapping[str, Any], path: str = "$") -> dict[str, An
     for name in UNSUPPORTED:
         if name in found:
             raise ValueError(f"{path} has {name}, which cannot be enforced: leave it out")
-    for name in SCHEMAS_BY_NAME:
-        if isinstance(inner := found.get(name), dict):
-            found[name] = {key: _inner(one, f"{path}.{name}.{key}") for key, one in inner.items()}
-    for name in LISTS_OF_SCHEMAS:
-        if isinstance(inner := found.get(name), list):
-            found[name] = [_inner(one, f"{path}.{name}[{index}]") for index, one in enumerate(inner)]
-    for name in SCHEMAS:
-        if name in found:
-            found[name] = _inner(found[name], f"{path}.{name}")
+    found |= {name: copy(found[name]) for name in (*SCHEMAS_BY_NAME, *LISTS_OF_SCHEMAS) if name in found}
+    for holder, key, below in _inner_schemas(found, path):
+        if isinstance(holder[key], dict):
+            holder[key] = supported_schema(holder[key], below)
     return found
 
 
@@ -64,23 +60,20 @@ def unenforced(schema: Any, field: str, path: str = "$") -> list[str]:
         *(["oneOf"] if isinstance(schema.get("oneOf"), list) and len(schema["oneOf"]) > 1 else []),
     ]
     names = [f"{field}:{path}.{name}" for name in found]
-    for inner, below in _inner_schemas(schema, path):
-        names += unenforced(inner, field, below)
+    for holder, key, below in _inner_schemas(schema, path):
+        names += unenforced(holder[key], field, below)
     return names
 
 
-def _inner_schemas(schema: Mapping[str, Any], path: str) -> Iterator[tuple[Any, str]]:
+def _inner_schemas(schema: dict[str, Any], path: str) -> Iterator[tuple[Any, Any, str]]:
+    """Yields what holds each schema in a schema, its key or index there, and its path."""
     for name in SCHEMAS_BY_NAME:
         if isinstance(inner := schema.get(name), dict):
-            yield from ((one, f"{path}.{name}.{key}") for key, one in inner.items())
+            yield from ((inner, key, f"{path}.{name}.{key}") for key in inner)
     for name in LISTS_OF_SCHEMAS:
         if isinstance(inner := schema.get(name), list):
-            yield from ((one, f"{path}.{name}[{index}]") for index, one in enumerate(inner))
-    yield from ((schema[name], f"{path}.{name}") for name in SCHEMAS if name in schema)
-
-
-def _inner(schema: Any, path: str) -> Any:
-    return supported_schema(schema, path) if isinstance(schema, dict) else schema
+            yield from ((inner, index, f"{path}.{name}[{index}]") for index in range(len(inner)))
+    yield from ((schema, name, f"{path}.{name}") for name in SCHEMAS if name in schema)
 
 
 def _without_look_around(pattern: str) -> str:
