@@ -10,7 +10,7 @@ from functools import cached_property
 from math import inf, isfinite
 
 from helix.checks import check as check_config
-from helix.checks import check_cache, check_offloaded_model
+from helix.checks import check_cache, check_offloaded_model, check_sparse_drafter
 from helix.config import AttentionConfig, Config, LayoutConfig, SpeculationConfig
 from helix.hub import local_directory
 from helix.layout import HelixLayout
@@ -132,6 +132,7 @@ def check_query(overrides: Sequence[str], settings: Settings = PLAN.settings) ->
         overrides = [*overrides, "model.dtype=bfloat16"]
     check_cache(config, HelixLayout.create(), spec)
     check_offloaded_model(config, HelixLayout.create(), spec)
+    check_sparse_drafter(config, HelixLayout.create(), spec)
     if "attention.from_tokens" not in typed:
         config.attention.from_tokens = 0  # predict sparse at every length; the command sets where it pays off
     if config.context > spec.max_positions:
@@ -187,11 +188,6 @@ def _check(config: PlanConfig, typed: set[str]) -> None:
     if drafter != "none" and acceptance is None:
         raise ValueError(
             f"speculation.drafter={drafter} needs acceptance: set it to the probability that a draft is accepted"
-        )
-    if drafter == "sparse" and config.attention.policy != "dense":
-        raise ValueError(
-            "speculation.drafter=sparse verifies drafts with full attention, but "
-            f"attention.policy={config.attention.policy}: set attention=dense, or speculation=ngram"
         )
     for key, needed in (("hits", "kv.offload=host"), ("guessed", "kv.offload_prefetch=true")):
         share, set_ = (
