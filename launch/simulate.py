@@ -42,9 +42,6 @@ def print_point(arguments: Sequence[str]) -> None:
     import_module("launch.inputs.simulation").print_point(config, model, picture)
 
 
-COMMANDS = {"point": print_point}
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs a subcommand; exits with an error message if a value is wrong."""
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -52,9 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     name, *rest = arguments
     try:
-        if name not in COMMANDS:
-            raise ValueError(unknown_message(name, COMMANDS))
-        COMMANDS[name](rest)
+        if name != "point":
+            raise ValueError(unknown_message(name, ["point"]))
+        print_point(rest)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
 

@@ -72,9 +72,8 @@ class Answer:
         new = sum(choice.num_tokens for choice in self.choices)
         cached: dict[int, int] = {}  # by prompt: the choices of a prompt share its array of token ids
         for generation in (choice.generation for choice in self.choices):
-            cached[id(generation.request.prompt)] = max(
-                generation.num_cached_tokens or 0, cached.get(id(generation.request.prompt), 0)
-            )
+            prompt = id(generation.request.prompt)
+            cached[prompt] = max(generation.num_cached_tokens or 0, cached.get(prompt, 0))
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": new,

@@ -294,9 +294,8 @@ class EngineClient:
         for generation in [one for one in self.generations.values() if one.stage not in (Stage.UNSENT, Stage.QUEUED)]:
             generation.crashes += 1
             if generation.crashes >= MAX_CRASHES:
-                self._finish(
-                    generation, "error", f"the engine failed {MAX_CRASHES} times while running this request: {why}"
-                )
+                what = f"the engine failed {MAX_CRASHES} times while running this request: {why}"
+                self._finish(generation, "error", what)
         return None
 
     def fail(self, why: str) -> None:
@@ -335,9 +334,8 @@ class EngineClient:
         if (part := update.prompt_logprobs) is not None:
             generation.set_prompt_logprobs(part.begin, part.ids, part.values)
             return
-        generation.num_cached_tokens = (
-            update.cached_tokens if generation.num_cached_tokens is None else generation.num_cached_tokens
-        )
+        if generation.num_cached_tokens is None:
+            generation.num_cached_tokens = update.cached_tokens
         if update.new_token_ids or update.finish_reason is not None:
             self._append_tokens(generation, update.new_token_ids)
             generation.logprobs += update.logprobs

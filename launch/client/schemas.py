@@ -207,13 +207,11 @@ class TextPart(Schema):
     text: str = Field(validation_alias=AliasChoices("text", "refusal"))
 
 
-def _text_part(part: dict[str, Any], in_result: bool) -> dict[str, Any]:
-    kind = part.get("type")
-    if kind == "refusal":
-        return {"type": "text", "text": part.get("refusal")}
-    if in_result and isinstance(kind, str) and kind != "text":
-        return {"type": "text", "text": left_out_text(kind), "left_out": kind}
-    return part
+def _text_of_result(part: object) -> object:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(kind, str) or kind in ("text", "refusal"):
+        return part
+    return {"type": "text", "text": left_out_text(kind), "left_out": kind}
 
 
 class FunctionCall(Schema):
@@ -247,12 +245,10 @@ class ChatMessage(Schema):
     @field_validator("content", mode="before")
     @classmethod
     def _as_text(cls, content: object, info: ValidationInfo) -> object:
-        """Makes texts of refusals, and of what is no text in a tool's result: an image must not end a session."""
-        if not isinstance(content, list):
+        """Makes texts of what is no text in a tool's result: an image must not end a session."""
+        if info.data.get("role") != "tool" or not isinstance(content, list):
             return content
-        return [
-            _text_part(part, info.data.get("role") == "tool") if isinstance(part, dict) else part for part in content
-        ]
+        return [_text_of_result(part) for part in content]
 
     @property
     def left_out(self) -> set[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf, isfinite
@@ -115,8 +115,9 @@ def check_query(overrides: Sequence[str], settings: Settings = PLAN.settings) ->
         ValueError: a value is wrong or missing, or the model family is not supported.
     """
     overrides = [re.sub(r"^modes=(?=[^\[])(.*)", r"modes=[\1]", text) for text in overrides]  # modes=tp,helix is a list
-    typed = {override_key(text) for text in overrides}
-    config = compose_config([*([] if typed & {"layout", "layout.mode"} else ["layout=auto"]), *overrides], settings)
+    typed = {override_key(text): text.partition("=")[2] for text in overrides}
+    auto = [] if typed.keys() & {"layout", "layout.mode"} else ["layout=auto"]
+    config = compose_config([*auto, *overrides], settings)
     assert isinstance(config, PlanConfig)
     missing = [] if any(key.split(".")[0] == "model" for key in typed) else ["MODEL"]
     missing += [key for key in ("gpus", "context") if getattr(config, key) is None]
@@ -136,9 +137,7 @@ def check_query(overrides: Sequence[str], settings: Settings = PLAN.settings) ->
     if "attention.from_tokens" not in typed:
         config.attention.from_tokens = 0  # predict sparse at every length; the command sets where it pays off
     if config.context > spec.max_positions:
-        model = next(
-            (t.partition("=")[2] for t in overrides if override_key(t) in ("model", "model.path")), "the model"
-        )
+        model = typed.get("model.path", typed.get("model", "the model"))
         raise ValueError(
             f"context={config.context} exceeds {model}'s {spec.context}: set at most {spec.max_positions}"
             f"{spec.stretched(config.context)}"
@@ -179,7 +178,7 @@ def _default_width(width: str) -> int | None:
     return default
 
 
-def _check(config: PlanConfig, typed: set[str]) -> None:
+def _check(config: PlanConfig, typed: Collection[str]) -> None:
     drafter, acceptance = config.speculation.drafter, config.acceptance
     if drafter == "none" and acceptance is not None:
         raise ValueError(f"acceptance={acceptance:g} needs drafts, but there are none: set speculation=ngram")
@@ -190,12 +189,9 @@ def _check(config: PlanConfig, typed: set[str]) -> None:
             f"speculation.drafter={drafter} needs acceptance: set it to the probability that a draft is accepted"
         )
     for key, needed in (("hits", "kv.offload=host"), ("guessed", "kv.offload_prefetch=true")):
-        share, set_ = (
-            getattr(config, key),
-            config.kv.offload == "host" and (key == "hits" or config.kv.offload_prefetch),
-        )
-        if key in typed and not set_:
-            raise ValueError(f"{key}={share:g} needs {needed}: add it, or leave out {key}")
+        is_set = config.kv.offload == "host" and (key == "hits" or config.kv.offload_prefetch)
+        if key in typed and not is_set:
+            raise ValueError(f"{key}={getattr(config, key):g} needs {needed}: add it, or leave out {key}")
     if config.hopb.chunks not in ("auto", "best", "none"):
         raise ValueError(f"hopb.chunks={config.hopb.chunks}: the planner chooses the number itself: leave out hopb")
     if config.kv.append_block is not None:

@@ -209,11 +209,8 @@ def chat_of(body: Count, variables: Collection[str]) -> Chat:
             schema = {"name": "answer", "schema": config.format.schema_}
             chat["response_format"] = {"type": "json_schema", "json_schema": schema}
     if isinstance(body, Messages):
-        chat |= {
-            "stream": body.stream,
-            "stop": body.stop_sequences,
-            "max_tokens": body.max_tokens,
-        } | body.sampling_fields
+        chat |= {"stream": body.stream, "stop": body.stop_sequences, "max_tokens": body.max_tokens}
+        chat |= body.sampling_fields
     return validate_body(Chat, chat | ignored)
 
 
@@ -300,14 +297,9 @@ class MessagesAnswer(BlockAnswer):
     async def _collected(self) -> dict[str, Any]:
         content = [_content(block) for block in self.blocks]
         for block in content:
-            if block["type"] == "thinking":
-                block["signature"] = self._signature
+            if block["type"] == "thinking":  # clients return only reasoning that has a signature; it is not checked
+                block["signature"] = self.answer.request_id
         return self._message(content, **self._end)
-
-    @property
-    def _signature(self) -> str:
-        """Signature of reasoning: clients return only what has one; it is not checked."""
-        return self.answer.request_id
 
     def _start_events(self) -> Iterator[Event]:
         yield {"type": "message_start", "message": self._message([], stop_reason=None, stop_sequence=None)}
@@ -330,7 +322,7 @@ class MessagesAnswer(BlockAnswer):
 
     def _block_stop_events(self, block: Block) -> Iterator[Event]:
         if block.kind == "thinking":
-            signature = {"type": "signature_delta", "signature": self._signature}
+            signature = {"type": "signature_delta", "signature": self.answer.request_id}
             yield {"type": "content_block_delta", "index": block.index, "delta": signature}
         yield {"type": "content_block_stop", "index": block.index}
 

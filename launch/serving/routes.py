@@ -447,10 +447,8 @@ class Api:
         return answered
 
     def _check_num_generations(self, wanted: int, param: str) -> None:
-        if wanted > self._serve.max_queue:
-            what = (
-                f"the request has {wanted} completions, but at most serve.max_queue={self._serve.max_queue} can queue"
-            )
+        if wanted > (most := self._serve.max_queue):
+            what = f"the request has {wanted} completions, but at most serve.max_queue={most} can queue"
             raise ApiError(400, what, param=param)
 
     def _executor_for(self, model: str | None) -> RequestExecutor:
@@ -560,9 +558,8 @@ def _on_api_error(request: Request, error: Exception) -> Response:
 
 def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    response = _error_response(
-        request, ApiError(error.status_code, f"{request.method} {request.url.path:.200}: {error.detail}")
-    )
+    what = f"{request.method} {request.url.path:.200}: {error.detail}"
+    response = _error_response(request, ApiError(error.status_code, what))
     response.headers.update(error.headers or {})
     return response
 
@@ -573,8 +570,5 @@ def _on_exception(request: Request, error: Exception) -> Response:
 
 def _error_response(request: Request, error: ApiError) -> Response:
     """Creates the response for an error in the format of the route's API."""
-    is_messages_api = request.url.path.startswith("/v1/messages")
-    body = (
-        error_body(error, request.state.request_log.id) if is_messages_api else error.body(request.state.request_log.id)
-    )
-    return JSONResponse(body, error.status, headers=error.headers)
+    make_body = error_body if request.url.path.startswith("/v1/messages") else ApiError.body
+    return JSONResponse(make_body(error, request.state.request_log.id), error.status, headers=error.headers)
