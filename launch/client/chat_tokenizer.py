@@ -35,20 +35,13 @@ CACHE_BYTES = 1 << 28  # of cached segments and their ids, 4 bytes per token
 MIN_CACHED_CHARS = 64  # characters; shorter segments are not cached
 MAX_CHARS_PER_TOKEN = 16  # beyond this many characters per allowed token, count tokens before encoding the whole text
 COUNT_CHARS = 1 << 14  # characters per piece of that count
-# Template variables that other request fields set, and functions that templates may call.
-RESERVED_VARIABLES = {"messages", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
-RESERVED_VARIABLES.update(TOOL_VARIABLES)
-# Parameters of transformers' `apply_chat_template`, which templates there cannot read as variables.
-RESERVED_VARIABLES |= {
-    "conversation",
-    "chat_template",
-    "continue_final_message",
-    "tokenize",
-    "padding",
-    "truncation",
-    "max_length",
-}
-RESERVED_VARIABLES |= {"return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "kwargs"}
+# Template variables that other request fields set, functions that templates may call, and parameters of transformers'
+# `apply_chat_template`, which templates there cannot read as variables.
+RESERVED_VARIABLES = {
+    "messages", "documents", "add_generation_prompt", "raise_exception", "strftime_now", *TOOL_VARIABLES,
+    "conversation", "chat_template", "continue_final_message", "tokenize", "padding", "truncation", "max_length",
+    "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "kwargs",
+}  # fmt: skip
 ACTION_LISTS = "directly-answer"  # the action of Command R's templates that asks for a text, from another prompt
 # Texts to put around special tokens: tokenizers differ in stripping spaces and adding prefixes there.
 PROBES = ("a b", " a", "a ", "\n\n", "é🙂", "1 23", "")

@@ -34,22 +34,13 @@ def make_requests(
         ApiError: 400, a token id is outside of the vocabulary, or a prompt and its answer are too long.
     """
     chat, requests = isinstance(body, Chat), []
+    shared: dict[str, Any] = {"priority": -body.priority, "cache_salt": cache_salt, "grammar": grammar}
+    shared["last_message_start"] = processed.last_message_start
     for prompt in processed.prompts:
         limit = resolve_max_tokens(body, len(prompt), None if chat else DEFAULT_MAX_TOKENS, engine_info)
         for index in range(body.n or 1):
             sampling = make_sampling_params(body, defaults, engine_info.vocab, index)
-            requests.append(
-                Request(
-                    0,
-                    prompt,
-                    limit,
-                    sampling,
-                    priority=-body.priority,
-                    cache_salt=cache_salt,
-                    last_message_start=processed.last_message_start,
-                    grammar=grammar,
-                )
-            )
+            requests.append(Request(0, prompt, limit, sampling, **shared))
     return requests
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -73,25 +74,10 @@ def fronts(ranking: Ranking, model: str) -> Figure:
         level.setdefault(tuple(np.round(step.tokens_per_s_gpu, 6)), []).append((choice, step))
     for i, ((choice, step), *others) in enumerate(level.values()):
         name = choice.name + (f" (and {len(others)} equal)" if others else "")
-        color, marker, order = COLORS[i % len(COLORS)], MARKERS[i // len(COLORS)], 3 - i / 100
-        axes.plot(
-            step.tokens_per_s_user,
-            step.tokens_per_s_gpu,
-            label=name,
-            color=color,
-            marker=marker,
-            markersize=3,
-            zorder=order,
-        )
-        axes.plot(
-            choice.tokens_per_s_user,
-            choice.tokens_per_s_gpu,
-            color=color,
-            marker="*",
-            markersize=11,
-            linestyle="none",
-            zorder=order,
-        )
+        style: dict[str, Any] = {"color": COLORS[i % len(COLORS)], "zorder": 3 - i / 100}
+        line, best = ((one.tokens_per_s_user, one.tokens_per_s_gpu) for one in (step, choice))
+        axes.plot(*line, label=name, marker=MARKERS[i // len(COLORS)], markersize=3, **style)
+        axes.plot(*best, marker="*", markersize=11, linestyle="none", **style)
     assert q.ttl_s is not None
     axes.axvline(1 / q.ttl_s, color="black", linestyle=":", label=f"ttl_ms={1e3 * q.ttl_s:g}")
     axes.plot([], [], marker="*", markersize=9, color="black", linestyle="none", label="best batch within it")

@@ -50,16 +50,12 @@ MOVES = {
     "prefix_failed_writes": ("kv_offload_tiering_write_failures", None, "writes to disk that failed"),
     "prefix_dropped": ("kv_offload_tiering_backpressure_stores_dropped", None, "stripes lost before they were stored"),
 }  # fmt: skip
+# Metrics that vLLM does not have.
 OWN = {
-    "restarts",
-    "chat_format_info",
-    "stored_responses",
-    "stored_responses_bytes",
+    "restarts", "chat_format_info", "stored_responses", "stored_responses_bytes",
+    "kv_offload_tiering_promotion_job_timeouts", "kv_offload_store_failures", "kv_offload_tiering_write_failures",
     *(name for name, _ in ENGINE.values()),
-    "kv_offload_tiering_promotion_job_timeouts",
-    "kv_offload_store_failures",
-    "kv_offload_tiering_write_failures",
-}  # vLLM does not have these
+}  # fmt: skip
 # Former names in vLLM, which some routers and dashboards still read.
 OLDER = {
     "kv_cache_usage_perc": "gpu_cache_usage_perc",

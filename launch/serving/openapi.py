@@ -13,20 +13,11 @@ from launch.client.schema_base import Schema
 
 KINDS = {"/metrics": "text/plain", "/": "text/html", "/page/{name}": "*/*"}  # routes whose responses are not JSON
 REF = "#/components/schemas/{model}"
+TEXT, TEXT_OR_NULL = {"type": "string"}, {"type": ["string", "null"]}
+ERROR_FIELDS = {"message": TEXT, "type": TEXT, "param": TEXT_OR_NULL, "code": TEXT_OR_NULL}
 ERROR = {
     "type": "object",
-    "properties": {
-        "error": {
-            "type": "object",
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        },
-        "request_id": {"type": "string"},
-    },
+    "properties": {"error": {"type": "object", "properties": ERROR_FIELDS}, "request_id": TEXT},
 }
 
 

@@ -60,7 +60,7 @@ from launch.serving.response_items import ItemReference, ItemsQuery, ResponseQue
 from launch.serving.response_store import ResponseStore
 from launch.serving.responses import ResponsesAnswer
 from launch.serving.security import ApiKeys
-from launch.serving.shared_state import FoundResponse, LocalState, NewResponse, SharedState
+from launch.serving.shared_state import FoundResponse, LocalState, NewResponse, RemoteState
 from launch.serving.streams import ClientDisconnected, EventStream, while_connected
 
 MIB = 1 << 20
@@ -113,7 +113,7 @@ class Api:
     """
 
     def __init__(
-        self, serve: ServeConfig, keys: ApiKeys, shared: SharedState | None = None, loads: LoadTable | None = None
+        self, serve: ServeConfig, keys: ApiKeys, shared: RemoteState | None = None, loads: LoadTable | None = None
     ) -> None:
         self.metrics = ServerMetrics(is_first=shared is None)
         self.engine_client = self.metrics.engine_client = EngineClient(serve.max_queue, self.metrics, loads)
@@ -122,7 +122,7 @@ class Api:
         self._serve = serve
         self._keys = keys
         self.started = int(time.time())
-        self.shared = shared or self._local_state()
+        self.shared: LocalState | RemoteState = shared or self._local_state()
 
     def _local_state(self) -> LocalState:
         store, metrics = ResponseStore(self._serve.stored_responses, self._serve.stored_mib * MIB), self.metrics.metrics

@@ -7,7 +7,6 @@ import itertools
 import logging
 import pickle
 import struct
-from abc import abstractmethod
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -47,28 +46,8 @@ class NewResponse(NamedTuple):
     response: bytes
 
 
-class SharedState:
-    """Stored responses and metrics of a server, as one of its processes sees them."""
-
-    @abstractmethod
-    async def find_response(self, owner: str | None, name: str, param: str, given: str, advice: str) -> FoundResponse:
-        """Returns a stored response; see `ResponseStore.find`."""
-
-    @abstractmethod
-    async def add_response(self, owner: str | None, new: NewResponse) -> None:
-        """Stores a response."""
-
-    @abstractmethod
-    async def delete_response(self, owner: str | None, name: str) -> None:
-        """Deletes a stored response, if it is still there."""
-
-    @abstractmethod
-    async def collect(self) -> Collected:
-        """Returns the metrics of all processes."""
-
-
-class LocalState(SharedState):
-    """The state itself, in the first process.
+class LocalState:
+    """Stored responses and metrics of a server, in its first process.
 
     Attributes:
         store: stored responses.
@@ -84,6 +63,7 @@ class LocalState(SharedState):
         self.others: Callable[[], Any] = _no_others
 
     async def find_response(self, owner: str | None, name: str, param: str, given: str, advice: str) -> FoundResponse:
+        """Returns a stored response; see `ResponseStore.find`."""
         stored = self.store.find(owner, name, param, given, advice)
         return FoundResponse(stored.conversation, stored.response)
 
@@ -93,10 +73,12 @@ class LocalState(SharedState):
         self.store.add(owner, new.name, StoredResponse(node, (*before, new.items, new.output), new.response))
 
     async def delete_response(self, owner: str | None, name: str) -> None:
+        """Deletes a stored response, if it is still there."""
         if self.store.get(owner, name) is not None:
             self.store.delete(owner, name)
 
     async def collect(self) -> Collected:
+        """Returns the metrics of all processes."""
         others = await self.others()
         return Collected([self.snapshot(), *others], self.server_metrics())
 
@@ -105,8 +87,8 @@ async def _no_others() -> list[Snapshot]:
     return []
 
 
-class RemoteState(SharedState):
-    """The first process's state, called over a channel."""
+class RemoteState:
+    """The methods of the first process's `LocalState`, called over a channel."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
