@@ -167,11 +167,9 @@ class _BalancedBody(CallBody):
                 self._is_whole = self._depth <= 0
             else:  # the end mark, before the value is whole
                 end = self._after(window, at, last)
-                return (
-                    (self._consume(window, mark.start()), None)
-                    if end is None
-                    else self._close(window, mark.start(), end)
-                )
+                if end is None:
+                    return self._consume(window, mark.start()), None
+                return self._close(window, mark.start(), end)
         return self._close_last(window, cut)
 
     def _consume(self, window: str, at: int) -> str:

@@ -174,9 +174,8 @@ class _GemmaValues:
             return self._defined(ref, resolve(ref, self._root), depth)
         for name in ("anyOf", "oneOf", "allOf"):
             if isinstance(ways := schema.get(name), list) and ways and depth:
-                return (
-                    "(" + " | ".join(self.rule(one, depth + 1) for one in ways[: 1 if name == "allOf" else None]) + ")"
-                )
+                ways = ways[:1] if name == "allOf" else ways
+                return f"({' | '.join(self.rule(one, depth + 1) for one in ways)})"
         types = schema.get("type", [] if depth else "object")
         types = types if not types or isinstance(types, list) else [types]
         if not types:

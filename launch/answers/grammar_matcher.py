@@ -98,11 +98,9 @@ class GrammarMatcher:
     @property
     def error(self) -> str | None:
         """Why the rest of the answer is unconstrained; None if there was no error."""
-        return (
-            f"the grammar cannot be followed further: {_error_message(self._matcher)}"
-            if self._matcher.is_error()
-            else None
-        )
+        if not self._matcher.is_error():
+            return None
+        return f"the grammar cannot be followed further: {_error_message(self._matcher)}"
 
     def token_bitmask(self) -> np.ndarray:
         if self._matcher.is_stopped():

@@ -82,14 +82,10 @@ def structured_output_grammar(
 
 def starts_with_think_mark(structured_output: StructuredOutput | None, chat_format: ChatFormat | None) -> bool:
     """Returns whether the constraint allows an answer that begins with the mark that opens reasoning."""
-    if (
-        structured_output is None
-        or structured_output.kind != "choice"
-        or chat_format is None
-        or chat_format.thinking_marks is None
-    ):
+    marks = None if chat_format is None else chat_format.thinking_marks
+    if marks is None or structured_output is None or structured_output.kind != "choice":
         return False
-    return any(text.lstrip().startswith(chat_format.thinking_marks[0]) for text in structured_output.value)
+    return any(text.lstrip().startswith(marks[0]) for text in structured_output.value)
 
 
 def tool_call_grammar(
@@ -166,11 +162,8 @@ def _without_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _inside_thinking(chat_format: ChatFormat, turn: str) -> bool:
-    return (
-        chat_format.thinking_marks is not None
-        and chat_format.thinking_marks[0] in turn
-        and chat_format.thinking_marks[1] not in turn
-    )
+    marks = chat_format.thinking_marks
+    return marks is not None and marks[0] in turn and marks[1] not in turn
 
 
 def _after_thinking(rules: Rules, chat_format: ChatFormat, turn: str, excluded: Collection[int], start: str) -> str:

@@ -31,21 +31,10 @@ QUESTION, THOUGHT, TEXT, RESULT = "Which lamp is on?", "The list has it.", "I lo
 NAME = "find_lamp"
 ARGUMENTS: dict[str, Any] = {"label": "0042", "rooms": ["hall", "attic"], "options": {"lit": True}}
 KINDS = {"label": "string", "rooms": "array", "options": "object"}
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": NAME,
-        "description": "Finds a lamp.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                name: {"type": kind, "description": name} | ({"items": {"type": "string"}} if kind == "array" else {})
-                for name, kind in KINDS.items()
-            },
-            "required": ["label"],
-        },
-    },
-}
+PROPERTIES: dict[str, Any] = {name: {"type": kind, "description": name} for name, kind in KINDS.items()}
+PROPERTIES["rooms"]["items"] = {"type": "string"}
+PARAMETERS = {"type": "object", "properties": PROPERTIES, "required": ["label"]}
+TOOL = {"type": "function", "function": {"name": NAME, "description": "Finds a lamp.", "parameters": PARAMETERS}}
 USER = {"role": "user", "content": QUESTION}
 IDS = "a1b2c3d4e", f"functions.{NAME}:0"  # as Mistral's templates want them, and as Kimi's do
 

@@ -165,11 +165,9 @@ class GenerationFields(SamplingFields):
                 yield make_structured_output(f"guided_{kind}", kind, value, whitespace)
         if self.structured_outputs is not None:
             yield self.structured_outputs.structured_output
-        if (
-            self.response_format is not None
-            and (structured_output := self.response_format.structured_output) is not None
-        ):
-            yield structured_output
+        wanted = None if self.response_format is None else self.response_format.structured_output
+        if wanted is not None:
+            yield wanted
 
     @property
     def structured_output(self) -> StructuredOutput | None:
@@ -379,15 +377,9 @@ class Chat(GenerationFields, Conversation):
             raise ValueError(f"tool_choice is {self.tool_choice.function.name!r:.80}, which is not in tools")
         if self.tool_choice == "required" and not names:
             raise ValueError("tool_choice=required needs tools")
-        if (
-            self.must_call_tool
-            and self.structured_output is not None
-            and self.structured_output.param != "response_format"
-        ):
-            raise ValueError(
-                f"tool_choice requires a call, but {self.structured_output.param} sets another format: send only "
-                "one of them"
-            )
+        param = None if self.structured_output is None else self.structured_output.param
+        if self.must_call_tool and param not in (None, "response_format"):
+            raise ValueError(f"tool_choice requires a call, but {param} sets another format: send only one of them")
         if self.must_call_tool and self.continue_final_message:
             raise ValueError(
                 "tool_choice requires a call, but continue_final_message continues a text: send only one of them"

@@ -42,9 +42,8 @@ def backend(count: int) -> str:
 def kernels(capability: tuple[int, int] | None) -> str:
     """Describes which kernels run on a GPU with a compute capability; None: a CPU."""
     if capability is None:
-        return "plain torch (kernels/*/reference.py)" + (
-            ", TRITON_INTERPRET=1" if os.environ.get("TRITON_INTERPRET") else ""
-        )
+        interpreted = ", TRITON_INTERPRET=1" if os.environ.get("TRITON_INTERPRET") else ""
+        return f"plain torch (kernels/*/reference.py){interpreted}"
     if capability == HOPPER:
         return "Hopper kernels and general Triton kernels"
     return "general Triton kernels (Hopper kernels need compute capability 9.0)"
@@ -66,11 +65,8 @@ def facts() -> dict[str, Any]:
         seen = torch.cuda.get_device_properties(i)
         free, total = torch.cuda.mem_get_info(i)
         reached = [j for j in range(count) if j != i and torch.cuda.can_device_access_peer(i, j)]
-        about = {
-            "name": seen.name,
-            "capability": f"{seen.major}.{seen.minor}",
-            "multiprocessors": seen.multi_processor_count,
-        }
+        about: dict[str, Any] = {"name": seen.name, "capability": f"{seen.major}.{seen.minor}"}
+        about |= {"multiprocessors": seen.multi_processor_count}
         gpus.append(about | {"free_bytes": free, "bytes": total, "reaches": reached})
     capability = torch.cuda.get_device_capability(0) if gpus else None
     try:
@@ -109,12 +105,8 @@ def show(found: dict[str, Any]) -> None:
     for name in ("collectives", "kernels", "planner", "ranks", "cpus"):
         table.add_row(name, str(found[name]))
     table.add_row("memory", f"{found['memory_bytes'] / 1e9:.1f} GB")
-    for package, text in {
-        "python": found["python"],
-        **found["versions"],
-        "cuda": found["cuda"],
-        "nccl": found["nccl"],
-    }.items():
+    packages = {"python": found["python"], **found["versions"], "cuda": found["cuda"], "nccl": found["nccl"]}
+    for package, text in packages.items():
         if text is not None:
             table.add_row(package, text)
     terminal.print(table)

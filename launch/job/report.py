@@ -87,22 +87,15 @@ class Console:
         table = Table(title=title or None)
         for name in ("layout", "ranks", "step p50", "step p90", "tok/step", "tok/s/user", "tok/s/rank"):
             table.add_column(name, justify="left" if name == "layout" else "right")
-        table.add_row(
-            str(self._layout),
-            str(self._layout.world_size),
-            _ms(measured["ttl_p50_us"]),
-            _ms(measured["ttl_p90_us"]),
-            _number(measured["tokens_per_step"]),
-            _number(measured["tokens_per_s_user"]),
-            _number(measured["tokens_per_s_gpu"]),
-        )
+        times = [_ms(measured[key]) for key in ("ttl_p50_us", "ttl_p90_us")]
+        rates = [_number(measured[key]) for key in ("tokens_per_step", "tokens_per_s_user", "tokens_per_s_gpu")]
+        table.add_row(str(self._layout), str(self._layout.world_size), *times, *rates)
         self._terminal.print(table)
         if measured["speculation"] is not None:
             self._terminal.print(_speculation_table(measured["speculation"]))
         held = Table("rank", "KV tokens", "KV bytes", title="peak KV cache use")
-        for rank, (tokens, size) in enumerate(
-            zip(measured["kv_tokens_per_rank"], measured["kv_bytes_per_rank"], strict=True)
-        ):
+        by_rank = zip(measured["kv_tokens_per_rank"], measured["kv_bytes_per_rank"], strict=True)
+        for rank, (tokens, size) in enumerate(by_rank):
             held.add_row(str(rank), f"{tokens:,}", f"{size:,}")
         self._terminal.print(held)
 
