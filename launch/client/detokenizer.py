@@ -129,10 +129,8 @@ class IncrementalDetokenizer:
             self._released.append(ready)
             return ready, True
         keep = max((_overlap(self._held_text, stop) for stop in self._stop), default=0)
-        ready, self._held_text = (
-            self._held_text[: len(self._held_text) - keep],
-            self._held_text[len(self._held_text) - keep :],
-        )
+        end = len(self._held_text) - keep
+        ready, self._held_text = self._held_text[:end], self._held_text[end:]
         self._released.append(ready)
         return ready, False
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from launch.client import errors
 from launch.client.chat_history import EFFORT_VARIABLES, THINKING_SWITCHES
 from launch.client.errors import ApiError
 from launch.client.request_fields import MESSAGES
@@ -26,14 +27,7 @@ from launch.client.schemas import (
 from launch.serving.content_blocks import Block, BlockAnswer, Event
 
 ENDS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-KINDS = {
-    401: "authentication_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    500: "api_error",
-    503: "overloaded_error",
-}
+KINDS = errors.KINDS | {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
 # Text that clients put at the beginning of the system message for Anthropic's servers. It differs in each request, so
 # that no prompt would have the prefix of an earlier one.
 CLIENT_HEADER = re.compile(r"x-anthropic-[\w-]+:[^\n]*\n*")
