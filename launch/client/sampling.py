@@ -90,18 +90,13 @@ def resolve_max_tokens(request: GenerationFields, prompt: int, unset: int | None
     requested = getattr(request, "max_completion_tokens", None) or request.max_tokens
     new = requested or 1  # the engine samples at least one token; an answer of none leaves it out
     capacity = engine_info.max_length
-    fits = prompt + new <= engine_info.context
-    limit, what = (
-        (capacity, "the KV cache's capacity (kv.tokens)") if fits else (engine_info.context, "the model's context")
-    )
     if prompt == 0:
         raise ApiError(400, EMPTY_PROMPT, param="prompt")
-    if prompt + new > capacity:
-        total = f"the prompt's {prompt} tokens and {new} new tokens are {prompt + new}"
-        raise ApiError(
-            400,
-            f"{total}, which exceed {what} of {limit} tokens",
-            param="messages" if hasattr(request, "messages") else "prompt",
-            code="context_length_exceeded",
-        )
+    if (total := prompt + new) > capacity:
+        limit = f"the KV cache's capacity (kv.tokens) of {capacity}"
+        if total > engine_info.context:
+            limit = f"the model's context of {engine_info.context}"
+        what = f"the prompt's {prompt} tokens and {new} new tokens are {total}, which exceed {limit} tokens"
+        param = "messages" if hasattr(request, "messages") else "prompt"
+        raise ApiError(400, what, param=param, code="context_length_exceeded")
     return min(unset or capacity, capacity - prompt) if requested is None else new

@@ -69,22 +69,18 @@ class ResponseFormat(Schema):
         return self
 
     def _tags(self) -> StructuralTags:
-        given = {"structures": self.structures, "triggers": self.triggers, "format": self.format}
-        return parse_structural_tags(
-            "response_format", {name: value for name, value in given.items() if value is not None}
-        )
+        names = "structures", "triggers", "format"
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return parse_structural_tags("response_format", given)
 
     @property
     def structured_output(self) -> StructuredOutput | None:
-        param = "response_format"
-        match self.type:
-            case "text":
-                return None
-            case "structural_tag":
-                return StructuredOutput(param, "structural_tag", self._tags().tags)
-        return StructuredOutput(
-            param, "json", {"type": "object"} if self.json_schema is None else self.json_schema["schema"]
-        )
+        if self.type == "text":
+            return None
+        if self.type == "structural_tag":
+            return StructuredOutput("response_format", self.type, self._tags().tags)
+        schema = {"type": "object"} if self.json_schema is None else self.json_schema["schema"]
+        return StructuredOutput("response_format", "json", schema)
 
 
 class StructuredOutputs(Schema):
@@ -122,9 +118,8 @@ class StructuredOutputs(Schema):
             whitespace = {"whitespace_flexible": False}
         elif self.whitespace_pattern is not None:
             whitespace = {"whitespace_pattern": self.whitespace_pattern}
-        return make_structured_output(
-            f"structured_outputs.{kind}", kind, value, whitespace, self.disable_additional_properties
-        )
+        param = f"structured_outputs.{kind}"
+        return make_structured_output(param, kind, value, whitespace, self.disable_additional_properties)
 
 
 def make_structured_output(

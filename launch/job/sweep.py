@@ -31,9 +31,8 @@ def sweep(points: Sequence[Point], directory: Path, line: CommandLine, program: 
         ValueError: all points have the same error.
     """
     check(points)
-    return run_all(
-        points, directory, replace(program, command=(*program.command, *CommandLine([], line.options).arguments))
-    )
+    options = CommandLine([], line.options).arguments
+    return run_all(points, directory, replace(program, command=(*program.command, *options)))
 
 
 def check(points: Sequence[Point]) -> None:

@@ -218,12 +218,7 @@ class ServerMetrics(Observer):
         self.metrics = metrics = Metrics()
         requests = metrics.requests
         metrics.watch("num_requests_waiting", "requests in the queue", lambda: self.engine_client.waiting, requests)
-        metrics.watch(
-            "num_requests_running",
-            "requests admitted and not finished",
-            lambda: len(self.engine_client.generations) - self.engine_client.waiting,
-            requests,
-        )
+        metrics.watch("num_requests_running", "requests admitted and not finished", self._num_running, requests)
         server = metrics.server
         metrics.watch("kv_cache_usage_perc", "share of the pages that sequences hold, 0 to 1", self._usage, server)
         for key, (name, what) in ENGINE.items():
@@ -288,6 +283,9 @@ class ServerMetrics(Observer):
     def on_restart(self) -> None:
         self.metrics.restarts.inc()
 
+    def _num_running(self) -> int:
+        return len(self.engine_client.generations) - self.engine_client.waiting
+
     def _usage(self) -> float:
         return self.engine_client.stats.get("pages_used", 0) / (self.engine_client.stats.get("pages", 0) or 1)
 
@@ -299,7 +297,7 @@ class ServerMetrics(Observer):
         """Returns this process's requests, their prompt tokens in the queue, tokens per second, and prefix hits."""
         generations = self.engine_client.generations.values()
         return {
-            "running": len(generations) - self.engine_client.waiting,
+            "running": self._num_running(),
             "waiting": self.engine_client.waiting,
             "waiting_tokens": sum(len(one.request.prompt) for one in generations if one.is_waiting),
             "rate": self.rate,
