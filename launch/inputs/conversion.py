@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
@@ -43,7 +44,9 @@ def convert(file: Path, directory: Path, dtype: str, sampling: Mapping[str, floa
     stored = model.dtype if dtype == "auto" else getattr(torch, dtype)
     name = str(stored).removeprefix("torch.")
     size = sum(torch.Size(shape).numel() for shape in model.shapes.values()) * stored.itemsize
-    new = directory.absolute().with_name(f".helix-{uuid.uuid4().hex}")
+    target = Path(os.path.realpath(directory))
+    fills = target.exists()  # a mount point cannot be replaced, and the caller's own directory must not be
+    new = (target if fills else target.parent) / f".helix-{uuid.uuid4().hex}"
     try:
         new.parent.mkdir(parents=True, exist_ok=True)
         if (free := shutil.disk_usage(new.parent).free) < size + REST_BYTES:
@@ -55,7 +58,12 @@ def convert(file: Path, directory: Path, dtype: str, sampling: Mapping[str, floa
             _write_json(new / "generation_config.json", generation_config(model.metadata, sampling))
             tokenizer.save_pretrained(new)
             _write_weights(new, model, stored, console)
-            new.rename(directory)  # replaces an empty directory
+            if fills:
+                for path in new.iterdir():
+                    path.rename(target / path.name)
+                new.rmdir()
+            else:
+                new.rename(target)
         except BaseException:
             shutil.rmtree(new, ignore_errors=True)
             raise
@@ -87,6 +95,7 @@ def _write_weights(directory: Path, model: GGUFModel, dtype: torch.dtype, consol
     for number, shard in enumerate(_shards(read), 1):
         file = f"model-{number:05}.safetensors"
         save_file(shard, directory / file, {"format": "pt"})
+        shutil.copymode(directory / "config.json", directory / file)  # safetensors creates files for their owner alone
         files |= dict.fromkeys(shard, file)
     if number == 1:
         (directory / file).rename(directory / SINGLE)

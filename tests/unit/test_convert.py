@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
+import stat
 import struct
 import sys
 import unicodedata
@@ -486,9 +488,22 @@ def test_files_and_directories_that_do_not_fit(tmp_path: Path, capsys: pytest.Ca
     ):
         assert words in refused(capsys, *map(str, arguments))
     assert not Path(out).exists()
-    Path(out).mkdir()
-    convert.main([str(file), out])
-    assert (Path(out) / "config.json").exists(), "an empty directory is filled"
+
+
+@pytest.mark.parametrize("umask, mode", [(0o022, 0o644), (0o077, 0o600)])
+def test_an_empty_directory_is_filled(umask: int, mode: int, tmp_path: Path) -> None:
+    """It stays the directory that it was: others may have mounted it, linked to it or be in it."""
+    write(tmp_path / "x.gguf", "llama")
+    (tmp_path / "real").mkdir()
+    (tmp_path / "out").symlink_to("real")
+    before, others = (tmp_path / "real").stat().st_ino, os.umask(umask)
+    try:
+        out = converted(tmp_path)
+    finally:
+        os.umask(others)
+    assert (tmp_path / "real").stat().st_ino == before and out.is_symlink()
+    assert {stat.S_IMODE(file.stat().st_mode) for file in out.iterdir()} == {mode}
+    assert {"config.json", "tokenizer.json", "model.safetensors"} <= {file.name for file in out.iterdir()}
 
 
 def test_a_disk_that_is_full(
