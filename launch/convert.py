@@ -48,9 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         import_module("launch.inputs.conversion").convert(Path(file), Path(directory), dtype, sampling)
     except ValueError as error:
         sys.exit(f"error: {' '.join(str(error).split())}")
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
 
 
 if __name__ == "__main__":
+    for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda number, _: sys.exit(128 + number))  # so that unfinished files are removed
     main()

@@ -8,6 +8,7 @@ import os
 import shutil
 import stat
 import struct
+import subprocess
 import sys
 import unicodedata
 from collections.abc import Callable
@@ -504,6 +505,22 @@ def test_an_empty_directory_is_filled(umask: int, mode: int, tmp_path: Path) -> 
     assert (tmp_path / "real").stat().st_ino == before and out.is_symlink()
     assert {stat.S_IMODE(file.stat().st_mode) for file in out.iterdir()} == {mode}
     assert {"config.json", "tokenizer.json", "model.safetensors"} <= {file.name for file in out.iterdir()}
+
+
+ENDED = """
+import os, runpy, signal, sys
+sys.argv[0] = "-m"
+from launch.inputs import conversion
+conversion.save_file = lambda *_: os.kill(os.getpid(), signal.{})
+runpy.run_module("launch.convert", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("name, code", [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
+def test_signals_leave_nothing_behind(name: str, code: int, tmp_path: Path) -> None:
+    write(tmp_path / "x.gguf", "llama")
+    ended = subprocess.run([sys.executable, "-c", ENDED.format(name), tmp_path / "x.gguf", tmp_path / "out"])
+    assert ended.returncode == code and [file.name for file in tmp_path.iterdir()] == ["x.gguf"]
 
 
 def test_a_disk_that_is_full(
