@@ -95,7 +95,7 @@ class PromptFile(Sequence[PromptLine]):
                     if line.strip():
                         prompt = self._read(line, len(keys), number, begin)
                         self._offsets.append(begin)
-                        keys.append(hash(prompt.id))
+                        keys.append(_hash(prompt.id))
                         numbers.append(number)
                         self._update_stats(prompt)
                     begin += len(line)
@@ -164,6 +164,10 @@ class PromptFile(Sequence[PromptLine]):
         self.has_text |= prompt.ids is None
         self.has_bodies |= prompt.body is not None
         self.has_unlimited |= limit is None and prompt.url is not None and prompt.schema is Chat
+
+
+def _hash(name: str | int) -> int:
+    return hash((name, str(name)))  # of integers alone -1 and -2 collide, and 0 and 2**61 - 1
 
 
 def _parse(line: str, index: int) -> PromptLine:
@@ -316,7 +320,7 @@ def existing_results(config: Config, prompts: Sequence[PromptLine]) -> np.ndarra
     if not config.decode.resume:
         raise ValueError(f"{name} exists: set decode.resume=true to keep its results and run the rest, or move it away")
     digests = RequestDigests(config)
-    known = np.fromiter(((hash(p.id), int(digests.digest(p), 16)) for p in prompts), np.dtype("q,Q"), len(prompts))
+    known = np.fromiter(((_hash(p.id), int(digests.digest(p), 16)) for p in prompts), np.dtype("q,Q"), len(prompts))
     order = np.argsort(known["f0"], kind="stable")
     keys = known["f0"][order]
     with path.open("rb") as file:
@@ -325,13 +329,13 @@ def existing_results(config: Config, prompts: Sequence[PromptLine]) -> np.ndarra
             begin, end = end, end + len(text)
             try:
                 key, request, served = _read_line(parse_json(text.decode()))
-                at = int(np.searchsorted(keys, hash(key)))
+                at = int(np.searchsorted(keys, _hash(key)))
             except (ValueError, TypeError, KeyError):
                 torn = not text.endswith(b"\n") and any(_is_torn(text, prompt.id) for prompt in prompts)
                 if text == b"\n" or torn:
                     continue
                 raise ValueError(f"{name}, line {number}, is not a result: move the file away") from None
-            if at == len(keys) or keys[at] != hash(key):
+            if at == len(keys) or keys[at] != _hash(key):
                 raise ValueError(f"{name} has a result {key!r}, but decode.prompts has no such id: move the file away")
             if request != f"{known['f1'][order[at]]:016x}":
                 raise ValueError(

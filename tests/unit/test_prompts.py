@@ -100,6 +100,18 @@ def test_lines_come_as_requests_finish_and_are_ordered_at_the_end(tmp_path: Path
     assert list(lines[1]) == keys and list(lines[0]) == [*keys, "reason"]
 
 
+def test_ids_with_the_same_hash_are_different(tmp_path: Path) -> None:
+    asked = Config(decode=DecodeConfig(output=str(tmp_path / "out.jsonl")))
+    names = prompts(-1, -2, 0, (1 << 61) - 1, "0")
+    assert hash(-1) == hash(-2)
+    results = begun(asked, names)
+    for prompt in names:
+        results.add(*output(prompt.id))
+    results.close()
+    again = begun(replace(asked, decode=replace(asked.decode, resume=True)), names)
+    assert [*again.remaining] == []
+
+
 def test_results_of_block_sparse_attention_say_so_and_are_no_others(tmp_path: Path) -> None:
     """What decides which keys are read, and how they are rounded, is part of a request's digest; the rest is not."""
     path = tmp_path / "out.jsonl"
