@@ -85,6 +85,13 @@ def points(line: CommandLine, directory: Path | None = None) -> list[SweepPoint]
         raise ValueError(f"hydra/sweeper={other.pop()} is not supported: it chooses points by results")
     if not found:
         raise ValueError("the sweep has no points: it has no values, or hydra/launcher runs them in other processes")
+    numbers: dict[Path, int] = {}  # of points, by directory
+    for number, (_, _, place, _) in enumerate(found):
+        if (first := numbers.setdefault(place, number)) != number:
+            raise ValueError(
+                f"points {first} and {number} have the same directory, {place}: add ${{hydra.job.num}} to "
+                "hydra.sweep.subdir"
+            )
     return [SweepPoint(texts, _as_config(config, line.settings), *places) for texts, config, *places in found]
 
 
