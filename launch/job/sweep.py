@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -46,12 +46,29 @@ def check(points: Sequence[Point]) -> None:
             point.status, point.reason = "skipped", reason
             continue
         try:
-            prepare_run(point.config, point.job_kind)
+            if prepare_run(point.config, point.job_kind).finished:  # its record is not replaced
+                _check_settings(point.config)
         except ValueError as error:
             point.status, point.reason = "failed", str(error)
     tried = [point for point in points if point.status != "skipped"]
     if len({point.reason for point in tried}) == 1 and tried[0].status == "failed":
         raise ValueError(tried[0].reason)
+
+
+def _check_settings(config: Config) -> None:
+    """Raises ValueError if the existing record is of other settings; files may have moved."""
+    path = Path(str(config.record))
+    if not path.exists():
+        return
+    theirs, ours = json.loads(path.read_text())["config"], json.loads(json.dumps(asdict(config)))
+    for one in (theirs, ours):
+        one["record"] = None
+        one["decode"] |= {"output": None, "resume": None}
+    if theirs != ours:
+        raise ValueError(
+            f"decode.output={config.decode.output} already has all results, and {path.name} has measurements of other "
+            "settings: choose another hydra.sweep.dir"
+        )
 
 
 def run(point: Point, program: Program = RUNTIME) -> int:

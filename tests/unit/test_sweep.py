@@ -5,11 +5,15 @@ from __future__ import annotations
 import csv
 import json
 import re
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.program import PROGRAM
+from launch.client.answer import CompletionOutput, RequestOutput
+from launch.inputs.files import RECORD_KEYS
+from launch.inputs.prompt_files import PromptFile, ResultFile
 from launch.inputs.sweep_points import Point
 from launch.job import spawn
 from launch.job.sweep import check, run
@@ -37,6 +41,27 @@ def test_a_mistake_of_all_points_ends_the_sweep(tmp_path: Path) -> None:
     assert found[0].status == "skipped" and "1000000000 ranks, but this host runs at most" in found[0].reason
     check(found := points(tmp_path, "layout.tpa=3"))
     assert found[0].status == "skipped"
+
+
+def test_complete_results_need_a_record_of_the_same_settings(tmp_path: Path) -> None:
+    """Results do not depend on the layout, but measurements do."""
+    found = points(tmp_path, "layout.kvp=1", "layout.kvp=2")
+    for point in found:
+        point.config.decode.output, point.config.record = str(tmp_path / "out.jsonl"), str(tmp_path / "record.json")
+        point.config.decode.resume = True
+    prompts = PromptFile(tmp_path / "p.jsonl")
+    results = ResultFile(found[0].config, prompts)
+    for prompt in results.remaining:
+        results.add(prompt.id, RequestOutput(3, 0, (CompletionOutput("x", (4,), "length"),), None))
+    results.close()
+    earlier = compose_config("layout.kvp=1", f"decode.prompts={tmp_path}/p.jsonl", "decode.output=moved.jsonl")
+    (tmp_path / "record.json").write_text(json.dumps(dict.fromkeys(RECORD_KEYS) | {"config": asdict(earlier)}))
+    check(found)
+    assert [point.status for point in found] == ["waiting", "failed"]
+    assert "out.jsonl already has all results, and record.json has measurements of other settings" in found[1].reason
+    (tmp_path / "record.json").unlink()
+    check(found := [replace(found[1], status="waiting", reason="")])
+    assert found[0].status == "waiting"
 
 
 @pytest.mark.parametrize("code, status, ttls", [(0, "ok", [5.0, None]), (1, "failed", [None])])
