@@ -222,6 +222,8 @@ class LLM:
         if wrong := [name for name in options if name not in CALL_OPTIONS]:
             raise ValueError(unknown_message(wrong[0], CALL_OPTIONS))
         fields = with_defaults(options, self._config.decode)
+        if isinstance(limit := fields["max_tokens"], Integral) and limit < 1:  # over HTTP a completion may have 0
+            raise ValueError(f"max_tokens={limit} must be at least 1")
         if "schema" in fields:
             named = {"name": "answer", "schema": fields.pop("schema")}
             fields["response_format"] = {"type": "json_schema", "json_schema": named}

@@ -107,6 +107,9 @@ def test_options_are_those_of_the_settings_where_they_are_unset(demo: LLM) -> No
         demo.generate("x = ", schema={"type": "nothing"})
     with pytest.raises(ValueError, match=r"max_new_tokens is unknown; known: max_tokens, .*did you mean max_tokens"):
         demo.generate(PYTHON, max_new_tokens=3)
+    for wrong in (0, -1):
+        with pytest.raises(ValueError, match=r"max_tokens=.* must be at least 1"):
+            demo.generate(PYTHON, max_tokens=wrong)
 
 
 FORKS = """
