@@ -299,13 +299,17 @@ def read_defaults(path: str | None) -> dict[str, Any]:
     Raises:
         ValueError: the file cannot be read, or a value would be invalid in a request.
     """
-    content = _generation_config(path)
+    return sampling_defaults(_generation_config(path), f"{path}/generation_config.json")
+
+
+def sampling_defaults(content: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Returns the sampling defaults in a `generation_config.json`'s content; raises ValueError as `read_defaults`."""
     names = (name for name, option in OPTIONS.items() if option.from_checkpoint)
     found = {name: content[name] for name in names if content.get(name) is not None}
     try:
         parse_body(Completion, json.dumps({"prompt": ""} | found).encode())
     except ApiError as error:
-        raise ValueError(f"{path}/generation_config.json: {error.message}") from error
+        raise ValueError(f"{where}: {error.message}") from error
     return found
 
 

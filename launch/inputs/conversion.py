@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from helix.models.checkpoint import INDEX, SINGLE
+from launch.client.chat_tokenizer import sampling_defaults
 from launch.inputs.gguf import GGUFModel, generation_config, read_gguf
 from launch.inputs.gguf_tokenizer import make_tokenizer
 
@@ -41,6 +42,8 @@ def convert(file: Path, directory: Path, dtype: str, sampling: Mapping[str, floa
     with console.status(f"reading {file}"):
         model = read_gguf(file)
         tokenizer = _tokenizer(model)
+    generation = generation_config(model.metadata, sampling)
+    sampling_defaults(generation, f"{file}: sampling defaults")
     stored = model.dtype if dtype == "auto" else getattr(torch, dtype)
     name = str(stored).removeprefix("torch.")
     size = sum(torch.Size(shape).numel() for shape in model.shapes.values()) * stored.itemsize
@@ -55,7 +58,7 @@ def convert(file: Path, directory: Path, dtype: str, sampling: Mapping[str, floa
         new.mkdir()
         try:
             _write_json(new / "config.json", model.config | {"dtype": name})
-            _write_json(new / "generation_config.json", generation_config(model.metadata, sampling))
+            _write_json(new / "generation_config.json", generation)
             tokenizer.save_pretrained(new)
             _write_weights(new, model, stored, console)
             if fills:

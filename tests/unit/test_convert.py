@@ -486,6 +486,8 @@ def test_files_and_directories_that_do_not_fit(tmp_path: Path, capsys: pytest.Ca
         ((file,), "expected FILE.gguf DIR"),
         ((file, out, "dtype=int8"), "dtype=int8 must be one of auto, float32"),
         ((file, out, "dtyp=float32"), "dtyp is unknown"),
+        ((file, out, "temperature=-1"), "x.gguf: sampling defaults: temperature=-1.0: Input should be greater"),
+        ((file, out, "min_p=nan"), "min_p=nan"),
     ):
         assert words in refused(capsys, *map(str, arguments))
     assert not Path(out).exists()
