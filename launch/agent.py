@@ -97,7 +97,12 @@ def wait_for_agents(store: dist.Store, config: LaunchConfig) -> None:
     """
     nodes, local = config.max_nodes, socket.gethostname()
     store = dist.PrefixStore(f"helix/{config.run_id}/agents", store)
-    store.set(str(store.add("count", 1)), f"{nodes} {local}")
+    store.set(str(mine := store.add("count", 1)), f"{nodes} {local}")
+    if mine > nodes:
+        LOG.warning(
+            "%d agents have joined as RUN=%s, more than NODES=%d: only so many will have a part in the job",
+            *(mine, config.run_id, nodes),
+        )
     end = time.monotonic() + JOIN_S
     while True:
         count = store.add("count", 0)
@@ -179,6 +184,14 @@ def main(arguments: Sequence[str], environment: Mapping[str, str], program: Prog
         return 1
     except RuntimeError as error:
         print_error(error)
+        return 1
+    except AttributeError as error:
+        if error.name != "is_failed":
+            raise
+        print_error(  # torch has no result for an agent without a part in the job
+            f"{where}: the job ended without this agent: NODES={config.max_nodes} others had joined as "
+            f"RUN={config.run_id}; set NODES to the number of hosts, the same on all"
+        )
         return 1
     except ChildFailedError as error:
         return max(error.get_first_failure()[1].exitcode, 1)

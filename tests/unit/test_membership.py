@@ -192,6 +192,21 @@ def test_agents_run_once_all_are_there_with_the_same_number_of_hosts(
     assert all(line in output for line in words), output
 
 
+def test_an_agent_too_many_says_so(
+    launched: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torch runs as many as it waits for, and returns None to the others once the job has ended."""
+
+    def launch(*_: Any) -> Any:
+        return None.is_failed()  # type: ignore[attr-defined]
+
+    assert agent.main([], *agents(1)) == 0
+    monkeypatch.setattr(agent, "elastic_launch", lambda config, program: launch)
+    assert agent.main([], *agents(1)) == 1
+    error = "error: ENDPOINT=localhost:1: the job ended without this agent: NODES=1 others had joined as RUN=helix; "
+    assert error in capsys.readouterr().err
+
+
 def test_agents_do_not_wait_for_ever(
     launched: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
