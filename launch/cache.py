@@ -44,12 +44,15 @@ def describe(model: Path) -> str:
     """Returns the checkpoint, the settings and the bytes on disk of a model's prefixes."""
     found = read_json(model / DESCRIPTION)
     size = sum(file.stat().st_blocks * 512 for file in model.rglob("*.seg"))
-    dtype, append_block, page = found["kv"]
-    layout = found["layout"]
-    return (
-        f"{found['path'] or 'random weights'}, {layout['mode']} {layout['kvp']}x{layout['tpa']}, kv.dtype={dtype}, "
-        f"kv.append_block={append_block}, kv.page_size={page}: {size / 1e9:.2f} GB"
-    )
+    try:
+        dtype, append_block, page = found["kv"]
+        layout = found["layout"]
+        return (
+            f"{found['path'] or 'random weights'}, {layout['mode']} {layout['kvp']}x{layout['tpa']}, kv.dtype={dtype}, "
+            f"kv.append_block={append_block}, kv.page_size={page}: {size / 1e9:.2f} GB"
+        )
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"{model / DESCRIPTION} does not describe prefixes: move {model} away") from None
 
 
 def clear(model: Path) -> str:

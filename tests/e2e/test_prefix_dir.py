@@ -102,6 +102,17 @@ def test_a_restarted_job_finds_them(
     assert capsys.readouterr().out.endswith("GB, deleted\n") and not [*folder.iterdir()]
 
 
+@pytest.mark.parametrize("content", ["{}", '{"kv": [1], "layout": {}, "path": null}'])
+def test_directories_of_others_are_left_alone(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (rank := tmp_path / "theirs" / "0").mkdir(parents=True)
+    (rank / "lock").touch()
+    (tmp_path / "theirs" / cache.DESCRIPTION).write_text(content)
+    for what in ("list", "clear"):
+        with pytest.raises(SystemExit, match=r"error: .*theirs/identity\.json does not describe prefixes: move "):
+            cache.main([what, str(tmp_path)])
+    assert (rank / "lock").exists()
+
+
 @pytest.mark.parametrize("family", ["qwen3-next", pytest.param("gpt-oss", marks=SLOW)])
 def test_states_and_windows_outlive_a_restart(family: str, tmp_path: Path) -> None:
     """Their snapshots are found with the prefix; without them all of it is computed again."""
