@@ -18,6 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from helix import log
 from helix.log import print_error
 from helix.rank_info import max_ranks
 from launch.inputs import command_parser, compose
@@ -25,7 +26,7 @@ from launch.inputs.job_kinds import RUNTIME, Program
 from launch.job.membership import deadline
 from launch.job.spawn import INTERRUPTED
 
-LOG = logging.getLogger(f"helix.{__name__}")
+LOG = logging.getLogger("helix.launch.agent")  # also as __main__
 ANSWER_S = 30  # for the first agent's host to respond
 JOIN_S = 300  # for all agents to join
 POLL_S = 0.5  # interval of polling the number of agents
@@ -200,4 +201,5 @@ def main(arguments: Sequence[str], environment: Mapping[str, str], program: Prog
 
 
 if __name__ == "__main__":
+    log.configure()
     sys.exit(main(sys.argv[1:], os.environ))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -213,6 +214,18 @@ def test_agents_do_not_wait_for_ever(
     monkeypatch.setattr(agent, "time", SimpleNamespace(monotonic=count(step=100).__next__, sleep=lambda seconds: None))
     assert [agent.main([], given) for given in agents(3, 3)] == [1, 1] and launched == []
     assert "localhost:1: 2 of NODES=3 agents joined within 300 s as RUN=helix" in capsys.readouterr().err
+
+
+def test_an_agent_says_for_what_it_waits() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    given = os.environ | {"ENDPOINT": endpoint, "NODES": "2", "RANKS": "1"}
+    command = [sys.executable, "-m", "launch.agent"]
+    with subprocess.Popen(command, cwd=ROOT, env=given, stderr=subprocess.PIPE, text=True) as waiting:
+        assert waiting.stderr is not None
+        line = waiting.stderr.readline()
+        waiting.kill()
+    assert f"helix.launch.agent: ENDPOINT={endpoint}: waiting for 2 agents" in line
 
 
 def test_a_port_on_which_no_agent_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
