@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousTimeoutError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from helix import log
@@ -177,11 +177,14 @@ def main(arguments: Sequence[str], environment: Mapping[str, str], program: Prog
     except (KeyboardInterrupt, SignalException):
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    except RendezvousError:
+    except RendezvousTimeoutError:
         print_error(
             f"{where}: not all NODES={config.max_nodes} agents joined as RUN={config.run_id}: start one on each host, "
             "with the same RUN"
         )
+        return 1
+    except RendezvousError:
+        print_error(f"{where}: another agent of RUN={config.run_id} has ended, or its host is gone: see its output")
         return 1
     except RuntimeError as error:
         print_error(error)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 
 from comm.emulated import EmulatedTransport
 from helix.devices import COMMUNICATORS, EMULATED_LINK, choose_backend, gpu_facts
@@ -193,19 +194,31 @@ def test_agents_run_once_all_are_there_with_the_same_number_of_hosts(
     assert all(line in output for line in words), output
 
 
-def test_an_agent_too_many_says_so(
-    launched: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "error, words",
+    [
+        # torch runs as many agents as it waits for, and returns None to the others once the job has ended.
+        (
+            AttributeError(name="is_failed"),
+            "the job ended without this agent: NODES=1 others had joined as RUN=",
+        ),
+        (RendezvousTimeoutError(), "not all NODES=1 agents joined as RUN=helix: start one on each host"),
+        (RendezvousConnectionError(), "another agent of RUN=helix has ended, or its host is gone"),
+    ],
+)
+def test_what_torch_raises_is_one_line(
+    error: Exception,
+    words: str,
+    launched: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """torch runs as many as it waits for, and returns None to the others once the job has ended."""
-
     def launch(*_: Any) -> Any:
-        return None.is_failed()  # type: ignore[attr-defined]
+        raise error
 
-    assert agent.main([], *agents(1)) == 0
     monkeypatch.setattr(agent, "elastic_launch", lambda config, program: launch)
     assert agent.main([], *agents(1)) == 1
-    error = "error: ENDPOINT=localhost:1: the job ended without this agent: NODES=1 others had joined as RUN=helix; "
-    assert error in capsys.readouterr().err
+    assert f"error: ENDPOINT=localhost:1: {words}" in capsys.readouterr().err
 
 
 def test_agents_do_not_wait_for_ever(
