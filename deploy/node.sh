@@ -10,7 +10,9 @@ cd "$(dirname "$0")/.."
 export NODES="${NODES:-${LWS_GROUP_SIZE:-${SLURM_NNODES:-2}}}"
 export ENDPOINT="${ENDPOINT:-${LWS_LEADER_ADDRESS:?set ENDPOINT=HOST:PORT of the first node}:29500}"
 node="${NODE:-${LWS_WORKER_INDEX:-${SLURM_NODEID:?set NODE, the number of this node, from 0}}}"
-socket="$(mktemp -d)/helix.sock"
+directory="$(mktemp -d)"
+trap 'rm -rf "$directory"' EXIT
+socket="$directory/helix.sock"
 root="$("${PYTHON:-python3}" -c 'import helix; print(helix.ROOT)')" # a wheel has `launch` off Python's path
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 

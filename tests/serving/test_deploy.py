@@ -205,6 +205,7 @@ def test_of_a_node_s_processes_one_takes_the_other_along(
     assert process.wait(60) == code and process.stdout.read() == ""
     assert [line[0] for line in lines] == starts and all(line[1:3] == ["3", "pod-0:29500"] for line in lines)
     assert lines[0][3] == "layout.kvp=2" and lines[0][4].startswith("serve.socket=")
+    assert not Path(lines[0][4].partition("=")[2]).parent.exists(), "the socket's directory is removed"
     if node == 0:
         assert lines[1][3:] == ["serve", "layout.kvp=2", lines[0][4].replace("serve.socket", "serve.attach")]
 
