@@ -39,12 +39,13 @@ class PromptsTerminal:
         self._streams = streams
         self._bar: Progress | None = None
         self._task: TaskID | None = None
+        self._prefilled = False
         self._counted = time.monotonic()
         self._text = SequentialOutput(lambda text: self.console.out(strip_control(text), end="", highlight=False))
 
     def prefill(self, done: int, total: int) -> None:
-        """Shows the prefill progress of admitted prompts, until prefill ends or an answer begins."""
-        if self._text.started or (self._bar is None and not done):
+        """Shows the prefill progress of admitted prompts until an answer begins; only the first full bar stays."""
+        if self._text.started or (self._bar is None and done in (0, total)):
             return
         if self._bar is None:
             self._bar = new_bar(self.console)
@@ -53,7 +54,8 @@ class PromptsTerminal:
         assert self._task is not None
         self._bar.update(self._task, completed=done, total=total)
         if done == total:
-            self._end_bar(done=True)
+            self._end_bar(done=not self._prefilled)
+            self._prefilled = True
 
     def show(self, name: str | int, text: str, ended: bool) -> None:
         if self._streams:

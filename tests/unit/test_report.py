@@ -55,6 +55,9 @@ def test_no_bar_is_left_behind_that_is_not_full(
     shown.prefill(8192, 8222)
     shown.show("a", "one \x1b[2J", False)
     shown.prefill(8222, 8222)
+    shown.prefill(8222, 8222)  # asked five times a second until the run ends
+    shown.prefill(8222, 9000)
+    shown.prefill(9000, 9000)
     shown.show("b", "two", False)
     lines = screen(capsys.readouterr().out)
     bars = [line for line in lines if line.startswith("prefill")]
