@@ -342,8 +342,8 @@ def _planned_layout(q: PlanQuery, step: StepCost, i: int, options: Options) -> P
 
 def _longest_context(q: PlanQuery, step: StepCost, i: int, room_bytes: float, options: Options) -> int:
     # On the fullest rank: the inverse of `memory_of`.
+    point = step.points[np.array([i])]
     if options.offload is not None:  # of two memories
-        point = step.points[np.array([i])]
 
         def lacks(length: int) -> bool:
             memory = memory_of(q.spec, q.hardware, point, length, options)
@@ -352,9 +352,17 @@ def _longest_context(q: PlanQuery, step: StepCost, i: int, room_bytes: float, op
         return bisect_left(range(1, q.spec.max_positions + 1), True, key=lacks)
     block, page = options.append_block, options.page_size
     cycle = block * int(step.points.kvp[i])
-    paged_tokens = -(-(-(-(q.context + options.step_tokens) // cycle) * block) // page) * page
-    page_bytes = step.memory.kv_bytes[i] / paged_tokens * page
-    return int(room_bytes / page_bytes) * page // block * cycle - options.step_tokens
+
+    def pages(length: int) -> int:
+        return -(-(-(-(length + options.step_tokens) // cycle) * block) // page)
+
+    longer = q.context + max(cycle, page * cycle // block)
+    kv_bytes = float(step.memory.kv_bytes[i])  # with windows, states and others that do not grow with the length
+    more_bytes = float(memory_of(q.spec, q.hardware, point, longer, options).kv_bytes[0]) - kv_bytes
+    if not more_bytes:
+        return q.spec.max_positions
+    more_pages = int((room_bytes - kv_bytes) / more_bytes * (pages(longer) - pages(q.context)))
+    return (pages(q.context) + more_pages) * page // block * cycle - options.step_tokens
 
 
 def curve(q: PlanQuery, choice: PlannedLayout) -> StepCost:

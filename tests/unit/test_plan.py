@@ -136,6 +136,15 @@ def test_what_is_said_to_fit_fits_and_no_more(gpus: int, length: int, batch: int
         assert choice.free_bytes > 0
 
 
+@pytest.mark.parametrize("model", ["gpt-oss-20b", "qwen3.5-27b"])
+def test_what_is_longest_is_so_whatever_length_is_planned(model: str) -> None:
+    """Windows and states take the same at every length."""
+    short, long = (ask(model, gpus=2, context=context).choices for context in (M >> 10, M >> 3))
+    longest = {choice.name: choice.longest_context for choice in long}
+    assert {choice.name: choice.longest_context for choice in short} == longest
+    assert max(longest.values()) < 2 * M  # the model's context
+
+
 def test_the_append_block_shrinks_until_ranks_hold_alike() -> None:
     blocks = {c.layout.kvp: c.append_block for c in ask(context=100, batch=1).choices}
     held = {kvp: HelixLayout.create("helix", kvp).local_length(100, 0, block) for kvp, block in blocks.items()}
