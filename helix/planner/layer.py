@@ -72,6 +72,11 @@ class Layer:
         self.dispatched = (p.mode == DP) & (options.dispatch == "selected")
         self.gathered = (p.mode == DP) & (options.dispatch == "all")
 
+    @property
+    def vocabulary_ranks(self) -> Array:
+        """Ranks that share embedding and head; in the runtime's mode dp each has all rows."""
+        return np.where(self.gathered, 1, self.points.ranks)
+
     def _attend_as(self, mixer: AttentionSpec | MLASpec) -> None:
         p, options, self.mixer = self.points, self.options, mixer
         self.q = ceil_div(mixer.q_heads, p.tpa)

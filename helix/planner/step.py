@@ -133,12 +133,12 @@ def _forward_phase(layer: Layer) -> Phase:
 
 def _outer_phases(layer: Layer) -> list[Phase]:
     # LM head, sampling, and messages between pipeline stages.
-    spec, p = layer.spec, layer.points
-    rows = layer.all_rows
+    spec, p, ranks = layer.spec, layer.points, layer.vocabulary_ranks
+    rows = np.where(layer.gathered, layer.rows, layer.all_rows)
     send = layer.collective("send", "send", np.where(p.pp > 1, 2, 1), layer.row_bytes(rows))
     return [
-        layer.kernel("head", -(-spec.vocab // p.ranks) * spec.hidden, rows, kind="head"),
-        layer.collective("sampling", "all_gather", p.ranks, rows * p.ranks * 8.0),  # a score and an id per rank
+        layer.kernel("head", -(-spec.vocab // ranks) * spec.hidden, rows, kind="head"),
+        layer.collective("sampling", "all_gather", ranks, rows * ranks * 8.0),  # a score and an id per rank
         send.times(p.pp - 1),
     ]
 
@@ -248,7 +248,7 @@ def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int
 def _weight_bytes(model: Layer, drafts: LayerDrafts | None) -> Array:
     spec, p = model.spec, model.points
     # Embedding and head are in different stages of a pipeline.
-    vocabulary = -(-spec.vocab // p.ranks) * spec.hidden
+    vocabulary = -(-spec.vocab // model.vocabulary_ranks) * spec.hidden
     embedding, head = (model.weight_bytes(kind, vocabulary) for kind in ("other", "head"))
     outer = np.where((p.pp > 1) | spec.tied, np.maximum(embedding, head), embedding + head)
     total = _layer_weight_bytes(model) * _stage_imbalance(model) / p.pp + outer

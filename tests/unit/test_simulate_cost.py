@@ -206,6 +206,9 @@ def test_rows_that_all_ranks_have_are_gathered_and_their_sums_scattered() -> Non
     assert sent == pytest.approx(helix["ffn all-reduce"].sent[0], rel=EXACT)
     for name in ("shared experts", "experts"):
         assert dp[name].bytes[0] == pytest.approx(helix[name].bytes[0], rel=EXACT)
+    # Each rank has the whole head, and samples its own rows.
+    assert dp["head"].bytes[0] == pytest.approx(8 * helix["head"].bytes[0], rel=EXACT)
+    assert dp["head"].flops[0] == pytest.approx(helix["head"].flops[0], rel=EXACT) and not dp["sampling"].launches[0]
 
 
 @pytest.mark.parametrize(
@@ -325,13 +328,14 @@ def test_offloaded_latents_are_counted_as_the_runtime_counts_them(model: str, sh
         predict(spec, replace(H200, link_bytes_per_s=None), points, K128, options)
 
 
-@pytest.mark.parametrize("mode, kvp, tpa", [("helix", 4, 1), ("helix", 2, 4), ("tp", 1, 8), ("medha", 2, 2)])
+@pytest.mark.parametrize("widths", [("helix", 4, 1), ("helix", 2, 4), ("tp", 1, 8), ("medha", 2, 2), ("dp", 1, 1, 4)])
 @pytest.mark.parametrize("model", ["laguna-xs", "step-3.5-flash", "gemma-3-27b"])
-def test_layers_that_differ_are_counted_as_the_runtime_counts_them(model: str, mode: str, kvp: int, tpa: int) -> None:
+def test_layers_that_differ_are_counted_as_the_runtime_counts_them(model: str, widths: tuple[Any, ...]) -> None:
     """Weights and KV of the fullest rank, within 2%; as if all layers were like the first, weights are 4% off."""
-    spec, layout = load_spec(model), HelixLayout.create(mode, kvp, tpa)
-    options = Options("bf16", "bf16", "bf16", prompt_chunk=4096, snapshots=8)
-    found = memory_of(spec, H200, Points.of(mode, kvp=kvp, tpa=tpa), K128, options)
+    mode, kvp, tpa, dp = (*widths, 1)[:4]
+    spec, layout = load_spec(model), HelixLayout.create(mode, kvp, tpa, dp=dp)
+    options = Options("bf16", "bf16", "bf16", prompt_chunk=4096, snapshots=8, dispatch="all")
+    found = memory_of(spec, H200, Points.of(mode, dp, dp=dp, kvp=kvp, tpa=tpa), K128, options)
     ranks = [weights_of(spec, layout, rank, torch.bfloat16) for rank in range(layout.world_size)]
     assert found.weight_bytes[0] == pytest.approx(max(weights.bytes for weights in ranks), rel=0.02)
     placement, sizes = KVPlacement(layout, 0, 16, 64), EngineSizes(1, K128 + 1, 4096, snapshots=8)
