@@ -211,14 +211,27 @@ class Layer:
         # On the fullest rank.
         return ceil_div(spec.value_heads, self.points.ffn_ranks)
 
-    def _state_rows(self, spec: GatedDeltaSpec) -> Array:
-        # Rows of the input projection: q, k, v, z and two gates per head.
+    def _state_channels(self, spec: GatedDeltaSpec) -> Array:
+        # Rows of the input projection that the convolution reads: q, k and v.
         heads = self._state_heads(spec)
         keys = np.minimum(ceil_div(heads, spec.group) + (heads % spec.group > 0), spec.key_heads)
-        return 2 * keys * spec.key_dim + heads * (2 * spec.value_dim + 2)
+        return 2 * keys * spec.key_dim + heads * spec.value_dim
+
+    def _state_rows(self, spec: GatedDeltaSpec) -> Array:
+        # Rows of the input projection: also z and two gates per head.
+        return self._state_channels(spec) + self._state_heads(spec) * (spec.value_dim + 2)
 
     def state_bytes(self, spec: GatedDeltaSpec) -> Array:
         return self._state_heads(spec) * spec.key_dim * spec.value_dim * 4
+
+    def recent_bytes(self, spec: GatedDeltaSpec) -> tuple[Array, Array]:
+        """Returns the bytes of a sequence's last tokens: those of the convolution, and of updates to its state.
+
+        As in `GatedDeltaSpec.kv_cache_specs`.
+        """
+        tokens = self.options.step_tokens
+        updates = self._state_heads(spec) * (spec.key_dim + spec.value_dim + 1) * 4
+        return self._state_channels(spec) * (tokens + spec.conv - 1) * self.item["plain_kv"], tokens * updates
 
     def recurrent_bytes(self, spec: GatedDeltaSpec) -> Array:
         hidden, output = self.spec.hidden, self._state_heads(spec) * spec.value_dim

@@ -201,7 +201,10 @@ def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int
             full = full + count * of.token_numbers() * of.item["kv"]
         else:
             windowed = windowed + plain_bytes
-    copied_size = copied_size + sum(n * layer.state_bytes(mixer) for mixer, n in _states(spec).items())
+    for states, count in _states(spec).items():
+        convolved, updates = layer.recent_bytes(states)
+        copied_size = copied_size + count * (layer.state_bytes(states) + convolved)
+        fixed_size = fixed_size + count * updates
     fixed_size = (fixed_size + copied_size) * imbalance
     if (snapshots := options.snapshots) is None:
         fitting = free // (SNAPSHOTS_SHARE * np.maximum(copied_size * imbalance, 1))

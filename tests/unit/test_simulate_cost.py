@@ -15,6 +15,7 @@ from benchmarks.papers.rows import FIGURE_1, scaled
 from helix.kv_placement import BlockBudget, KVPlacement
 from helix.layers.specs import MXFP4, NVFP4, AttentionSpec, MatrixFormat
 from helix.layout import HelixLayout
+from helix.models import DecoderSpec
 from helix.models.loading import weights_of
 from helix.planner.hardware import E4M3, PROVENANCE, QUANTIZED, Hardware, Stored, sent_bytes
 from helix.planner.layer import COUNTED_DIGITS, DIGIT_VALUES, Layer
@@ -338,12 +339,29 @@ def test_layers_that_differ_are_counted_as_the_runtime_counts_them(model: str, w
     found = memory_of(spec, H200, Points.of(mode, dp, dp=dp, kvp=kvp, tpa=tpa), K128, options)
     ranks = [weights_of(spec, layout, rank, torch.bfloat16) for rank in range(layout.world_size)]
     assert found.weight_bytes[0] == pytest.approx(max(weights.bytes for weights in ranks), rel=0.02)
-    placement, sizes = KVPlacement(layout, 0, 16, 64), EngineSizes(1, K128 + 1, 4096, snapshots=8)
-    pages = placement.stripes.pages_for(K128 + 1)
-    cache_specs = spec.kv_cache_specs(layout, 0, "bfloat16")
-    made = KVCache(cache_specs, placement, replace(sizes, pages=pages), torch.device("meta"))
-    allocated = sum(tensor.nbytes for tensor in made.tensors)
-    assert found.kv_bytes[0] == pytest.approx(allocated, rel=0.02)
+    assert found.kv_bytes[0] == pytest.approx(allocated(spec, layout), rel=0.02)
+
+
+def allocated(spec: DecoderSpec, layout: HelixLayout, drafts: int = 0) -> int:
+    """Bytes of the fullest rank's cache for one sequence and eight snapshots."""
+    placement = KVPlacement(layout, 0, 16, 64)
+    pages = placement.stripes.pages_for(K128 + 1 + drafts)
+    sizes = EngineSizes(1, K128 + 1 + drafts, 4096, drafts, pages, snapshots=8)
+    specs = [spec.kv_cache_specs(layout, rank, "bfloat16") for rank in range(layout.world_size)]
+    made = [KVCache(of, placement, sizes, torch.device("meta")) for of in specs]
+    return max(sum(tensor.nbytes for tensor in cache.tensors) for cache in made)
+
+
+@pytest.mark.parametrize("gamma", [0, 4, 16])
+@pytest.mark.parametrize("mode, kvp, tpa", [("helix", 4, 1), ("helix", 3, 2), ("tp", 1, 2), ("medha", 2, 2)])
+@pytest.mark.parametrize("model", ["qwen3-next-80b-a3b", "qwen3.5-27b"])
+def test_states_are_counted_as_the_runtime_counts_them(model: str, mode: str, kvp: int, tpa: int, gamma: int) -> None:
+    """With the convolution's last inputs and each token's update, which drafts may undo."""
+    spec, layout = load_spec(model), HelixLayout.create(mode, kvp, tpa)
+    points, drafts = Points.of(mode, kvp=kvp, tpa=tpa), Speculation(gamma, 0.8)
+    options = Options("bf16", "bf16", "bf16", prompt_chunk=4096, snapshots=8, speculation=drafts)
+    found = memory_of(spec, H200, points, K128, options).kv_bytes[0]
+    assert found == pytest.approx(allocated(spec, layout, gamma), rel=1e-3)
 
 
 PACKED = ("kimi-k2.5", "glm-5.2-nvfp4", "deepseek-r1-nvfp4", "minimax-m2-nvfp4", "qwen3.5-397b-a17b-gptq-int4")
