@@ -224,14 +224,17 @@ def plan(query: PlanQuery) -> Ranking:
 
 def _grids(q: PlanQuery) -> list[tuple[Grid, Options]]:
     # All layouts of the runtime on the query's GPUs, with options.
-    plain = q.acceptance is None and q.options.sparse is None and (q.batch is None or q.gpus <= q.batch)
+    sparse, offload = q.options.sparse, q.options.offload
+    plain = q.acceptance is None and sparse is None and offload is None and (q.batch is None or q.gpus <= q.batch)
+    # All query heads of a KV head take part in a global selection.
+    max_tpa = q.gpus if sparse is None or sparse.choice == "local" else q.spec.attention.kv_heads
     grids = [
         grid
         for grid in sorted(layouts(q.spec, [q.gpus], q.modes, pp=False), key=lambda grid: grid.kvp)
         if grid.dp == 1 or (grid.mode == DP and grid.dp == q.gpus and plain)
-        if all(getattr(grid, name) == width for name, width in q.widths)
+        if grid.tpa <= max_tpa and all(getattr(grid, name) == width for name, width in q.widths)
     ]
-    sparse = q.options.sparse  # its blocks are pages and append blocks
+    # Blocks of sparse attention are pages and append blocks.
     blocks = {kvp: sparse.block if sparse else _append_block(q.context, kvp) for kvp in {grid.kvp for grid in grids}}
     return [(grid, replace(q.options, dispatch="all", append_block=blocks[grid.kvp])) for grid in grids]
 
@@ -466,7 +469,7 @@ def _no_layout_fits(q: PlanQuery, rejected: list[RejectedLayout]) -> ValueError:
     if not rejected:
         fixed = "".join(f" layout.{name}={width}" for name, width in q.widths)
         dp = (
-            ": dp needs at least as many sequences as GPUs, attention=dense and speculation=none"
+            ": dp needs at least as many sequences as GPUs, attention=dense, kv.offload=none and speculation=none"
             if "dp" in q.modes
             else ""
         )

@@ -289,6 +289,9 @@ def test_auto_takes_the_planner_s_first_choice() -> None:
     assert auto("bench=decode", "bench.points=[1x2048]") == str(ask(context=2048, batch=1).choices[0].layout)
     slow = auto("bench=decode", "comm.backend=nccl", "bench.points=[1x131072]")
     assert slow.startswith("tp "), "an exchange is 15 us"
+    selecting = "attention=block_sparse", "attention.choice=global"
+    split = auto("bench=decode", "comm.backend=nccl", "bench.points=[1x131072]", *selecting)
+    assert split.startswith("helix "), "a global selection has all query heads of a KV head on one rank"
 
 
 def test_auto_counts_sparse_attention() -> None:
