@@ -10,7 +10,7 @@ from functools import cached_property
 from math import inf, isfinite
 
 from helix.checks import check as check_config
-from helix.checks import check_cache, check_offloaded_model, check_sparse_drafter
+from helix.checks import check_model
 from helix.config import AttentionConfig, Config, LayoutConfig, SpeculationConfig
 from helix.hub import local_directory
 from helix.layout import HelixLayout
@@ -131,9 +131,7 @@ def check_query(overrides: Sequence[str], settings: Settings = PLAN.settings) ->
     if config.model.dtype == "auto" and spec.dtype == "float32":
         config.model.dtype = "bfloat16"
         overrides = [*overrides, "model.dtype=bfloat16"]
-    check_cache(config, HelixLayout.create(), spec)
-    check_offloaded_model(config, HelixLayout.create(), spec)
-    check_sparse_drafter(config, HelixLayout.create(), spec)
+    check_model(config, HelixLayout.create(), spec)
     if "attention.from_tokens" not in typed:
         config.attention.from_tokens = 0  # predict sparse at every length; the command sets where it pays off
     if config.context > spec.max_positions:
@@ -200,11 +198,10 @@ def _check(config: PlanConfig, typed: Collection[str]) -> None:
         raise ValueError(f"comm.backend={config.comm.backend} is not predicted: set auto, symm_mem or nccl")
     if config.modes and config.layout.mode != "auto":
         raise ValueError(f"modes={','.join(config.modes)} and layout.mode={config.layout.mode}: set only one of them")
-    if config.kv.prefix_host_bytes and "dp" in config.modes:
-        raise ValueError(
-            f"modes={','.join(config.modes)}: mode dp does not support kv.prefix_host_bytes="
-            f"{config.kv.prefix_host_bytes:.0f}: leave out either"
-        )
+    prefixes = f"kv.prefix_host_bytes={config.kv.prefix_host_bytes:.0f}" if config.kv.prefix_host_bytes else ""
+    modes = config.modes or [config.layout.mode]
+    if "dp" in modes and (refused := prefixes or str(config.hopb) * config.hopb.may_cut):
+        raise ValueError(f"modes={','.join(modes)}: mode dp does not support {refused}: leave out either")
     if config.kv.offload == "host" and config.kv.offload_host_bytes is None:
         config.kv.offload_host_bytes = inf  # unlimited
     check_config(config)

@@ -151,6 +151,25 @@ def test_widths_and_modes_that_are_asked_for() -> None:
     assert off.query.chunks == (1,) and {c.chunks for c in off.choices} == {1}
 
 
+@pytest.mark.parametrize(
+    "question, error",
+    [
+        ("qwen2.5-7b attention=block_sparse attention.choice=global hopb=on", "attention.choice=global communicates"),
+        ("qwen2.5-7b attention=block_sparse attention.local_blocks=1 speculation=ngram acceptance=.8", "at least 2"),
+        ("qwen2.5-7b speculation=sparse acceptance=.9 kv.page_size=8", "needs kv.page_size=1 or a power of two"),
+        ("qwen2.5-7b kv.host_snapshots=4", "needs a model with recurrent states or with sliding windows"),
+        ("deepseek-r1 speculation=sparse acceptance=.9 speculation.policy=quest", "does not support latents"),
+        ("qwen3-30b-a3b modes=tp,dp hopb=on", "modes=tp,dp: mode dp does not support hopb=on"),
+        ("qwen3-30b-a3b layout=dp kv.prefix_host_bytes=1e9", "mode dp does not support kv.prefix_host_bytes"),
+        ("glm-5.2 modes=dp kv.offload=host", "dp needs at least .* kv.offload=none"),
+        ("qwen2.5-7b modes=tp attention=block_sparse attention.choice=global", "modes=tp have no layout of 8 GPUs"),
+    ],
+)
+def test_what_the_runtime_refuses_is_not_planned(question: str, error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        answered(f"{question} gpus=8 context=128K batch=8")
+
+
 def test_keys_of_a_run_mean_what_they_mean_there() -> None:
     ranking, _ = answered("llama-3.1-8b gpus=1 context=128K -q fp8 kv.dtype=k16v8 kv.memory_fraction=.5")
     options = ranking.query.options
