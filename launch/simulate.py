@@ -16,6 +16,8 @@ from launch.inputs.arguments import handle_help
 from launch.inputs.files import check_plot_path
 from launch.inputs.planner_commands import POINT
 
+PREDICTED = {"model", "layout", "hopb", "pp", "batch", "context", "dtype", "hardware"}
+
 
 def print_point(arguments: Sequence[str]) -> None:
     """Prints one decode step, phase by phase.
@@ -39,6 +41,13 @@ def print_point(arguments: Sequence[str]) -> None:
     if missing := [key for key, value in (("model", model), ("hardware", given.get("hardware"))) if value is None]:
         raise ValueError(f"{' and '.join(missing)} missing, as in {POINT.examples[0]}")
     config = compose.compose_config(line.overrides, line.settings)
+    for text in line.overrides:
+        key = text.lstrip("+~").partition("=")[0]
+        if key.partition(".")[0] not in PREDICTED or key in ("model.weights", "model.dtype"):
+            raise ValueError(
+                f"{text}: simulate point predicts plain steps with dense attention, with weights and cache in dtype, "
+                "and ignores this: leave it out, or use `helix plan`"
+            )
     import_module("launch.inputs.simulation").print_point(config, model, picture)
 
 

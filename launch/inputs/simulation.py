@@ -32,7 +32,9 @@ def print_point(config: PointConfig, model: str, picture: Path | None) -> None:
     layout, dtype, batch, context = config.layout, config.dtype, config.batch, config.context
     if layout.mode == "auto":
         raise ValueError("layout=auto: `helix plan` finds a layout; set one here, such as layout.kvp=2 layout.tpa=4")
-    options = Options(weights=dtype, kv=dtype, messages=dtype, hopb=config.hopb.chunks != "none")
+    hopb = config.hopb.chunks
+    chunks = hopb if isinstance(hopb, int) else None
+    options = Options(weights=dtype, kv=dtype, messages=dtype, hopb=hopb != "none", chunks=chunks)
     widths = {key: getattr(layout, key) for key in ("dp", "kvp", "tpa", "tpf", "ep")}
     points = Points.of(layout.mode, batch, pp=config.pp, **widths)
     hardware = load_hardware(str(config.hardware))

@@ -194,6 +194,8 @@ def test_a_point_phase_by_phase(
     main(["point", "hardware=gb200", *shape.split()])
     out = capsys.readouterr().out
     assert "exchange" in out and "TTL 6.100 ms" in out and "(roofline)" in out
+    main(["point", "hardware=gb200", *shape.split(), "hopb.chunks=2"])
+    assert "630.13" in out and "630.27" in capsys.readouterr().out, "two chunks hide less than four"
     picture = tmp_path / "step.png"
     for width in ("80", "100"):
         monkeypatch.setenv("COLUMNS", width)
