@@ -29,7 +29,8 @@ fi
 # Whichever ends first takes the other along; a signal alone ends nothing.
 ended=
 while [ -z "$ended" ]; do
-    wait -n || true
+    sleep 1 & # `wait -n` would miss one that has ended already
+    wait "$!" || true
     for child in "${children[@]}"; do kill -0 "$child" 2>/dev/null || ended="$child"; done
 done
 wait "$ended" && code=0 || code=$?
