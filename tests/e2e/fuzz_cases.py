@@ -474,6 +474,7 @@ OF: dict[str, Callable[[DecoderSpec], bool]] = {
     "latents": lambda spec: spec.attention.latent is not None,
     "keys and values": lambda spec: spec.attention.latent is None,
     "whole": _whole,
+    "whole, no states": lambda spec: _whole(spec) and not spec.has_states,
     "windows": lambda spec: not spec.full,
     "dense": lambda spec: spec.experts is None,
     "two heads": _two_heads,
