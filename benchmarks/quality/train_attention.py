@@ -101,8 +101,8 @@ def gated_delta_rule(
 ) -> tuple[Tensor, None]:
     """Computes transformers' `torch_chunk_gated_delta_rule` without a state before and after it.
 
-    What depends on the state before a chunk is a product with it: state' = keep @ state + new. So the loop has one
-    product a chunk, and no slice that is written in place, whose gradients fill whole tensors for each chunk.
+    A chunk's effect on the state is linear: state' = keep @ state + new. So the loop over chunks has one product each;
+    transformers' loop slices tensors, and the gradient of each slice fills a whole tensor.
 
     Args:
         query, key: [B, T, H, K].

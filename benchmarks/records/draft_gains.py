@@ -62,18 +62,18 @@ def gained(r: Row, model: str = DEMO, task: str = "") -> float | None:
 def best(found: list[Row], model: str = DEMO) -> list[Row]:
     """Keeps, for each shape, drafter, point and commit, the gamma with the best gain on its worst task.
 
-    A gamma whose acceptance is not measured on all tasks and lengths that others' is has no worst one: it is left out.
+    A gamma is left out if acceptance is recorded for fewer tasks and lengths than for another gamma of the point.
     """
     points: dict[tuple[str, ...], list[Row]] = {}
     for r in found:
         if gained(r, model) is not None:
             points.setdefault((shape(r), kv(r), r["drafter"], r.get("commit", "")), []).append(r)
-    most = {point: max(_measured(r, model) for r in rows) for point, rows in points.items()}
+    most = {point: max(_num_gains(r, model) for r in rows) for point, rows in points.items()}
     return [
-        max((r for r in rows if _measured(r, model) == most[point]), key=lambda r: gained(r, model) or 0.0)
+        max((r for r in rows if _num_gains(r, model) == most[point]), key=lambda r: gained(r, model) or 0.0)
         for point, rows in points.items()
     ]
 
 
-def _measured(r: Row, model: str) -> int:
+def _num_gains(r: Row, model: str) -> int:
     return sum(name.startswith(model) for name in r["gain"])

@@ -101,7 +101,7 @@ def test_limits_reach_every_rank_and_end_with_their_sequence(monkeypatch: pytest
 
 
 def test_a_preempted_sequence_leaves_no_acceptance_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the first tokens of a sequence are read, nothing is known yet about its drafts, whoever had its slot."""
+    """A sequence starts without acceptance statistics, even in the slot of a preempted one."""
     read_batch, found = Engine._read, list[tuple[int, int]]()
 
     def read(engine: Engine) -> list[RequestUpdate]:

@@ -340,7 +340,7 @@ def test_the_best_number_of_drafts_is_that_of_the_worst_task() -> None:
     same = {"model": "qwen3-8b", "drafter": "any", "batch": 1, "length": 8192}
     few = same | {"gamma": 2, "gain": {"demo-model 8K code": 1.2, "demo-model 8K copy": 1.3, "other 8K copy": 0.1}}
     many = same | {"gamma": 6, "gain": {"demo-model 8K code": 2.0, "demo-model 8K copy": 1.1, "other 8K copy": 0.2}}
-    partly = same | {"gamma": 8, "gain": {"demo-model 8K code": 3.0}}  # nobody counted how many of 8 hold on copies
+    partly = same | {"gamma": 8, "gain": {"demo-model 8K code": 3.0}}  # no record of 8 drafts on copies
     plain = same | {"gamma": 0}
     assert draft_gains.best([few, many, partly, plain]) == [few]
     assert draft_gains.best([few, many, partly, plain], "other") == [many]
