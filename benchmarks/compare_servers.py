@@ -130,6 +130,7 @@ TRACES: dict[str, Callable[[Draw], list[Phase]]] = {
     "poisson 12/s": _poisson(120, 12.0),
     "4 x 112K": _burst(4, 112 * K, 256),  # this and the next: Vegas' points (arXiv:2602.07223)
     "20 x 32K": _burst(20, 32 * K, 256),
+    "1 x 8K": _burst(1, 8 * K, 256),  # where gather-decode (section 4) times vLLM
 }
 
 
