@@ -128,8 +128,9 @@ TRACES: dict[str, Callable[[Draw], list[Phase]]] = {
     "16 x 4 turns": _turns(16, 4, 8 * K, 512, 128),
     "poisson 6/s": _poisson(60, 6.0),
     "poisson 12/s": _poisson(120, 12.0),
-    "4 x 112K": _burst(4, 112 * K, 256),  # this and the next: Vegas' points (arXiv:2602.07223)
+    "4 x 112K": _burst(4, 112 * K, 256),  # this and the next two: Vegas' points (arXiv:2602.07223)
     "20 x 32K": _burst(20, 32 * K, 256),
+    "20 x 112K": _burst(20, 112 * K, 256),
     "1 x 8K": _burst(1, 8 * K, 256),  # where gather-decode (section 4) times vLLM
 }
 
