@@ -9,7 +9,7 @@ from benchmarks.papers.items import NOT_RECORDED, Item, Table, filled_items, spa
 from benchmarks.records import sparse_cost_model, sparse_criteria
 from benchmarks.records.fidelity_tables import KEY, MAX_LENGTH, pooled
 from benchmarks.records.rows import WORKLOAD, Row, results
-from benchmarks.records.serving_tables import offload_steps
+from benchmarks.records.serving_tables import compared_servers, offload_steps
 from benchmarks.records.sparse_criteria import KEEPS, over_dense
 from benchmarks.records.tables import TABLES
 
@@ -22,7 +22,6 @@ OPS, STEPS, FIDELITY, OFFLOAD = (
 )
 DENSE = {"dense_us": "ours", "cudnn_us": "cuDNN", "flash_us": "FlashAttention", "flashinfer_us": "FlashInfer"}
 _CACHE = {"none": "GPU", "host": "host memory"}  # by kv.offload
-LENGTHS = 6  # in the paper's Table 1
 KINDS = ("text", "needles", "facts", "hops", "generated", "recall")
 # Reprinted tables, and the command of their records.
 RECORDED = {
@@ -47,8 +46,11 @@ def _ops(batch: int, topk: int) -> list[Row]:
     return results("sparse", "length", kind="sparse", heads="28/4", batch=batch, topk=topk)
 
 
-def _count(batch: int, topk: int) -> str:
-    return f"{len(_ops(batch, topk))} of {LENGTHS} lengths"
+def _anchor() -> str:
+    """A plain token behind 8K, of ours and of vLLM."""
+    rows = [r for r in compared_servers(1) if r["trace"] == "1 x 8K"]
+    parts = (f"{r['helix']['p50_itl_ms']:.2f} ms, vLLM {r['other']['p50_itl_ms']:.2f}" for r in rows)
+    return "; ".join(parts) or NOT_RECORDED
 
 
 def _op(batch: int, topk: int) -> str:
@@ -135,7 +137,7 @@ def _prefill() -> str:
 
 FIGURES: dict[str, Callable[..., str]] = {
     "sparse_cost": partial(_sparse_cost, "one NVIDIA"),
-    "count": _count,
+    "anchor": _anchor,
     "flat": _flat,
     "margins": _margins,
     "needles": _needles,

@@ -18,13 +18,15 @@ from benchmarks.records.draft_tables import (
     selection_over_rest,
     timed,
 )
-from benchmarks.records.rows import Row, results, tokens
+from benchmarks.records.rows import WORKLOAD, Row, results, tokens
+from benchmarks.records.serving_tables import compared_servers
 from benchmarks.records.tables import TABLES
 
 ACCEPTANCE, DRAFTS, KERNELS = "helix acceptance", "helix bench self-drafts", "helix bench sparse"
 DRAFTERS, TUNE = "helix bench drafters", "helix tune"
 LONG = 112 * 1024
-MODELS = "qwen3-8b", "qwen3-30b-a3b", "gpt-oss-20b", "llama-3.1-8b"
+VLLM_POINTS = {"4 x 112K": (4, LONG), "20 x 32K": (20, 32 * 1024), "20 x 112K": (20, LONG)}  # by trace
+MODELS = "qwen3-4b", "qwen3-8b", "qwen3-30b-a3b", "gpt-oss-20b", "llama-3.1-8b"
 # Reprinted tables, and the command of their records.
 RECORDED = {
     **dict.fromkeys(
@@ -134,8 +136,11 @@ def _sweep() -> str:
 
 
 def _collect(name: str) -> str:
-    rows = results("sparse", "group", "dim", "queries", "batch", "length", kind="collect")
-    return span([r[f"{name}_over_plain"] for r in rows if f"{name}_over_plain" in r], ".2f", "x")
+    """Time of verification that keeps scores, relative to verification without; the newest that kept them that way."""
+    point = "group", "dim", "queries", "batch", "length"
+    rows = results("sparse", *point, "commit", kind="collect")
+    found = {tuple(r[key] for key in point): r[over] for r in rows if (over := f"{name}_over_plain") in r}
+    return span([*found.values()], ".2f", "x")
 
 
 def _attend() -> str:
@@ -220,14 +225,41 @@ def _full() -> str:
     return f"{found['sparse']:,.0f} tokens/s, {found['none']:,.0f} without: {found['sparse'] / found['none']:.2f} x"
 
 
-def _plain(model: str, batch: int) -> str:
-    found = results("self-drafts", "model", "batch", "length", "sparsity", "gamma")
-    rows = [
-        r["ttl_p50_us"] / 1e3
-        for r in found
-        if (r["model"], r["batch"], r["gamma"]) == (model, batch, 0) and "failed" not in r
-    ]
-    return span(rows, ".1f", "ms")
+def _plain() -> str:
+    """A plain step of the paper's 4 x 128K."""
+    rows = results("step.1gpu", *WORKLOAD, model="qwen3-8b", batch=4, length=128 * 1024)
+    return span([r["ttl_p50_us"] / 1e3 for r in rows], ".1f", "ms")
+
+
+def _tokens_ms() -> dict[tuple[str, str], tuple[float, float]]:
+    """Time of a plain token of ours and of vLLM, by model and trace, each pair of one call."""
+    found = {
+        (r["model"], r["trace"]): (r["helix"]["p50_itl_ms"], r["other"]["p50_itl_ms"])
+        for r in compared_servers(1)
+        if r["trace"] in VLLM_POINTS
+    }
+    for theirs in results("filled-cache", "model", "trace", "engine", free=("run",)):
+        batch, length = VLLM_POINTS[theirs["trace"]]
+        for ours in results("step.1gpu", *WORKLOAD, model=theirs["model"], batch=batch, length=length):
+            found[theirs["model"], theirs["trace"]] = ours["ttl_p50_us"] / 1e3, theirs["p50_itl_ms"]
+    return found
+
+
+def _vllm() -> str:
+    parts = (
+        f"{model} {trace} {ours:.1f} ms, vLLM {theirs:.1f}" for (model, trace), (ours, theirs) in _tokens_ms().items()
+    )
+    return "; ".join(parts) or NOT_RECORDED
+
+
+def _over_vllm() -> str:
+    """Gain of drafts over plain steps, times that of plain steps over vLLM."""
+    parts = []
+    rows = [r for r in best(timed()) if r["drafter"] == "any"]
+    for (model, trace), (ours, theirs) in _tokens_ms().items():
+        at = [r for r in rows if (r["model"], r["batch"], r["length"]) == (model, *VLLM_POINTS[trace])]
+        parts += [f"{model} {trace} {gained(at[-1]) * theirs / ours:.2f} x ({at[-1]['gamma']} drafts)"] if at else []
+    return ", ".join(parts) or NOT_RECORDED
 
 
 FIGURES: dict[str, Callable[..., str]] = {
@@ -245,6 +277,7 @@ FIGURES: dict[str, Callable[..., str]] = {
     "accepted_11": partial(_accepted, gamma=11),
     "full": _full,
     "lost": _lost,
+    "over_vllm": _over_vllm,
     "overlap": _overlap,
     "pays": _pays,
     "plain": _plain,
@@ -255,6 +288,7 @@ FIGURES: dict[str, Callable[..., str]] = {
     "selecting": _selecting,
     "sweep": _sweep,
     "tuned": tuned_tables.worst,
+    "vllm": _vllm,
 }
 
 

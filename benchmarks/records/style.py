@@ -149,8 +149,10 @@ def legend(figure: Figure, styles: Iterable[Style]) -> None:
 
 
 def save(figure: Figure, path: Path, footer: str) -> None:
-    """Writes a PNG with a line of provenance at the bottom, and closes the figure."""
-    figure.supxlabel(footer, fontsize=TEXT, color=GRAY)
+    """Writes a PNG with its provenance below, a line for each machine if one is too short, and closes the figure."""
+    label = figure.supxlabel(footer, fontsize=TEXT, color=GRAY)
+    if label.get_window_extent().width > figure.bbox.width:
+        label.set_text(footer.replace("; ", ";\n"))
     path.parent.mkdir(parents=True, exist_ok=True)
     # Without matplotlib's version, so that the same figure gives the same file.
     figure.savefig(path, metadata={"Software": None})
