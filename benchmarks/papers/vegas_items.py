@@ -258,7 +258,8 @@ def _over_vllm() -> str:
     rows = [r for r in best(timed()) if r["drafter"] == "any"]
     for (model, trace), (ours, theirs) in _tokens_ms().items():
         at = [r for r in rows if (r["model"], r["batch"], r["length"]) == (model, *VLLM_POINTS[trace])]
-        parts += [f"{model} {trace} {gained(at[-1]) * theirs / ours:.2f} x ({at[-1]['gamma']} drafts)"] if at else []
+        if at and (gain := gained(at[-1])) is not None:
+            parts.append(f"{model} {trace} {gain * theirs / ours:.2f} x ({at[-1]['gamma']} drafts)")
     return ", ".join(parts) or NOT_RECORDED
 
 
