@@ -20,7 +20,7 @@ from torch import Tensor
 
 from helix.layers.linear import ColumnParallel, Rows
 from helix.layers.rotary import Angles
-from helix.layers.specs import MLASpec
+from helix.layers.specs import MAX_SCORES, MLASpec
 from helix.layers.weights import ModelShard
 from helix.worker.kv_cache import LayerCache
 from helix.worker.row_shard import all_gather_rows, gather_some_rows, gathered
@@ -32,7 +32,6 @@ from kernels.indexer.scores import index_scores
 from kernels.indexer.select_topk import FEW_ROWS, PLANES, index_topk
 
 NORM_EPS = 1e-6  # of the keys' norm, whatever rms_norm_eps is
-MAX_SCORES = 1 << 26  # scores in memory at once (256 MiB): longer prefill steps select for some rows at a time
 
 
 class Indexer:

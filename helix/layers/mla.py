@@ -37,7 +37,7 @@ from helix.layers.attention import ShardedAttention
 from helix.layers.indexer import Indexer
 from helix.layers.linear import ColumnParallel, RowParallel, Rows
 from helix.layers.rotary import Angles
-from helix.layers.specs import MLASpec, max_gathered_tokens
+from helix.layers.specs import MAX_EXPANDED_BYTES, MLASpec, max_gathered_tokens
 from helix.layers.weights import ModelShard
 from helix.layout import share
 from helix.worker.graph_keys import DEEP
@@ -62,7 +62,6 @@ from kernels.mla.per_head_linear import per_head_linear
 
 WEIGHT_READ_RATE = 4.2e12  # bytes/s of weights in projections of a few rows
 COLLECTIVE_LATENCY_S = 2.5e-6  # of a small collective (docs/results/kernels.md#collectives)
-MAX_EXPANDED_BYTES = 1 << 27  # of expanded keys and values at a time
 ASSUMED_ROWS = 8  # rows of a step assumed by `gathers_queries`, which decides before rows are known
 
 

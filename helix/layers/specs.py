@@ -13,6 +13,8 @@ from typing import Any, ClassVar, Literal, Protocol
 from helix.layout import HelixLayout
 from helix.worker.kv_cache_spec import KVCacheSpec, keys_and_values, latents
 
+MAX_EXPANDED_BYTES = 1 << 27  # of expanded keys and values at a time
+MAX_SCORES = 1 << 26  # an indexer's at once (256 MiB): longer prefill steps select for some rows at a time
 MXFP4_BLOCK = 32  # values of the last dimension that share one scale
 GATHER_SPEEDUP = 2  # bytes of sequences gathered in the time of exchanging one byte of queries and outputs
 ROPE_TYPES = ("default", "linear", "llama3", "longrope", "yarn")
@@ -155,6 +157,9 @@ class MixerSpec(Protocol):
     def activations_per_token(self, layout: HelixLayout, rank: int) -> int:
         """Returns the activations per token of a prefill step on a rank."""
 
+    def largest_matrix(self, layout: HelixLayout, rank: int) -> int:
+        """Returns the elements of a rank's largest projection."""
+
 
 @dataclass(frozen=True)
 class GateSpec:
@@ -231,6 +236,12 @@ class AttentionSpec:
         gates = self.gate_width + self.head_dim if self.gate else 0  # and the scaled output
         outputs = 2 * (q + lanes) * self.head_dim
         return copies * rows + outputs + len(layout.o_heads(rank, self.q_heads, self.kv_heads)) * gates
+
+    def largest_matrix(self, layout: HelixLayout, rank: int) -> int:
+        heads = rank, self.q_heads, self.kv_heads
+        rows = self.head_dim * (len(layout.q_heads(*heads)) + 2 * len(layout.kv_heads(rank, self.kv_heads)))
+        columns = len(layout.hidden_columns(*heads, self.head_dim))
+        return max(rows * (self.inputs or self.hidden), columns * self.hidden)
 
 
 def exchange_sizes(layout: HelixLayout, rank: int, q_heads: int, kv_heads: int) -> tuple[int, int, int]:
@@ -362,6 +373,13 @@ class MLASpec:
         index = 0 if self.indexer is None or self.topk is None else self.indexer.activations_per_token(self.topk)
         return (self.q_rank or 0) + self.entry + queries + 2 * lanes * self.latent + index
 
+    def largest_matrix(self, layout: HelixLayout, rank: int) -> int:
+        # Where ranks gather queries, each computes fewer heads: then this may be more.
+        queries = len(layout.q_heads(rank, self.q_heads, 1)) * self.query
+        down = self.hidden * ((self.q_rank or queries) + self.entry)
+        output = len(layout.hidden_columns(rank, self.q_heads, 1, self.value)) * self.hidden
+        return max(down, output, (self.q_rank or 0) * queries)
+
 
 def max_gathered_tokens(spec: MLASpec, rows: int) -> int:
     """Returns the number of tokens below which gathering the sequences is faster than exchanging for `rows` rows.
@@ -430,6 +448,11 @@ class GatedDeltaSpec:
         channels = self.channels(len(self.key_heads_of(values)), len(values))
         return 2 * channels + len(values) * (self.key_dim + 2 * self.value_dim + 6)
 
+    def largest_matrix(self, layout: HelixLayout, rank: int) -> int:
+        values = layout.state_heads(rank, self.value_heads)
+        rows = self.channels(len(self.key_heads_of(values)), len(values)) + len(values) * (self.value_dim + 2)
+        return rows * self.hidden
+
 
 @dataclass(frozen=True)
 class MLPSpec:
@@ -455,6 +478,10 @@ class MLPSpec:
     def activations_per_token(self, layout: HelixLayout, rank: int, hidden: int) -> int:
         """Returns the activations per token of a prefill step on a rank: gate, up and their product."""
         return 3 * len(layout.ffn_columns(rank, self.width))
+
+    def largest_matrix(self, layout: HelixLayout, rank: int, hidden: int) -> int:
+        """Returns the elements of a rank's largest projection: gate and up."""
+        return 2 * len(layout.ffn_columns(rank, self.width)) * hidden
 
 
 Storage = Literal["apart", "stacked", "mxfp4", "joined", "transposed", "by_matrix"]
@@ -521,6 +548,10 @@ class MoESpec:
         """
         routed = self.top_k * (len(layout.expert_columns(rank, self.width)) + hidden)
         return routed + self.experts + 3 * len(layout.ffn_columns(rank, self.shared_width))
+
+    def largest_matrix(self, layout: HelixLayout, rank: int, hidden: int) -> int:
+        """Returns the elements of the shared experts' gate and up on a rank; steps dequantize no routed experts."""
+        return 2 * len(layout.ffn_columns(rank, self.shared_width)) * hidden
 
 
 FFNSpec = MLPSpec | MoESpec

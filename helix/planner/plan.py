@@ -9,12 +9,13 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from helix.config import MAX_QUERIES, MOST_SEQUENCES
+from helix.layers.specs import MoESpec
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
-from helix.planner.hardware import Hardware
+from helix.planner.hardware import QUANTIZED, QUANTIZED_KV, Hardware
 from helix.planner.points import DP, Grid, LayerDrafts, Options, Points, Speculation, layouts
 from helix.planner.step import StepCost, memory_of, predict
-from helix.setup.buffers import max_chunk, prompt_bytes, token_buffers
+from helix.setup.buffers import max_chunk, piece_bytes, prompt_bytes, sampling_bytes, token_buffers
 
 MODES = ("tp", "medha", "helix")  # compared by default
 CHUNKS = (1, 2, 4, 8)  # numbers of HOP-B chunks that the runtime uses
@@ -293,15 +294,26 @@ def _best(q: PlanQuery, grid: Grid, options: Options) -> PlannedLayout | Rejecte
 
 
 def _reserve_prompt_memory(q: PlanQuery, layout: HelixLayout, weight_bytes: float, options: Options) -> Options:
-    # Limit KV to what the engine leaves besides prompt chunks.
-    free = int(q.hardware.memory_bytes.value - weight_bytes)
-    if free <= 0:
+    # Limit KV to what the engine leaves besides prompt chunks, as `build_engine` does.
+    whole = int(q.hardware.memory_bytes.value - weight_bytes)
+    if whole <= 0:
         return options
-    buffers = token_buffers(q.spec, layout, 0, DTYPE)
-    chunk = options.prompt_chunk or max_chunk(buffers, free, q.spec.experts is not None)
+    matrix, quantized_kv = largest_matrix(q.spec, layout, options), options.kv in QUANTIZED_KV
+    free = max(whole - piece_bytes(q.spec, matrix, quantized_kv, DTYPE, captured=True), 0)
+    chunk = options.prompt_chunk or max_chunk(token_buffers(q.spec, layout, 0, DTYPE), free, q.spec.experts is not None)
     left = free - prompt_bytes(q.spec, layout, 0, chunk, q.context, DTYPE, captured=True)
-    fraction = min(options.memory_fraction, max(left / free, MIN_KV_FRACTION))
+    left -= sampling_bytes(q.batch or 1, 1, len(layout.vocab_rows(0, q.spec.vocab)), captured=True)
+    fraction = max(min(free * options.memory_fraction, left) / whole, MIN_KV_FRACTION)
     return replace(options, memory_fraction=fraction, prompt_chunk=chunk)
+
+
+def largest_matrix(spec: DecoderSpec, layout: HelixLayout, options: Options) -> int:
+    """Returns the elements of the first rank's largest quantized matrix that prompts dequantize; 0: there is none."""
+    quantized = {kind for kind in QUANTIZED if options.stored(kind).kind != "bf16"}
+    mixers = {layer.mixer for layer in spec.layers if quantized & {"weights", "output"}}
+    ffns = {of.ffn for of in spec.layers if ("shared_experts" if isinstance(of.ffn, MoESpec) else "dense") in quantized}
+    sizes = [mixer.largest_matrix(layout, 0) for mixer in mixers]
+    return max([0, *sizes, *(ffn.largest_matrix(layout, 0, spec.hidden) for ffn in ffns)])
 
 
 def _fastest(q: PlanQuery, step: StepCost) -> int | None:

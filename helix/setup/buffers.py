@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 
 from helix.config import Config
-from helix.layers.specs import MLASpec, max_gathered_tokens
+from helix.layers.specs import MAX_EXPANDED_BYTES, MAX_SCORES, MLASpec, max_gathered_tokens
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
 from helix.worker.graph_keys import FILTERED_ELEMENTS, max_captured_size
 from helix.worker.kv_cache_spec import ITEMSIZE
+from kernels.attention import PIECE_BYTES
 
 MAX_CHUNK_TOKENS = 16384  # longer chunks are not faster per token
 SHARE = 16  # buffers take at most 1 / SHARE of the free memory
@@ -32,6 +33,22 @@ def token_buffers(spec: DecoderSpec, layout: HelixLayout, rank: int, dtype: str)
     attention = max(layer.mixer.activations_per_token(layout, rank) for layer in spec.layers)
     ffn = max(layer.ffn.activations_per_token(layout, rank, spec.hidden) for layer in spec.layers)
     return math.ceil(SLACK * (4 * spec.hidden + gathered + max(attention, ffn)) * ITEMSIZE[dtype])
+
+
+def piece_bytes(spec: DecoderSpec, matrix: int, quantized_kv: bool, dtype: str, captured: bool) -> int:
+    """Returns a rank's bytes for what prefill steps compute piece by piece, whatever their tokens.
+
+    Each micro-batch unpacks a quantized matrix, and a piece of keys and values, or holds an indexer's scores.
+
+    Args:
+        matrix: elements of the rank's largest quantized matrix; 0: there is none.
+        captured: whether chunks are captured in CUDA graphs, which have their own memory.
+    """
+    keys = PIECE_BYTES if quantized_kv else 0
+    if isinstance(spec.attention, MLASpec) and spec.attention.topk is None:
+        keys = 2 * MAX_EXPANDED_BYTES  # keys and values, and their latents, before and after reordering
+    scores = MAX_SCORES * ITEMSIZE["float32"] if spec.indexers else 0
+    return (4 if captured else 2) * (matrix * ITEMSIZE[dtype] + keys + scores)
 
 
 def gathered_bytes(spec: DecoderSpec, layout: HelixLayout, chunk: int, longest: int, dtype: str) -> int:

@@ -12,13 +12,19 @@ from helix.config import Config, SpeculationConfig
 from helix.engine.core import Engine
 from helix.errors import ConfigError
 from helix.kv_placement import KVPlacement
-from helix.layers.indexer import MAX_SCORES
-from helix.layers.mla import MAX_EXPANDED_BYTES
 from helix.layers.specs import MLASpec
 from helix.layout import HelixLayout
 from helix.models.decoder import Decoder
 from helix.models.draft_layer import DraftLayer
-from helix.setup.buffers import MAX_SLOTS, fitting_slots, max_chunk, prompt_bytes, sampling_bytes, token_buffers
+from helix.setup.buffers import (
+    MAX_SLOTS,
+    fitting_slots,
+    max_chunk,
+    piece_bytes,
+    prompt_bytes,
+    sampling_bytes,
+    token_buffers,
+)
 from helix.setup.offload import make_host_snapshots, make_offloaded_cache, make_offloaded_latents
 from helix.setup.prefix_store import make_slabs
 from helix.speculation import (
@@ -44,7 +50,6 @@ from helix.worker.kv_cache_spec import (
     page_bytes,
 )
 from helix.worker.model_runner import ModelRunner
-from kernels.attention.dequantized_prefill import PIECE_BYTES
 
 SLOT_TOKENS = 1024  # decode.max_batch=auto reserves pages for this many tokens per row
 
@@ -199,15 +204,8 @@ def build_engine(
     # In mode dp each rank has its own rows and pages.
     max_batch = -(-max_batch // layout.dp)
     wanted = -(-kv.tokens // layout.dp) if kv.tokens else wanted_tokens + drafts * max_batch
-    # Each micro-batch unpacks a quantized matrix and a piece of keys, or holds indexer scores.
-    piece = 0 if kv.dtype == "auto" else PIECE_BYTES
-    if isinstance(spec.attention, MLASpec) and spec.attention.topk is None:
-        piece = 2 * MAX_EXPANDED_BYTES  # keys and values, and their latents, before and after reordering
-    apart = model.weights.max_matrix_size * ITEMSIZE[dtype] + (
-        MAX_SCORES * torch.float32.itemsize if spec.indexers else 0
-    )
-    micro_batches = 4 if comm.capturable else 2  # captured chunks have their own memory
-    free = free_bytes(comm.device) - micro_batches * (apart + piece)
+    pieces = piece_bytes(spec, model.weights.max_matrix_size, kv.dtype != "auto", dtype, comm.capturable)
+    free = free_bytes(comm.device) - pieces
     if comm.device.type == "cpu":
         free -= int(kv.prefix_host_bytes)
     buffers = token_buffers(spec, layout, comm.rank, dtype)

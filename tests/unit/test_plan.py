@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,12 +17,14 @@ from benchmarks import planner
 from benchmarks.papers.rows import scaled
 from benchmarks.program import PROGRAM
 from helix.devices import ranks
+from helix.layers.specs import MatrixFormat
 from helix.layout import HelixLayout
+from helix.models.loading import weights_of
 from helix.planner.hardware import Hardware
-from helix.planner.plan import PlannedLayout, PlanQuery, Ranking, plan
+from helix.planner.plan import PlannedLayout, PlanQuery, Ranking, largest_matrix, plan
 from helix.planner.points import Offload, Options, Points, Sparse
 from helix.planner.step import memory_of, predict
-from helix.setup.buffers import max_chunk, prompt_bytes, token_buffers
+from helix.setup.buffers import max_chunk, piece_bytes, prompt_bytes, sampling_bytes, token_buffers
 from launch.inputs.auto_layout import choose, workload
 from launch.inputs.break_even import compare_sparse, sparse_pays_from, ttl_s
 from launch.inputs.hardware import HARDWARE, device_here, hardware_of, load_hardware, read_hardware
@@ -69,17 +72,31 @@ def test_states_are_counted() -> None:
 
 @pytest.mark.parametrize("model", ["glm-5.2", "deepseek-r1", "llama-3.1-8b"])
 def test_room_for_kv_is_what_the_engine_leaves_to_it(model: str) -> None:
-    """Beside chunks of prompts, which take more than a tenth where experts share a GPU."""
-    spec, bf16 = load_spec(model), "bfloat16"
-    choice = ask(model, batch=1, context=M, options=replace(BF16, weights="fp8")).choices[0]
-    free = int(choice.free_bytes + choice.kv_bytes)
-    chunk = max_chunk(token_buffers(spec, choice.layout, 0, bf16), free, spec.experts is not None)
-    prompts = prompt_bytes(spec, choice.layout, 0, chunk, M, bf16, captured=True)
+    """Beside chunks of prompts, which take more than a tenth where experts share a GPU, pieces, and logits."""
+    spec, bf16, fp8 = load_spec(model), "bfloat16", replace(BF16, weights="fp8")
+    choice = ask(model, batch=1, context=M, options=fp8).choices[0]
+    layout, kind = choice.layout, MatrixFormat(128)
+    of_layers = weights_of(spec, layout, 0, torch.bfloat16, lambda name: kind if "layers" in name else None)
+    pieces = piece_bytes(spec, of_layers.max_matrix_size, False, bf16, captured=True)
+    free = int(choice.free_bytes + choice.kv_bytes) - pieces
+    chunk = max_chunk(token_buffers(spec, layout, 0, bf16), free, spec.experts is not None)
+    logits = sampling_bytes(1, 1, len(layout.vocab_rows(0, spec.vocab)), captured=True)
+    prompts = prompt_bytes(spec, layout, 0, chunk, M, bf16, captured=True)
     assert (prompts > 0.1 * free) == (model != "llama-3.1-8b")
-    assert choice.largest_batch == min(0.9 * free, free - prompts) // choice.kv_bytes
-    few = ask(model, batch=1, context=M, options=replace(BF16, weights="fp8", prompt_chunk=256)).choices[0]
-    prompts = prompt_bytes(spec, choice.layout, 0, 256, M, bf16, captured=True)
-    assert few.largest_batch == min(0.9 * free, free - prompts) // few.kv_bytes
+    assert choice.largest_batch == min(0.9 * free, free - prompts - logits) // choice.kv_bytes
+    few = ask(model, batch=1, context=M, options=replace(fp8, prompt_chunk=256)).choices[0]
+    prompts = prompt_bytes(spec, layout, 0, 256, M, bf16, captured=True)
+    assert few.largest_batch == min(0.9 * free, free - prompts - logits) // few.kv_bytes
+
+
+@pytest.mark.parametrize("layout", [("helix", 1), ("tp", 1, 2), ("helix", 4, 2)], ids=str)
+@pytest.mark.parametrize("model", ["glm-5.2", "kimi-k2", "qwen3.5-27b", "gpt-oss-20b", "laguna-xs", "gemma-3-27b"])
+def test_the_largest_matrix_is_that_of_the_weights(model: str, layout: tuple[Any, ...]) -> None:
+    spec, kind, where = load_spec(model), MatrixFormat(128), HelixLayout.create(*layout)
+    spec = replace(spec, layers=(*dict.fromkeys(spec.layers),))  # one of each
+    of_layers = weights_of(spec, where, 0, torch.bfloat16, lambda name: kind if "layers" in name else None)
+    assert largest_matrix(spec, where, replace(BF16, weights="fp8")) == of_layers.max_matrix_size
+    assert not largest_matrix(spec, where, BF16)
 
 
 def predicted(choice: PlannedLayout, model: str, length: int) -> float:
