@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 from benchmarks.models.speculate import expected_tokens
@@ -83,15 +83,6 @@ def _attention() -> str:
     return "; ".join(parts) or NOT_RECORDED
 
 
-def _choice(policy: str, length: int, name: str) -> Sequence[float]:
-    rows = [
-        r
-        for r in results("acceptance", *KEY)
-        if r["kind"] == "choices" and (r["policy"], r["length"]) == (policy, length)
-    ]
-    return rows[-1][name] if rows else []
-
-
 def _runs(kind: str, policy: str, length: int | None = None, needs: str = "kind") -> str:
     """Prompts and lengths of a figure's lines, and their GPU."""
     rows = [r for r in results("acceptance", *KEY) if (r["kind"], r["policy"]) == (kind, policy) and r.get(needs)]
@@ -126,8 +117,13 @@ def _pays() -> str:
 
 
 def _overlap() -> str:
-    found = _choice("all", 4096, "overlap")
-    return f"neighbors {found[0]:.2f}, six apart {found[-1]:.2f}" if found else NOT_RECORDED
+    """Keys that two tokens share, neighbors and the most distant, the mean over the tasks; and on what."""
+    rows = results("neighbors", "model", "task", "length", "prompts", "keys")
+    if not rows:
+        return NOT_RECORDED
+    near, far = (sum(r["overlap"][at] for r in rows) / len(rows) for at in (0, -1))
+    on = f"{sum(r['prompts'] for r in rows)} x {rows[0]['length']:,}, the best {rows[0]['keys']:,} keys"
+    return f"{on}: neighbors {near:.2f}, {len(rows[0]['overlap'])} apart {far:.2f}"
 
 
 def _sweep() -> str:

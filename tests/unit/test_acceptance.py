@@ -11,9 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from benchmarks.acceptance import OPTIONS, measure
-from benchmarks.quality import continuations, copy_prompts, haystacks
+from benchmarks.quality import continuations, copy_prompts, haystacks, neighbors
 from benchmarks.quality.acceptance_rows import count_drafts, draft_configs
 from benchmarks.quality.agreement import mean_range
 from benchmarks.quality.continuations import FACTS, TASKS, Continuation
@@ -265,3 +266,17 @@ def test_drafts_of_a_layer_are_those_of_the_engine(tokenizer: Any) -> None:
     # The engine's first token comes with the prefill, so that its iterations begin a token later.
     assert abs(sum(held) / len(held) - sum(n * k for n, k in accepted.items()) / sum(accepted.values())) < 0.5
     assert sum(sum(x.accepted) for x in found[draft_configs[2]]) <= sum(held)
+
+
+def test_tokens_near_each_other_select_what_one_pass_over_all_of_them_says() -> None:
+    model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+    prompt, tokens, keys = torch.arange(97).mul(31).remainder(4096), 4, 12
+    found = neighbors.read(model, prompt, tokens)
+    written = model.generate(prompt[None], max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
+    weights = model(written, output_attentions=True).attentions
+    for layer, logits in zip(weights, found, strict=True):
+        rows = layer[0, :, len(prompt) :, : len(prompt)].double().log().sum(0)
+        sets = [set(row.topk(keys).indices.tolist()) for row in rows]
+        for apart, share in enumerate(neighbors.overlaps(logits, keys), 1):
+            pairs = [len(a & b) / keys for a, b in zip(sets, sets[apart:], strict=False)]
+            assert share == pytest.approx(sum(pairs) / len(pairs), abs=1e-6)  # float32's mean
