@@ -47,7 +47,11 @@ class ChatClient:
     def __init__(self, url: str, key: str | None, options: dict[str, Any], system: str | None = None) -> None:
         self.url, self.key, self.options, self.system = url.rstrip("/").removesuffix("/v1"), key, options, system
         self.turns: list[dict[str, str]] = []
-        self.model = self._json("/v1/models")["data"][0]["id"]
+        with self._open("/v1/models") as answer:
+            try:
+                self.model = json.load(answer)["data"][0]["id"]
+            except (ValueError, LookupError, TypeError) as error:
+                raise ValueError(f"{self.url}/v1/models names no model: give the URL of an OpenAI server") from error
 
     def ask(self, question: str) -> Iterator[str]:
         """Streams the answer to a question and adds both to the conversation, also if the answer is stopped early.
@@ -98,10 +102,6 @@ class ChatClient:
                 return turn["content"]
         return None
 
-    def _json(self, path: str) -> Any:
-        with self._open(path) as answer:
-            return json.load(answer)
-
     def _open(self, path: str, body: dict[str, Any] | None = None) -> Any:
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
         data = None if body is None else json.dumps(body).encode()
@@ -112,7 +112,7 @@ class ChatClient:
             with suppress(ValueError, KeyError, TypeError):
                 text = json.loads(text)["error"]["message"]
             raise ValueError(f"{self.url}: {text}") from error
-        except (URLError, OSError) as error:
+        except (URLError, OSError, HTTPException, ValueError) as error:
             reason = getattr(error, "reason", error)
             raise ValueError(f"{self.url} does not respond: {reason}; `helix serve DIR` starts a server") from error
 

@@ -42,7 +42,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.keys.append(self.headers.get("Authorization"))
-        self.reply(200, b'{"data": [{"id": "tiny"}]}')
+        others = {"/none/v1/models": b'{"data": []}', "/html/v1/models": b"<html>"}
+        self.reply(200, others.get(self.path, b'{"data": [{"id": "tiny"}]}'))
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -154,9 +155,20 @@ def test_thoughts_are_shown_and_not_told_again(fake_server: FakeServer) -> None:
     assert sent_messages(fake_server) == ["think", "I think ", "one"]
 
 
-def test_what_is_said_where_nobody_answers() -> None:
-    with pytest.raises(ValueError, match=r"http://127.0.0.1:9 does not respond: .*refused"):
-        ChatClient("http://127.0.0.1:9", None, {})
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("http://127.0.0.1:9", "127.0.0.1:9 does not respond: .*refused"),
+        ("http://127.0.0.1:80a0", "80a0 does not respond: nonnumeric port"),
+        ("http://127.0.0.1:9/a b", "a b does not respond: URL can't contain control characters"),
+        ("127.0.0.1", "127.0.0.1 does not respond: unknown url type"),
+        ("{fake}/none", "/none/v1/models names no model"),
+        ("{fake}/html", "/html/v1/models names no model"),
+    ],
+)
+def test_what_is_said_where_no_model_answers(url: str, message: str, fake_server: FakeServer) -> None:
+    with pytest.raises(ValueError, match=message):
+        ChatClient(url.format(fake=fake_server.url), None, {})
 
 
 def test_control_c_stops_an_answer_and_control_d_ends(fake_server: FakeServer) -> None:
