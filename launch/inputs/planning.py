@@ -225,8 +225,8 @@ def pick_hardware(name: str | None, backend: str) -> Hardware:
 def remedies(checked: CheckedQuery) -> list[tuple[list[str], Ranking]]:
     """Finds changes to a query for which nothing fits; returns each with its ranking.
 
-    In this order: FP8, for the same work on the same GPUs; more GPUs; offloading to host memory; less work. Each is
-    planned as if it were typed.
+    In this order: FP8, for the same work on the same GPUs; more GPUs; offloading to host memory; less work. If none
+    helps, FP8 on all GPUs of an NVLink domain. Each is planned as if it were typed.
     """
     q, config = checked.query, checked.config
     needs_blocks = config.attention.policy == "dense" and not q.spec.indexers
@@ -242,6 +242,8 @@ def remedies(checked: CheckedQuery) -> list[tuple[list[str], Ranking]]:
         found.append(_replan(checked, [f"batch={batch}"]))
     if context := longest_context(q):
         found.append(_replan(checked, [f"context={context // 1024}K"]))
+    if not any(found):
+        found.append(_replan(checked, [*FP8, f"gpus={q.hardware.gpus}"]))
     return [change for change in found if change is not None]
 
 

@@ -321,6 +321,8 @@ def test_what_would_fit_fits() -> None:
             answered(f"qwen3-30b-a3b gpus=1 context=128K batch=8 {more}")
     both = check_query(["model=llama-3.1-70b", "gpus=2", "context=128K", "batch=3", "hardware=h100"])
     assert remedies(both)[0][0] == ["kv.dtype=fp8", "model.weights=fp8"], "neither alone"
+    large = check_query(["model=llama-3.1-405b", "gpus=1", "context=1M", "hardware=h200"])
+    assert [change for change, _ in remedies(large)] == [["kv.dtype=fp8", "model.weights=fp8", "gpus=8"]]
 
 
 def test_where_nothing_fits_it_is_said_what_would(monkeypatch: pytest.MonkeyPatch) -> None:
