@@ -26,6 +26,16 @@ def check_file(path: Path) -> None:
     path.open("rb").close()
 
 
+def is_directory(path: Path) -> bool:
+    """Returns whether a path is a directory; raises ValueError if the system refuses to say."""
+    try:
+        return stat.S_ISDIR(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+
+
 def read_text(path: Path) -> str:
     """Reads a text file; raises ValueError if it cannot be read or is not UTF-8."""
     try:

@@ -14,7 +14,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from helix.files import check_file, read_json
+from helix.files import check_file, is_directory, read_json
 from helix.layers.specs import MXFP4, NVFP4, MatrixFormat, MoESpec, Storage
 from helix.models.quantized_tensors import MXFP8, StoredMatrix, Zeros, find_matrices, rotation_of
 from helix.models.spec import DecoderSpec, LayerSpec
@@ -420,7 +420,7 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: not a checkpoint directory, or unreadable.
     """
-    if not path.is_dir():
+    if not is_directory(path):
         raise ValueError(f"model.path={path} is not a directory; it must hold a Hugging Face checkpoint (config.json)")
     if not os.path.lexists(path / "config.json"):
         raise ValueError(f"model.path={path} is not a checkpoint: it has no config.json")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from helix.config import Config
+from helix.files import is_directory
 from helix.hub import is_hub_id
 from helix.schema import field_types
 from launch.inputs.flags import API_KEY, FOREIGN_FLAGS, HYDRA, Flag
@@ -195,7 +196,7 @@ def model_override(name: str) -> str:
     Raises:
         ValueError: it is none of them.
     """
-    if Path(name).is_dir() or is_hub_id(name):
+    if is_directory(Path(name)) or is_hub_id(name):
         return f"model.path={name}"
     if name in shapes():
         return f"model={name}"

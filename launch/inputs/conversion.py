@@ -36,7 +36,7 @@ def convert(file: Path, directory: Path, dtype: str, sampling: Mapping[str, floa
     Raises:
         ValueError: the file cannot be converted, or the directory cannot be written.
     """
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+    if os.path.exists(directory) and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"{directory} exists and is not an empty directory: name another, or move it away")
     console = Console(stderr=True)
     with console.status(f"reading {file}"):
@@ -48,7 +48,7 @@ def convert(file: Path, directory: Path, dtype: str, sampling: Mapping[str, floa
     name = str(stored).removeprefix("torch.")
     size = sum(torch.Size(shape).numel() for shape in model.shapes.values()) * stored.itemsize
     target = Path(os.path.realpath(directory))
-    fills = target.exists()  # a mount point cannot be replaced, and the caller's own directory must not be
+    fills = os.path.exists(target)  # a mount point cannot be replaced, and the caller's own directory must not be
     new = (target if fills else target.parent) / f".helix-{uuid.uuid4().hex}"
     try:
         new.parent.mkdir(parents=True, exist_ok=True)

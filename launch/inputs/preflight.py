@@ -17,6 +17,7 @@ from comm import emulated
 from helix.checks import check, check_cache, check_model, check_weights
 from helix.config import Config
 from helix.devices import choose_backend, ranks
+from helix.files import is_directory
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
 from helix.models.loading import Checkpoint
@@ -151,8 +152,8 @@ def check_host(config: Config, local_ranks: int) -> None:
 def disk_space(directory: str) -> int:
     """Counts the bytes that files in a directory may have: what is free, and what they have already."""
     path = Path(directory)
-    used = sum(file.stat().st_blocks * 512 for file in path.glob("*/*/*.seg"))
-    return used + shutil.disk_usage(next(p for p in (path, *path.absolute().parents) if p.exists())).free
+    free = shutil.disk_usage(next(p for p in (path, *path.absolute().parents) if is_directory(p))).free
+    return free + sum(file.stat().st_blocks * 512 for file in path.glob("*/*/*.seg"))
 
 
 def _check_files(config: Config, job_kind: JobKind, prompts: Sequence[PromptLine]) -> bool:

@@ -483,6 +483,7 @@ def test_files_and_directories_that_do_not_fit(tmp_path: Path, capsys: pytest.Ca
         ((file, tmp_path / "full"), "exists and is not an empty directory"),
         ((file, file), "exists and is not an empty directory"),
         ((file, file / "out"), "cannot be written: File exists"),
+        ((file, tmp_path / ("x" * 300)), "cannot be written: File name too long"),
         ((file,), "expected FILE.gguf DIR"),
         ((file, out, "dtype=int8"), "dtype=int8 must be one of auto, float32"),
         ((file, out, "dtyp=float32"), "dtyp is unknown"),
