@@ -29,7 +29,6 @@ from typing import Literal
 
 from launch.inputs.arguments import handle_help, parse
 
-DTYPES = ("float32", "bfloat16", "float16")
 SAMPLING = {"temperature": float, "top_k": int, "top_p": float, "min_p": float, "repetition_penalty": float}
 
 
@@ -40,9 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     try:
         file, directory, *rest = [*arguments[:2], *[""] * (2 - len(arguments)), *arguments[2:]]
-        if not file or not directory or directory.startswith("dtype="):
-            raise ValueError(f"{' '.join(arguments)}: expected FILE.gguf DIR (see --help)")
         kinds = {"dtype": Literal["auto", "float32", "bfloat16", "float16"]} | SAMPLING
+        if not file or not directory or directory.partition("=")[0] in kinds:
+            raise ValueError(f"{' '.join(arguments)}: expected FILE.gguf DIR (see --help)")
         sampling = parse(rest, kinds)
         dtype = sampling.pop("dtype", "auto")
         import_module("launch.inputs.conversion").convert(Path(file), Path(directory), dtype, sampling)

@@ -485,6 +485,7 @@ def test_files_and_directories_that_do_not_fit(tmp_path: Path, capsys: pytest.Ca
         ((file, file / "out"), "cannot be written: File exists"),
         ((file, tmp_path / ("x" * 300)), "cannot be written: File name too long"),
         ((file,), "expected FILE.gguf DIR"),
+        ((file, "top_k=5"), "top_k=5: expected FILE.gguf DIR"),
         ((file, out, "dtype=int8"), "dtype=int8 must be one of auto, float32"),
         ((file, out, "dtyp=float32"), "dtyp is unknown"),
         ((file, out, "temperature=-1"), "x.gguf: sampling defaults: temperature=-1.0: Input should be greater"),
