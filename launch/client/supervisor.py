@@ -93,7 +93,7 @@ class Supervisor:
 
         Raises:
             JobFailed: the job did not start, or failed too often.
-            ValueError: files of the model directory, other than weights, cannot be read.
+            ValueError: files of the model directory, other than weights, or `serve.attach` cannot be read.
         """
         failures: deque[float] = deque()
         while True:
@@ -156,6 +156,7 @@ class Supervisor:
             await ended
 
     async def _attached(self) -> str:
+        LOG.info("serve.attach=%s: waiting for the ranks", self.path)
         why = await self._work()
         return why or "the connection to the ranks closed"
 
@@ -169,7 +170,9 @@ class Supervisor:
             try:
                 reader, writer = await asyncio.open_unix_connection(self.path)
                 break
-            except OSError:
+            except OSError as error:
+                if self._serve.attach and not isinstance(error, (FileNotFoundError, ConnectionError, BlockingIOError)):
+                    raise ValueError(f"serve.attach={self.path} cannot be used: {error.strerror or error}") from error
                 await asyncio.sleep(POLL_S)
         engine_client, hang_s, silence = self._engine_client, self._serve.hang_s, HangDetector()
         serving = asyncio.create_task(engine_client.serve(reader, writer))

@@ -271,6 +271,12 @@ def test_ranks_that_hang_do_not_keep_a_server_that_ends(tmp_path: Path, monkeypa
     asyncio.run(ended())
 
 
+async def test_a_socket_that_cannot_be_used_is_not_waited_for(tmp_path: Path) -> None:
+    serve = replace(ServeConfig(), attach=f"{Path(__file__)}/ranks.sock")
+    with pytest.raises(ValueError, match=r"serve.attach=.*ranks.sock cannot be used: Not a directory"):
+        await asyncio.wait_for(Supervisor(EngineClient(1), serve, [], tmp_path).run(), 10)
+
+
 async def test_ranks_that_say_what_nobody_reads_are_started_again(
     caplog: pytest.LogCaptureFixture, serve: Serve
 ) -> None:
