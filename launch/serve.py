@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 
 from helix.checks import check
+from helix.config import Config, DecodeConfig
 from helix.files import read_text
 from helix.hub import is_hub_id, resolve_hub_models
 from helix.log import print_error
@@ -22,6 +23,9 @@ from launch.inputs.commands import SERVE
 from launch.inputs.flags import API_KEY, CPU_TOKENS
 from launch.job import lifeline
 from launch.serving.security import ApiKeys, check_exposure
+
+# Keys of `decode` that only `helix run` reads.
+OFFLINE = ["prompts", "output", "resume", "stream", "temperature", "top_k", "top_p", "min_p", "seed", "stop"]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -35,6 +39,7 @@ def main(arguments: Sequence[str]) -> int:
             raise ValueError("-m: a server runs one config; use `helix sweep` to run several over a prompt file")
         line = replace(line, overrides=[*_defaults(line.overrides), *line.overrides])
         config = compose.compose_config(line.overrides, line.settings)
+        _check_unused(config)
         if config.serve.name is None and is_hub_id(str(config.model.path)):
             config.serve.name = str(config.model.path)
         resolve_hub_models(config)
@@ -50,6 +55,14 @@ def main(arguments: Sequence[str]) -> int:
         print_error(error)
         return 1
     return int(server.run(config.serve, keys, listeners, line.arguments))
+
+
+def _check_unused(config: Config) -> None:
+    if config.serve.socket is not None:
+        raise ValueError(f"serve.socket={config.serve.socket} is of ranks started separately: set serve.attach instead")
+    for name in OFFLINE:
+        if (value := getattr(config.decode, name)) != getattr(DecodeConfig(), name):
+            raise ValueError(f"decode.{name}={value} is for `helix run`; requests set it here: leave it out")
 
 
 def _defaults(arguments: Sequence[str]) -> list[str]:

@@ -41,12 +41,12 @@ MODEL_FLAGS = (
     Flag(("--quantization", "-q"), "fp8", "model.weights", "quantizes an unquantized checkpoint to FP8 on load"),
     Flag(("--kv-cache-dtype",), "TYPE", "kv.dtype", "auto, fp8, fp8_all, or k16v8: only values in FP8",
          {"fp8_e4m3": "fp8", "bfloat16": "auto", "float16": "auto"}),
-    Flag(("--seed",), "N", "decode.seed"),
 )  # fmt: skip
 RUN_FLAGS = (
     Flag(("--output", "-o"), "FILE", "decode.output"),
     Flag(("--max-tokens",), "N", "decode.max_tokens"),
     Flag(("--temperature",), "T", "decode.temperature"),
+    Flag(("--seed",), "N", "decode.seed"),
 )
 KEY_FLAG = Flag(("--api-key",), "KEY", API_KEY, "environment variable; serve.api_keys=FILE for several")
 SERVE_FLAGS = (

@@ -270,6 +270,9 @@ def test_ranks_of_torchrun_outlive_a_server_beside_them(tmp_path: Path) -> None:
         ("serve.port=70000", "serve.port=70000"),
         ("serve.hang_s=0", "serve.hang_s"),
         ("serve.hosts=x", "serve.hosts is unknown"),
+        ("serve.socket=/tmp/x", "set serve.attach"),
+        ("decode=sampled", "decode.temperature=0.8 is for `helix run`"),
+        ("--seed 5", "--seed is not an option of helix serve"),
     ],
 )
 def test_mistakes_are_one_line(override: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
