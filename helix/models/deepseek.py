@@ -123,7 +123,7 @@ def latent_spec(config: Any, moe: MoESpec, interleaved: bool, formats: Iterable[
         interleaved=interleaved,
     )
     ffns = layer_ffns(config, moe, (kind == "sparse" for kind in kinds))
-    mtp = any(getattr(config, key, 0) for key in ("num_mtp_layers", "num_nextn_predict_layers"))
+    mtp = max(getattr(config, key, 0) or 0 for key in ("num_mtp_layers", "num_nextn_predict_layers"))
     return with_nextn(decoder_spec(config, mla, ffns, formats=formats), moe, mtp)
 
 

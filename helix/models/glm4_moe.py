@@ -17,4 +17,4 @@ def spec(config: Any) -> DecoderSpec:
     qk_norm, mtp = getattr(config, "use_qk_norm", False), getattr(config, "num_mtp_layers", 0)  # not in GLM-4.5V
     attention = replace(attention_of(config), qkv_bias=config.attention_bias, qk_norm=qk_norm)
     ffns = layer_ffns(config, moe, (i >= dense for i in range(layers)))
-    return with_nextn(decoder_spec(config, attention, ffns, partial_rotary=True), moe, bool(mtp))
+    return with_nextn(decoder_spec(config, attention, ffns, partial_rotary=True), moe, mtp)

@@ -203,10 +203,11 @@ def decoder_spec(
     )
 
 
-def with_nextn(spec: DecoderSpec, ffn: FFNSpec, present: bool) -> DecoderSpec:
-    """Adds the MTP layer after the last one if it is `present` in the checkpoint; ignores its tensors otherwise."""
-    nextn = LayerSpec(spec.layers[-1].mixer, ffn) if present else None
-    return replace(spec, unused=(f"model.layers.{len(spec.layers)}.",), nextn=nextn)
+def with_nextn(spec: DecoderSpec, ffn: FFNSpec, count: int | None) -> DecoderSpec:
+    """Adds the first of a checkpoint's `count` MTP layers, which follow the last one; ignores tensors of the others."""
+    nextn, layers = LayerSpec(spec.layers[-1].mixer, ffn) if count else None, len(spec.layers)
+    unused = tuple(f"model.layers.{i}." for i in range(layers, layers + (count or 1)))
+    return replace(spec, unused=unused, nextn=nextn)
 
 
 def with_query_heads(attention: AttentionSpec, heads: Sequence[Any], key: str) -> list[AttentionSpec]:

@@ -39,6 +39,6 @@ def spec(config: Any) -> DecoderSpec:
     )
     attention = replace(attention_of(config), qkv_bias=bias, output_bias=bias, qk_norm=True)
     ffns = layer_ffns(config, moe, sparse_layers(config))
-    present = bool(getattr(config, "num_nextn_predict_layers", 0))
-    found = with_nextn(decoder_spec(config, attention, ffns), moe, present)
+    mtp = getattr(config, "num_nextn_predict_layers", 0)
+    found = with_nextn(decoder_spec(config, attention, ffns), moe, mtp)
     return replace(found, nextn_names=NextTokenNames(norm="model.layers.{}.final_layernorm"))

@@ -213,4 +213,4 @@ class DecoderSpec:
         name = self.nextn_names.layer.format(len(self.layers))
         shared = (f"{name}.{part}" for part in ("embed_tokens.", "shared_head.head.", "shared_head.weight"))
         others = (prefix for prefix in self.unused if not f"{name}.".startswith(prefix))
-        return replace(self, draft=self.nextn, unused=(*others, *shared, f"model.layers.{len(self.layers) + 1}."))
+        return replace(self, draft=self.nextn, unused=(*others, *shared))

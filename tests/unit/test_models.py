@@ -59,6 +59,10 @@ READ: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         for keys in ({}, dict(rope_scaling=None), dict(rope_parameters=None))
     ),
     ("GptOss", {}, {"rope.scaling.truncate": False}),
+    *(
+        (family, {"num_nextn_predict_layers": 3}, {"unused": tuple(f"model.layers.{n + i}." for i in range(3))})
+        for family, n in (("DeepseekV3", 61), ("HYV3", 80), ("GlmMoeDsa", 78))
+    ),
 ]
 
 
