@@ -18,7 +18,14 @@ MAX_SCORES = 1 << 26  # an indexer's at once (256 MiB): longer prefill steps sel
 MXFP4_BLOCK = 32  # values of the last dimension that share one scale
 GATHER_SPEEDUP = 2  # bytes of sequences gathered in the time of exchanging one byte of queries and outputs
 ROPE_TYPES = ("default", "linear", "llama3", "longrope", "yarn")
-YARN = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")  # optional parameters
+# Optional parameters, by kind.
+OPTIONAL = {
+    "default": [],
+    "yarn": ["factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"],
+    "longrope": ["factor", "attention_factor"],
+}
+NO_NUMBERS = ("truncate", "long_factor", "short_factor")
+ZERO_IS_DEFAULT = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 
 
 @dataclass(frozen=True)
@@ -69,29 +76,31 @@ class RopeSpec:
         if rotated < head_dim and not partial:
             raise ValueError("partial rotary embedding (partial_rotary_factor below 1) is not supported")
         trained = "original_max_position_embeddings"
-        if kind == "yarn" and parameters.get("factor") is None and parameters.get(trained):
-            parameters["factor"] = config.max_position_embeddings / parameters[trained]
         needed = {
             "linear": ["factor"],
             "llama3": ["factor", "low_freq_factor", "high_freq_factor", trained],
-            "yarn": ["factor", trained],
+            "yarn": [trained],
             "longrope": ["long_factor", "short_factor", trained],
         }.get(kind, [])
         if missing := [name for name in needed if parameters.get(name) is None]:
             raise ValueError(f"RoPE scaling {kind!r} in config.json lacks {', '.join(missing)}")
+        used = [*needed, *OPTIONAL.get(kind, ["mscale_all_dim"])]
+        numbers = {"rope_theta": theta} | {n: parameters[n] for n in used if parameters.get(n) is not None}
+        for name, value in numbers.items():
+            if name in NO_NUMBERS or (value == 0 and name in ZERO_IS_DEFAULT):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1 << 63:
+                raise ValueError(f"config.json: RoPE's {name}={value!r} must be a positive number below 2^63")
+        name = {"yarn": "rope_theta", "longrope": trained}.get(kind)  # its logarithm is a divisor
+        if name is not None and numbers[name] <= 1:
+            raise ValueError(f"config.json: RoPE's {name}={numbers[name]!r} must be above 1")
         if kind == "longrope":
             return cls(kind, float(theta), rotated, _longrope(parameters, config, rotated), head_dim - rotated)
-        optional = [n for n in ("beta_fast", "beta_slow", "attention_factor") if parameters.get(n)]
-        numbers = {"rope_theta": theta} | {name: parameters[name] for name in [*needed, *optional]}
-        for name, value in numbers.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-                raise ValueError(f"config.json: RoPE's {name}={value!r} must be a positive number")
+        if kind == "yarn" and parameters.get("factor") is None:
+            parameters["factor"] = config.max_position_embeddings / parameters[trained]
         if kind == "llama3" and parameters["low_freq_factor"] >= parameters["high_freq_factor"]:
             raise ValueError("config.json: RoPE's low_freq_factor must be below high_freq_factor")
-        if kind == "yarn" and theta <= 1:
-            raise ValueError(f"config.json: RoPE's rope_theta={theta!r} must be above 1")
-        used = {*needed, *(YARN if kind == "yarn" else () if kind == "default" else ("mscale_all_dim",))}
-        used |= {"llama_4_scaling_beta", trained} if "llama_4_scaling_beta" in parameters else set()
+        used += ["llama_4_scaling_beta", trained] if "llama_4_scaling_beta" in parameters else []
         scaling = {name: value for name, value in parameters.items() if name in used}
         return cls(kind, float(theta), rotated, scaling, head_dim - rotated)
 
