@@ -19,6 +19,7 @@ from helix.models.hf import (
     check_supported,
     decoder_spec,
     layer_ffns,
+    sparse_layers,
     with_nextn,
 )
 from helix.models.spec import DecoderSpec, LayerSpec
@@ -100,11 +101,6 @@ def latent_spec(config: Any, moe: MoESpec, interleaved: bool, formats: Iterable[
     latent, rope, nope, value = (getattr(config, key) for key in sizes)
     if rope % 2:
         raise ValueError(f"config.json: qk_rope_head_dim={rope} must be even")
-    layers = config.num_hidden_layers
-    kinds = getattr(config, "mlp_layer_types", None) or ["dense"] * (config.first_k_dense_replace or 0)
-    kinds = [*kinds, *["sparse"] * (layers - len(kinds))][:layers]
-    if len(kinds) != layers or {*kinds} - {"dense", "sparse"}:
-        raise ValueError(f"config.json: mlp_layer_types={kinds!r:.200} must be dense or sparse for each layer")
     check_common(config)
     check_head_dim(rope)
     rotary, scale = RopeSpec.from_config(config, rope), (nope + rope) ** -0.5
@@ -122,7 +118,11 @@ def latent_spec(config: Any, moe: MoESpec, interleaved: bool, formats: Iterable[
         scale=scale,
         interleaved=interleaved,
     )
-    ffns = layer_ffns(config, moe, (kind == "sparse" for kind in kinds))
+    if getattr(config, "mlp_layer_types", None) is not None:
+        sparse = sparse_layers(config)
+    else:
+        sparse = [i >= (config.first_k_dense_replace or 0) for i in range(config.num_hidden_layers)]
+    ffns = layer_ffns(config, moe, sparse)
     mtp = max(getattr(config, key, 0) or 0 for key in ("num_mtp_layers", "num_nextn_predict_layers"))
     return with_nextn(decoder_spec(config, mla, ffns, formats=formats), moe, mtp)
 

@@ -220,7 +220,7 @@ def with_query_heads(attention: AttentionSpec, heads: Sequence[Any], key: str) -
 def sparse_layers(config: Any) -> list[bool]:
     """Returns per layer whether it has experts, from `mlp_layer_types`; ValueError if an entry is unknown."""
     kinds, layers = config.mlp_layer_types, config.num_hidden_layers
-    if len(kinds) != layers or {*kinds} - {"dense", "sparse"}:
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in ("dense", "sparse") for kind in kinds):
         raise ValueError(
             f"config.json: mlp_layer_types={kinds!r:.80} must be dense or sparse for each of num_hidden_layers={layers}"
         )
