@@ -60,7 +60,7 @@ def spec_glm(config: Any) -> DecoderSpec:
 
 
 def _with_indexers(config: Any, kinds: Any, interleaved: bool) -> DecoderSpec:
-    check_sizes(config, "q_lora_rank", "index_topk", "index_head_dim", "index_n_heads")
+    check_sizes(config, "num_hidden_layers", "q_lora_rank", "index_topk", "index_head_dim", "index_n_heads")
     check_supported(config, rope_interleave=(True,))
     layers, width, rope = config.num_hidden_layers, config.index_head_dim, config.qk_rope_head_dim
     if width < rope:
