@@ -24,6 +24,8 @@ def spec(config: Any) -> DecoderSpec:
     )
     if (rotated := getattr(config, "rotary_dim", None)) is not None:  # as in published configs
         check_sizes(config, "rotary_dim", "head_dim")
+        if rotated % 2 or rotated > config.head_dim:
+            raise ValueError(f"config.json: rotary_dim={rotated} must be even, and at most head_dim={config.head_dim}")
         config.rope_parameters["partial_rotary_factor"] = rotated / config.head_dim
     attention = replace(attention_of(config), qk_norm=True, norm_over="all")
     return decoder_spec(config, attention, moe, partial_rotary=True)
