@@ -321,8 +321,8 @@ def _context(config: Any, rope: RopeSpec) -> tuple[int, str]:
     if chunked:
         if not isinstance(chunked, Mapping):
             raise ValueError(f"config.json: dual_chunk_attention_config={chunked!r} must be an object")
-        for key in ("chunk_size", "original_max_position_embeddings"):
-            value = chunked.get(key, limits["max_position_embeddings"])
+        for key in [key for key in ("chunk_size", "original_max_position_embeddings") if key in chunked]:
+            value = chunked[key]
             if not _is_size(value):
                 raise ValueError(f"config.json: dual_chunk_attention_config.{key}={value!r} must be a positive integer")
             limits[f"dual_chunk_attention_config.{key}"] = value

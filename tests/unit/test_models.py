@@ -217,8 +217,10 @@ def test_either_name_of_a_family_will_do(names: dict[str, Any]) -> None:
 
 def test_contexts_beyond_the_first_chunk_of_dual_chunk_attention_are_not_the_models() -> None:
     chunked = {"chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 300000}
-    s = spec("Qwen2", max_position_embeddings=1010000, dual_chunk_attention_config=chunked)
-    assert s.max_positions == 262144 and "dual_chunk_attention_config.chunk_size" in s.context
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 262144}
+    for rope in (None, yarn):
+        s = spec("Qwen2", max_position_embeddings=1010000, dual_chunk_attention_config=chunked, rope_scaling=rope)
+        assert s.max_positions == 262144 and "dual_chunk_attention_config.chunk_size" in s.context
     with pytest.raises(ValueError, match=r"dual_chunk_attention_config\.chunk_size=-1"):
         spec("Qwen2", dual_chunk_attention_config=chunked | {"chunk_size": -1})
 
