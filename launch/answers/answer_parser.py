@@ -206,5 +206,5 @@ def _function(value: Any) -> tuple[str, str] | None:
         return function["name"], arguments
     try:
         return function["name"], json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    except ValueError:  # a number too large was parsed as infinity
+    except (ValueError, TypeError, RecursionError):  # infinity, a Python literal such as a set, or too many levels
         return None
