@@ -191,6 +191,8 @@ def _markup(given: Mapping[str, Any], tools: bool) -> dict[str, Any]:
 
 
 def _call_part(name: str, arguments: str, call_id: str | None = None) -> AnswerPart:
+    # Half of a surrogate pair, which UTF-8 cannot have, stays the escape that the model wrote.
+    name, arguments = (text.encode(errors="backslashreplace").decode() for text in (name, arguments))
     return AnswerPart("call", arguments, name, call_id or f"call_{uuid.uuid4().hex[:24]}")
 
 
