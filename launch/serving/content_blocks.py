@@ -127,3 +127,13 @@ class BlockAnswer:
     @abstractmethod
     def _error_event(self, error: ApiError) -> Event:
         """Returns the event for an error that ends the stream."""
+
+
+def parse_arguments(text: str) -> dict[str, Any] | None:
+    """Parses a call's arguments; None if they are no JSON object, or one that a response cannot have."""
+    try:
+        found = json.loads(text)
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()  # numbers may be infinite, letters surrogates
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None

@@ -24,7 +24,7 @@ from launch.client.schemas import (
     unsupported_content,
     validate_body,
 )
-from launch.serving.content_blocks import Block, BlockAnswer, Event
+from launch.serving.content_blocks import Block, BlockAnswer, Event, parse_arguments
 
 ENDS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 KINDS = errors.KINDS | {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
@@ -334,13 +334,6 @@ def _content(block: Block) -> dict[str, Any]:
             return {"type": "text", "text": block.text}
         case "thinking":
             return {"type": "thinking", "thinking": block.text, "signature": ""}
-    return {"type": "tool_use", "id": block.call, "name": block.name, "input": _input(block.text)}
-
-
-def _input(arguments: str) -> dict[str, Any]:
-    """Parses a call's arguments; text that is not a JSON object is wrapped in one."""
-    try:
-        found = json.loads(arguments or "{}")
-    except ValueError:
-        found = None
-    return found if isinstance(found, dict) else {"arguments": arguments}
+    found = parse_arguments(block.text or "{}")
+    given = {"arguments": block.text} if found is None else found
+    return {"type": "tool_use", "id": block.call, "name": block.name, "input": given}

@@ -9,7 +9,7 @@ from typing import Any
 from launch.client.answer import Answer
 from launch.client.errors import ApiError
 from launch.client.schemas import Chat, validate_body
-from launch.serving.content_blocks import Block, BlockAnswer, Event
+from launch.serving.content_blocks import Block, BlockAnswer, Event, parse_arguments
 from launch.serving.response_items import (
     CUSTOM_INPUT,
     CallOutputItem,
@@ -333,9 +333,5 @@ def _content_part(block: Block) -> dict[str, Any]:
 
 def _custom_input(arguments: str) -> str:
     """Returns a custom tool's input from the arguments of its function; other text is the input itself."""
-    try:
-        found = json.loads(arguments)
-    except ValueError:
-        return arguments
-    given = found.get(CUSTOM_INPUT) if isinstance(found, dict) else None
+    given = (parse_arguments(arguments) or {}).get(CUSTOM_INPUT)
     return given if isinstance(given, str) else arguments

@@ -201,6 +201,13 @@ async def test_events_of_a_message(model: Path, talk: Talk) -> None:
     assert counted.json() == {"input_tokens": len(submit.prompt)}
 
 
+@pytest.mark.parametrize("arguments", ['{"city": 1e999}', '{"city": "\\ud83d"}', "[" * 1200])
+async def test_arguments_that_no_message_can_have_stay_text(arguments: str, talk: Talk) -> None:
+    api_server = await talk(f'<tool_call>{{"name": "get_weather", "arguments": {json.dumps(arguments)}}}</tool_call>')
+    answer = await api_server.post("/v1/messages", ASKS | {"tools": [OWN]})
+    assert answer.status_code == 200 and answer.json()["content"][0]["input"] == {"arguments": arguments}, answer.text
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_how_a_message_ends(stream: bool, talk: Talk) -> None:
     api_server = await talk("Hello world.")

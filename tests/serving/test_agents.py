@@ -308,6 +308,8 @@ async def test_events_of_a_custom_tools_call(agent: Agent) -> None:
         ({"input": PATCH}, PATCH),
         ({"patch": "x"}, '{"patch": "x"}'),
         ({"input": 3}, '{"input": 3}'),
+        ({"input": "\ud83d"}, '{"input": "\\ud83d"}'),
+        ("[" * 1200, "[" * 1200),
     ):
         api_server = await agent(called("apply_patch", arguments))
         choice = {"type": "custom", "name": "apply_patch"}
