@@ -192,7 +192,9 @@ class ChatTokenizer:
         more = tool_variables | {"documents": None, "add_generation_prompt": chat.adds_generation_prompt}
         more |= tokenizer.special_tokens | _variables(chat, template_variables - RESERVED_VARIABLES, template_variables)
         try:
+            # Arguments may have half a surrogate pair as an escape, which tokenizers cannot read otherwise.
             text = render(template, messages, chat.continue_final_message, more)
+            text = text.encode(errors="backslashreplace").decode()
         except Exception as error:  # templates are programs and may raise anything
             what = f"the chat template rejects the messages: {_one_line(error)}"
             raise ApiError(400, what, param="messages") from error

@@ -56,6 +56,8 @@ def test_a_conversation_goes_on_after_any_arguments(name: str, tokenizer: ChatTo
 
     empty = after("{}")
     assert [after(text)[1:3] for text in ("", " {} ", "null", "[]")] == [(empty.text, ())] * 4
+    half = r"\ud83d"  # of a surrogate pair
+    assert after(f'{{"b": "{half}"}}')[1:3] == (after('{"b": "Half."}').text.replace("Half.", half), ())
     takes_text = name in ("text arguments", "family kimi")
     for text in ('{"b": "c', '{"b": 1}}', "[1]", "7", '"x"', "[" * 9000):
         broken = after(text)
