@@ -163,7 +163,7 @@ class JsonCallParser(Parser):
             values, end = json_values(text, len(LIST_OF_CALLS.before), LIST_OF_CALLS.between or "")
             calls = [*filter(None, map(_function, values))]
         self.calls = len(calls)
-        rest = text[end if calls else 0 :].removeprefix(LIST_OF_CALLS.between or "")
+        rest = text[end if calls else 0 :].removeprefix((LIST_OF_CALLS.between or "").strip()).lstrip()
         if rest not in ("", LIST_OF_CALLS.after):  # cut off within a call
             parts.append(AnswerPart("content", rest))
         return [*parts, *(_call_part(*call) for call in calls)]

@@ -121,6 +121,7 @@ IN_OSLO, NOW = ("get_weather", {"city": "Oslo"}), ("now", {})
         ("plain", "required", LIST, [IN_OSLO, NOW]),
         ("plain", tool("get_weather"), OSLO, [IN_OSLO]),
         ("plain", "required", LIST[:-9], [IN_OSLO]),
+        ("plain", "required", LIST.partition('{"name": "now"')[0], [IN_OSLO]),
         ("plain", "required", LIST[:30], []),
         ("plain", tool("get_weather"), OSLO[:-2], []),
         ("with tools", tool("get_weather"), OSLO, [IN_OSLO]),
