@@ -13,9 +13,9 @@ UNSUPPORTED = (
     *("if", "then", "else", "not", "dependentRequired", "dependentSchemas", "dependencies", "contains"),
     *("minContains", "maxContains", "unevaluatedProperties", "unevaluatedItems", "propertyNames"),
 )
-SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
-LISTS_OF_SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems")
-SCHEMAS = ("items", "additionalProperties", "additionalItems")
+SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "schemas")
+LISTS_OF_SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+SCHEMAS = ("items", "additionalProperties", "additionalItems", "components")  # OpenAPI's `components` hold `schemas`
 LOOK_AROUND = ("(?=", "(?!", "(?<=", "(?<!")
 PATTERN_PART = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)  # an escape, a class of characters, or one
 COERCED = {"coerce_one_of": True}  # an answer may fit several alternatives of `oneOf`
