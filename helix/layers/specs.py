@@ -91,9 +91,9 @@ class RopeSpec:
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1 << 63:
                 raise ValueError(f"config.json: RoPE's {name}={value!r} must be a positive number below 2^63")
-        name = {"yarn": "rope_theta", "longrope": trained}.get(kind)  # its logarithm is a divisor
-        if name is not None and numbers[name] <= 1:
-            raise ValueError(f"config.json: RoPE's {name}={numbers[name]!r} must be above 1")
+        logarithm = {"yarn": "rope_theta", "longrope": trained}.get(kind)  # its logarithm is a divisor
+        if logarithm is not None and numbers[logarithm] <= 1:
+            raise ValueError(f"config.json: RoPE's {logarithm}={numbers[logarithm]!r} must be above 1")
         if kind == "longrope":
             return cls(kind, float(theta), rotated, _longrope(parameters, config, rotated), head_dim - rotated)
         if kind == "yarn" and parameters.get("factor") is None:
