@@ -44,7 +44,10 @@ def policies() -> list[Policy]:
         *(Policy(f"{score}-{k}", blocks(k), score=score) for score in ("bounds", "mean") for k in (4, 8, 16, 32)),
         *(Policy(f"mean_query-{k}", blocks(k), score="mean_query") for k in (8, 32)),
         Policy("quest-64", blocks(64, 32), page=16),
-        *(Policy(f"parts-{k}-of-{n}", parts(k, n)) for k, n in ((64, 64), (128, 64), (128, 128), (128, 256))),
+        *(
+            Policy(f"parts-{k}-of-{n}", parts(k, n))
+            for k, n in ((64, 64), (128, 64), (128, 128), (128, 256), (192, 256), (256, 256))
+        ),
     ]
 
 
