@@ -64,14 +64,18 @@ def read(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], targe
     Raises:
         ValueError: the checkpoint is not EAGLE-3's, or not for this target.
     """
-    names = config.get("architectures") or []
-    if not set(names) & {*ARCHITECTURES}:
+    names = config.get("architectures")
+    if not isinstance(names, list) or not any(name in ARCHITECTURES for name in names):
         raise ValueError(f"config.json: architectures={names!r:.100} must name one of {', '.join(ARCHITECTURES)}")
     name = "midlayer" if any(name.startswith("midlayer.") for name in shapes) else "layers.0"
     if missing := [tensor for tensor in ("fc.weight", f"{name}.hidden_norm.weight") if tensor not in shapes]:
         raise ValueError(f"not an EAGLE-3 checkpoint ({names!r:.100}): it has no {' and no '.join(missing)}")
     speculators = "speculators_model_type" in config
-    config = {**config, **(config.get("transformer_layer_config") or {})} if speculators else config
+    if speculators:
+        layer_config = config.get("transformer_layer_config") or {}
+        if not isinstance(layer_config, Mapping):
+            raise ValueError(f"config.json: transformer_layer_config={layer_config!r:.100} must be an object")
+        config = {**config, **layer_config}
     options = {key: _option(config, key) for key in OPTIONS}
     for key, supported in (("use_aux_hidden_state", True), ("num_aux_hidden_states", NUM_AUX)):
         if options[key] not in (None, supported):

@@ -265,6 +265,8 @@ def test_states_are_named_in_two_ways(ids: list[int] | None, aux_layers: tuple[i
     "keys, error",
     [
         ({"architectures": ["MistralForCausalLM"]}, "architectures=.* must name one of LlamaForCausalLMEagle3"),
+        ({"architectures": 7}, "architectures=7 must name one of"),
+        ({"speculators_model_type": "eagle3", "transformer_layer_config": "x"}, "layer_config='x' must be an object"),
         ({"num_hidden_layers": 2}, "num_hidden_layers=2 must be 1"),
         ({"vocab_size": 300}, "vocab_size=300, but the target has 257"),
         ({"target_hidden_size": 73}, "target_hidden_size=73"),
