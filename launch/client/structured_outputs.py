@@ -104,6 +104,12 @@ class StructuredOutputs(Schema):
         if len(given) != 1:
             kinds = ", ".join(name for name, _ in self._kinds())
             raise ValueError(f"has {' and '.join(given) or 'no constraint'}, but needs exactly one of {kinds}")
+        options = "whitespace_pattern", "disable_any_whitespace", "disable_additional_properties"
+        set_options = [name for name in options if getattr(self, name) not in (None, False)]
+        if set_options and given[0] not in ("json", "json_object"):
+            raise ValueError(f"has {set_options[0]}, which needs json or json_object, but has {given[0]}")
+        if set_options[:2] == [*options[:2]]:
+            raise ValueError("has whitespace_pattern and disable_any_whitespace: send only one of them")
         return self
 
     def _kinds(self) -> Iterator[tuple[str, Any]]:
