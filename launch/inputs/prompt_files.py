@@ -160,7 +160,7 @@ class PromptFile(Sequence[PromptLine]):
         limit = prompt.options.get("max_tokens")
         self.max_new_tokens = max(self.max_new_tokens, limit if isinstance(limit, int) else 0)
         several = (prompt.body or {}).get("n")
-        self.sequences += several if type(several) is int else 1
+        self.sequences += max(several, 1) if type(several) is int else 1
         self.has_text |= prompt.ids is None
         self.has_bodies |= prompt.body is not None
         self.has_unlimited |= limit is None and prompt.url is not None and prompt.schema is Chat

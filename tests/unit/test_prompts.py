@@ -310,3 +310,5 @@ def test_tokens_of_what_is_not_read_yet_are_bounded_by_its_bytes(tmp_path: Path)
     assert prompts.max_total_tokens(16, 512, 1) == 512 and 512 + 150 <= prompts.max_total_tokens(16, 512, 2) < 512 + 200
     chat = PromptFile(write(tmp_path, BATCH | {"url": "/v1/chat/completions", "body": {"messages": []}}))
     assert chat.max_total_tokens(16, 512, 4) == 512, "no limit of its own"
+    wrong = (BATCH | {"custom_id": f"{n}", "body": {"prompt": "x", "n": n}} for n in (-5, 0, 3))
+    assert PromptFile(write(tmp_path, *wrong)).sequences == 5, "a line that is refused has one result"
