@@ -425,10 +425,10 @@ def _is_conversation(given: Any) -> bool:
 def checked_body(schema: type[Body], fields: Mapping[str, Any]) -> Body:
     """Validates a body as the server does; raises ValueError if it is invalid."""
     try:
-        return parse_body(schema, json.dumps(fields, default=_plain).encode(), MAX_IDS)
+        return parse_body(schema, json.dumps(fields, default=_plain, ensure_ascii=False).encode(), MAX_IDS)
     except ApiError as error:
         raise ValueError(error.message) from error
-    except TypeError as error:
+    except (TypeError, UnicodeEncodeError) as error:
         raise ValueError(f"the options or messages cannot be written as JSON: {error}") from error
 
 

@@ -276,6 +276,8 @@ def test_numbers_of_numpy_are_numbers() -> None:
     assert (body.max_tokens, body.temperature, body.stop_token_ids, body.ignore_eos) == (2, 0.5, [3], True)
     with pytest.raises(ValueError, match=r"cannot be written as JSON: \{3\} is of type set"):
         checked_body(Completion, {"prompt": "text", "stop_token_ids": {3}})
+    with pytest.raises(ValueError, match=r"cannot be written as JSON: .*'\\ud800'.*surrogates not allowed"):
+        checked_body(Completion, {"prompt": "\ud800"})
 
 
 def test_the_package_and_the_command_name_what_they_have(
