@@ -237,7 +237,7 @@ class PythonBody(_BalancedBody):
     """Calls with keywords as in Python, one a line; true, false and null may be JSON's."""
 
     CALL = regex.compile(r"\s*(?P<name>[\w.:-]+)\(")
-    KEY = regex.compile(r"[\s,]*(?P<key>[\w.-]+)\s*=\s*")
+    KEY = regex.compile(r"""[\s,]*(?P<key>[^\s,()\[\]{}"'=<>!]+)\s*=\s*""")  # parameters may be named `$top`
     MARK = regex.compile(r"""(?P<text>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')|[(\[{]|[)\]}]|,""", regex.DOTALL)
     WORD = regex.compile(r"""(?P<text>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')|\b(?:true|false|null)\b""", regex.DOTALL)
 
