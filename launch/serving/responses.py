@@ -50,7 +50,10 @@ def convert(body: Responses, previous: Sequence[bytes], referenced: Mapping[str,
     before = [item for stored in previous for item in _stored_items(stored)]
     chat = chat_of(body, before + items)
     dumped = [item.model_dump(exclude_none=True) for item in items] if body.store else []
-    return chat, json.dumps(dumped).encode()
+    try:
+        return chat, json.dumps(dumped, allow_nan=False).encode()
+    except ValueError as error:
+        raise ApiError(400, "input must be JSON, which has no NaN or Infinity", param="input") from error
 
 
 def _stored_items(stored: bytes) -> list[Item]:

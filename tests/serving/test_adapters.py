@@ -18,6 +18,7 @@ from launch.serving.messages import Messages
 from launch.serving.messages import chat_of as of_messages
 from launch.serving.response_items import Responses
 from launch.serving.responses import chat_of as of_responses
+from launch.serving.responses import convert
 from tests.serving.api_server import scripted_reply
 from tests.serving.chats import CALL, PARAMETERS, REFUSALS, USER, Talk
 
@@ -181,6 +182,9 @@ def test_what_comes_back_in_a_response_is_json(number: str) -> None:
         with pytest.raises(ApiError, match="has no NaN or Infinity") as refused:
             of_responses(body)
         assert refused.value.status == 400
+    body = parse_body(Responses, f'{{"input": [{{"role": "user", "content": "x", "x": {number}}}]}}'.encode())
+    with pytest.raises(ApiError, match="input must be JSON, which has no NaN or Infinity"):
+        convert(body, [], {})
 
 
 async def test_events_of_a_message(model: Path, talk: Talk) -> None:
