@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from typing import Any
 
@@ -42,11 +42,24 @@ def supported_schema(schema: Mapping[str, Any], path: str = "$") -> dict[str, An
     for name in UNSUPPORTED:
         if name in found:
             raise ValueError(f"{path} has {name}, which cannot be enforced: leave it out")
+    _rewrite_inner(found, path, supported_schema)
+    return found
+
+
+def closed_schema(schema: Mapping[str, Any], path: str = "$") -> dict[str, Any]:
+    """Returns a schema whose objects allow only the properties that they name."""
+    found = dict(schema)
+    if found.keys() & {"properties", "patternProperties"}:
+        found.setdefault("additionalProperties", False)
+    _rewrite_inner(found, path, closed_schema)
+    return found
+
+
+def _rewrite_inner(found: dict[str, Any], path: str, rewrite: Callable[[dict[str, Any], str], dict[str, Any]]) -> None:
     found |= {name: copy(found[name]) for name in (*SCHEMAS_BY_NAME, *LISTS_OF_SCHEMAS) if name in found}
     for holder, key, below in _inner_schemas(found, path):
         if isinstance(holder[key], dict):
-            holder[key] = supported_schema(holder[key], below)
-    return found
+            holder[key] = rewrite(holder[key], below)
 
 
 def unenforced(schema: Any, field: str, path: str = "$") -> list[str]:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from launch.answers.grammars import StructuredOutput, Tag
+from launch.answers.json_schemas import closed_schema
 from launch.client.schema_base import SHORT_REPR, FalseByDefault, ListOf, Schema, null_as
 
 MAX_EXPRESSION = 1 << 16  # characters of a regex or grammar, of all choices, or of all template variables
@@ -143,7 +144,7 @@ def make_structured_output(
     schema = _object(param, value)
     check_size(param, schema)
     options = {"x-guidance": whitespace} if whitespace else {}
-    return StructuredOutput(param, "json", _forbid_additional(schema) if forbid_additional else schema, options)
+    return StructuredOutput(param, "json", closed_schema(schema) if forbid_additional else schema, options)
 
 
 def _object(param: str, value: str | dict[str, Any]) -> dict[str, Any]:
@@ -187,15 +188,3 @@ def parse_structural_tags(param: str, value: dict[str, Any]) -> StructuralTags:
         first = error.errors(include_url=False, include_context=False)[0]
         where = ".".join(map(str, first["loc"]))
         raise ValueError(f"structural_tag{where and '.'}{where}: {first['msg']}") from None
-
-
-def _forbid_additional(schema: Any) -> Any:
-    """Returns a schema whose objects allow only the properties that they name."""
-    if isinstance(schema, list):
-        return [_forbid_additional(one) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    closed = {name: _forbid_additional(one) for name, one in schema.items()}
-    if schema.keys() & {"properties", "patternProperties"}:
-        closed.setdefault("additionalProperties", False)
-    return closed

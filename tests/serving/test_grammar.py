@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from launch.answers.grammar_matcher import GrammarMatcher, GrammarMatcherFactory
 from launch.answers.grammars import StructuredOutput, Tag, structured_output_grammar
-from launch.answers.json_schemas import supported_schema
+from launch.answers.json_schemas import closed_schema, supported_schema
 from tests.e2e.checkpoints import DEMO
 from tests.serving.transcripts import KNOWN
 
@@ -164,3 +164,9 @@ def test_schemas_are_rewritten_or_refused_by_their_path(row: dict[str, Any], gra
     else:
         assert supported_schema(row["schema"]) == row.get("becomes", row["schema"])
         grammars.create_matcher(schema_grammar(row["schema"]))
+
+
+def test_values_and_names_of_properties_are_no_schemas_to_close() -> None:
+    value = {"const": {"properties": {"a": 1}}}
+    inner = {"properties": {"properties": value}}
+    assert closed_schema({"items": inner}) == {"items": inner | {"additionalProperties": False}}
