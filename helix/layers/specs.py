@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, Protocol
 from helix.layout import HelixLayout
 from helix.worker.kv_cache_spec import KVCacheSpec, keys_and_values, latents
 
+MAX_DEQUANTIZED_BYTES = 1 << 27  # of keys and values at a time: PIECE_BYTES of kernels.attention.dequantized_prefill
 MAX_EXPANDED_BYTES = 1 << 27  # of expanded keys and values at a time
 MAX_SCORES = 1 << 26  # an indexer's at once (256 MiB): longer prefill steps select for some rows at a time
 MXFP4_BLOCK = 32  # values of the last dimension that share one scale

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 
 from helix.config import Config
-from helix.layers.specs import MAX_EXPANDED_BYTES, MAX_SCORES, MLASpec, max_gathered_tokens
+from helix.layers.specs import MAX_DEQUANTIZED_BYTES, MAX_EXPANDED_BYTES, MAX_SCORES, MLASpec, max_gathered_tokens
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
 from helix.worker.graph_keys import FILTERED_ELEMENTS, max_captured_size
 from helix.worker.kv_cache_spec import ITEMSIZE
-from kernels.attention import PIECE_BYTES
 
 MAX_CHUNK_TOKENS = 16384  # longer chunks are not faster per token
 SHARE = 16  # buffers take at most 1 / SHARE of the free memory
@@ -44,7 +43,7 @@ def piece_bytes(spec: DecoderSpec, matrix: int, quantized_kv: bool, dtype: str, 
         matrix: elements of the rank's largest quantized matrix; 0: there is none.
         captured: whether chunks are captured in CUDA graphs, which have their own memory.
     """
-    keys = PIECE_BYTES if quantized_kv else 0
+    keys = MAX_DEQUANTIZED_BYTES if quantized_kv else 0
     if isinstance(spec.attention, MLASpec) and spec.attention.topk is None:
         keys = 2 * MAX_EXPANDED_BYTES  # keys and values, and their latents, before and after reordering
     scores = MAX_SCORES * ITEMSIZE["float32"] if spec.indexers else 0

@@ -19,6 +19,7 @@ from comm.loopback import LoopbackWorld, run_ranks
 from helix.attention.dense import DenseAttention
 from helix.engine.prefill_time import PrefillTime, doubling_depth
 from helix.kv_placement import KVPlacement, PromptChunk
+from helix.layers.specs import MAX_DEQUANTIZED_BYTES
 from helix.layout import HelixLayout
 from helix.models.decoder import Decoder
 from helix.setup import buffers
@@ -40,6 +41,7 @@ from helix.worker.kv_cache import KVCache
 from helix.worker.kv_cache_spec import EngineSizes
 from helix.worker.sampling import SamplingState
 from helix.worker.step import DecodeState
+from kernels.attention.dequantized_prefill import PIECE_BYTES
 from kernels.tokens.reference import ALL_KEYS, Distribution
 from launch.inputs.compose import compose_config
 from launch.inputs.shapes import spec_of
@@ -59,6 +61,10 @@ from tests.sequences import new_request, with_windows
 )
 def test_buffers_of_a_token(model: str, layout: HelixLayout, numbers: int) -> None:
     assert token_buffers(spec_of(model), layout, 0, "bfloat16") == pytest.approx(1.25 * 2 * numbers, abs=1)
+
+
+def test_keys_are_dequantized_in_pieces_of_the_reserved_size() -> None:
+    assert MAX_DEQUANTIZED_BYTES == PIECE_BYTES
 
 
 def test_gathered_sequences() -> None:
