@@ -236,7 +236,9 @@ def _tokens_ms() -> dict[tuple[str, str], tuple[float, float]]:
     }
     for theirs in results("filled-cache", "model", "trace", "engine", free=("run",)):
         batch, length = VLLM_POINTS[theirs["trace"]]
-        for ours in results("step.1gpu", *WORKLOAD, model=theirs["model"], batch=batch, length=length):
+        for ours in results(
+            "step.1gpu", *WORKLOAD, commit=theirs["commit"], model=theirs["model"], batch=batch, length=length
+        ):
             found[theirs["model"], theirs["trace"]] = ours["ttl_p50_us"] / 1e3, theirs["p50_itl_ms"]
     return found
 
@@ -255,7 +257,9 @@ def _over_vllm() -> str:
     for (model, trace), (ours, theirs) in _tokens_ms().items():
         at = [r for r in rows if (r["model"], r["batch"], r["length"]) == (model, *VLLM_POINTS[trace])]
         if at and (gain := gained(at[-1])) is not None:
-            parts.append(f"{model} {trace} {gain * theirs / ours:.2f} x ({at[-1]['gamma']} drafts)")
+            parts.append(
+                f"{model} {trace} {gain * theirs / ours:.2f} x ({at[-1]['gamma']} drafts of {at[-1]['commit'][:7]})"
+            )
     return ", ".join(parts) or NOT_RECORDED
 
 
